@@ -1,0 +1,42 @@
+# Every target first sees to the environment it runs in, so each works alone on a fresh machine.
+
+# The environment: a folder of its own (made if missing, pinned by constraints.txt), or "active".
+VENV ?= .venv
+# The Python that makes it; with VENV=active, the one whose environment is used.
+PYTHON ?= python3
+# Passed on to pytest, or to the benchmark.
+ARGS ?=
+
+ifeq ($(VENV),active)
+python := "$(PYTHON)"
+# The checkout is not installed into an environment that is not ours; Python finds it on its path.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+python := "$(VENV)/bin/python"
+endif
+environment := @bash tools/environment.sh "$(VENV)" "$(PYTHON)"
+
+.PHONY: help test bench lint wheel-test
+
+help: ## this list
+	@echo "make TARGET [ARGS=...] [VENV=.venv | VENV=active] [PYTHON=python3]"
+	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@echo "VENV=active takes the environment that \$$PYTHON runs in, and adds to it only what is missing."
+
+test: ## pytest; on the GPU where there is one, else with the Triton kernels interpreted
+	$(environment) test
+	$(python) -m pytest $(ARGS)
+
+bench: ## the attention benchmark; ARGS=--help lists its options
+	$(environment) bench
+	$(python) benchmarks/attention.py $(ARGS)
+
+lint: ## ruff (rules and format), then mypy
+	$(environment) dev
+	@status=0; for check in "ruff check ." "ruff format --check ." mypy; do \
+	    echo "$$check"; $(python) -m $$check || status=1; \
+	done; exit $$status
+
+wheel-test: ## build the wheel and the sdist; install and import them, an editable install and a plain checkout
+	$(environment) dev
+	$(python) -m pytest -m wheel $(ARGS) tests/packaging

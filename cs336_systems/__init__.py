@@ -1,0 +1,18 @@
+"""Attention, written so that it can be read, measured and trusted.
+
+- :mod:`cs336_systems.attention`: what to import to compute attention.
+- :mod:`cs336_systems.profiling`: how to time it and account for its memory.
+- ``cs336_systems.kernels``: the Triton kernels and their launchers, which the first two call.
+
+Importing this package alone imports none of them, and not torch.
+"""
+
+from importlib import metadata
+
+try:
+    __version__ = metadata.version("cs336_systems")
+except metadata.PackageNotFoundError:
+    # A checkout on the path that was never installed: its version is not known here, so none is made up.
+    __version__ = "0+uninstalled"
+
+__all__ = ["__version__"]
