@@ -1,0 +1,114 @@
+"""Compile kernels for a GPU that need not be there, and read what the compiler made of them.
+
+The Triton wheel carries the assembler and disassembler, so registers, spills, warnings and machine code of every
+configuration can be checked on a laptop. The kernels must not have been defined under TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from .launching import Launch
+
+POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one compiled kernel uses: registers a thread, spilled bytes a thread, shared bytes a program."""
+
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    shared: int
+    warnings: tuple[str, ...]
+    ptx: str
+    cubin: bytes
+
+    @property
+    def sass(self) -> str:
+        """The machine code, disassembled."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "kernel.cubin")
+            path.write_bytes(self.cubin)
+            return _run("cuobjdump", "--dump-sass", str(path)).stdout
+
+
+def compile_for(capability: int, kernel: Any, launch: Launch) -> Report:
+    """Compile a launch, of tensors on any device, for a compute capability such as 90, as if they were aligned."""
+    signature: dict[str, Any] = {}
+    constant_values: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    runtime = (*launch.tensors, *launch.arguments)
+    values = (*runtime, *[launch.constants[name] for name in kernel.arg_names[len(runtime) :]])
+    for position, (parameter, value) in enumerate(zip(kernel.params, values, strict=True)):
+        kind = "constexpr" if parameter.is_constexpr else None
+        signature[parameter.name] = _specialise(
+            value, (position,), kind, not parameter.do_not_specialize, constant_values, attributes
+        )
+    source = triton.compiler.ASTSource(kernel, signature, constant_values, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
+    suffix = "a" if capability >= 90 else ""
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = pathlib.Path(folder, "kernel.ptx"), pathlib.Path(folder, "kernel.cubin")
+        ptx.write_text(compiled.asm["ptx"])
+        # The wheel carries a newer assembler for the architectures that came after Hopper.
+        assembler = "ptxas" if capability < 100 else "ptxas-blackwell"
+        log = _run(assembler, f"-arch=sm_{capability}{suffix}", "-v", str(ptx), "-o", str(cubin)).stderr
+    return Report(
+        registers=_number(r"Used (\d+) registers", log),
+        spill_stores=_number(r"(\d+) bytes spill stores", log),
+        spill_loads=_number(r"(\d+) bytes spill loads", log),
+        shared=compiled.metadata.shared,
+        warnings=tuple(line for line in log.splitlines() if re.search(r"C75\d\d|warning", line)),
+        ptx=compiled.asm["ptx"],
+        cubin=compiled.asm["cubin"],
+    )
+
+
+def _specialise(
+    value: Any,
+    path: tuple[int, ...],
+    kind: str | None,
+    specialise: bool,
+    constants: dict[tuple[int, ...], Any],
+    attributes: dict[tuple[int, ...], list[list[Any]]],
+) -> Any:
+    """The type Triton's launch would give an argument: constants folded, multiples of 16 marked."""
+    if isinstance(value, tuple) and kind is None:
+        return tuple(
+            _specialise(item, (*path, index), None, specialise, constants, attributes)
+            for index, item in enumerate(value)
+        )
+    if kind == "constexpr" or value is None or (specialise and isinstance(value, int) and value == 1):
+        constants[path] = value
+        return "constexpr"
+    if isinstance(value, torch.Tensor):
+        attributes[path] = [["tt.divisibility", 16]]
+        return POINTERS[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    if specialise and value % 16 == 0:
+        attributes[path] = [["tt.divisibility", 16]]
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def _run(tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    path = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin" / tool
+    return subprocess.run([str(path), *arguments], capture_output=True, text=True, check=True)
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"the assembler's report must match {pattern!r}; got {text!r}")
+    return int(found[1])

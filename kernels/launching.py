@@ -1,0 +1,122 @@
+"""Launching kernels cheaply: the host side that every kernel family shares.
+
+A launch needs some forty integers (sizes, strides, tile shapes) that depend on nothing but the tensors' metadata.
+Deriving them and letting Triton derive its specialisation again costs more host time than a short sequence takes on the
+device. So what follows from metadata is worked out once, in a plan kept by `Plans`; a plan's `Launcher` keeps the
+compiled binary and those integers, and a repeated call passes addresses only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+import triton
+from torch import Tensor
+
+from . import tuning
+
+MOST_PLANS = 4096
+"""Plans kept of a kind; beyond that all are dropped and made anew as they are needed."""
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether TRITON_INTERPRET was set when the kernels were defined: then they run on CPU tensors, and only there."""
+
+Plan = TypeVar("Plan")
+
+
+class Plans(Generic[Plan]):
+    """Plans by the metadata that they follow from."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Hashable, Plan] = {}
+        self._version = tuning.version()
+
+    def get(self, key: Hashable, make: Callable[[], Plan]) -> Plan:
+        """The plan for ``key``, which must determine all that ``make`` returns (tile configurations apart)."""
+        if self._version != tuning.version():
+            self._plans.clear()
+            self._version = tuning.version()
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = make()
+        return plan
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel: the grid of programs, and its arguments in order: tensors, numbers, constants."""
+
+    grid: tuple[int, int]
+    tensors: tuple[Tensor | None, ...]
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+    options: dict[str, int]
+
+
+class Launcher:
+    """A kernel on tensors of fixed metadata, at any addresses."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._known: dict[tuple[bool, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
+
+    def __call__(self, addresses: tuple[int | None, ...], describe: Callable[[], Launch]) -> None:
+        """Run on the current stream. ``describe`` is asked at the first call, and when the alignment is a new one.
+
+        Triton compiles pointers to 16-byte boundaries differently from others.
+        """
+        alignment = tuple([address is None or address % 16 == 0 for address in addresses])
+        known = self._known.get(alignment)
+        if known is None:
+            self._first(alignment, describe())
+        else:
+            run, rest = known
+            run(*addresses, *rest)
+
+    def _first(self, alignment: tuple[bool, ...], launch: Launch) -> None:
+        grid, tensors, arguments, constants, options = launch
+        compiled = self._kernel[grid](*tensors, *arguments, **constants, **options)
+        if not INTERPRETED:
+            constant_names = self._kernel.arg_names[len(tensors) + len(arguments) :]
+            rest = (*arguments, *[constants[name] for name in constant_names])
+            self._known[alignment] = runner_of(compiled, grid), rest
+
+
+def runner_of(compiled: Any, grid: tuple[int, int]) -> Callable[..., None]:
+    """A function of a kernel's arguments that runs what Triton compiled, on the current stream of this device."""
+    with_hooks: Callable[..., None] = compiled[(*grid, 1)]
+    if not triton.__version__.startswith(("3.6.", "3.7.")):
+        return with_hooks
+    # What Triton's own runner does, but for collecting what launch hooks would be told when there are none: a third of
+    # a launch's time on the host.
+    device = triton.runtime.driver.active.get_current_device()
+    stream_of = triton.runtime.driver.active.get_current_stream
+    hooks = triton.knobs.runtime
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+
+    def runner(*arguments: Any) -> None:
+        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+            with_hooks(*arguments)
+        else:
+            run(*grid, 1, stream_of(device), function, metadata, None, None, None, *arguments)
+
+    return runner
+
+
+def address_of(tensor: Tensor | None) -> int | None:
+    """Where a tensor's first element is; None for None."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+_HERE = nullcontext()
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a CUDA device the current one: Triton launches there, wherever the tensors are."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(device)

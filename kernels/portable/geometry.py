@@ -1,0 +1,88 @@
+"""What the kernels must know of a call besides its tensors: sizes, head groups, mask alignment, padded widths."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from .. import tuning
+
+
+def arithmetic_of(tensor: Tensor) -> tuning.Arithmetic:
+    """How products of this tensor's dtype are computed; for float32 torch's precision setting decides."""
+    if tensor.dtype != torch.float32:
+        return "half"
+    return "float32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def padded(width: int) -> int:
+    """The width of a tile that holds a head dimension: a power of two, and at least what a tensor core takes."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def in_vectors(tensor: Tensor) -> bool:
+    """Whether Triton knows that rows can be read 16 bytes at a time, and so in a pipeline."""
+    *others, column = tensor.stride()
+    return column == 1 and not any(stride % 16 for stride in others) and tensor.data_ptr() % 16 == 0
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Derived once for each new combination of shapes."""
+
+    q_leading: tuple[int, ...]
+    kv_leading: tuple[int, ...]
+    q_len: int
+    k_len: int
+    head_dim: int
+    v_head_dim: int
+    causal: str
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, causal: str) -> Geometry:
+        """The geometry of q (*leading, q_len, d), k (*leading, k_len, d) and v (*leading, k_len, dv)."""
+        return cls(tuple(q.shape[:-2]), tuple(k.shape[:-2]), q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], causal)
+
+    @property
+    def q_matrices(self) -> int:
+        return math.prod(self.q_leading)
+
+    @property
+    def kv_matrices(self) -> int:
+        return math.prod(self.kv_leading)
+
+    @property
+    def block(self) -> int:
+        """The wider of the two padded head dimensions, by which tile configurations are looked up."""
+        return padded(max(self.head_dim, self.v_head_dim))
+
+    @property
+    def sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The leading sizes of q and of k and v. The first is never read: 0 keeps kernels from specialising on it."""
+        return (0, *self.q_leading[1:]), (0, *self.kv_leading[1:])
+
+    @property
+    def scalars(self) -> tuple[int, int, int, int]:
+        """group, q_len, k_len, diagonal: the kernels' integer arguments."""
+        diagonal = self.k_len - self.q_len if self.causal == "bottom_right" else 0
+        return self.q_matrices // self.kv_matrices, self.q_len, self.k_len, diagonal
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Head dimensions, and the widths of the tiles that hold them."""
+        return {
+            "HEAD_DIM": self.head_dim,
+            "V_HEAD_DIM": self.v_head_dim,
+            "BLOCK_D": padded(self.head_dim),
+            "BLOCK_DV": padded(self.v_head_dim),
+        }
+
+    def constants(self, config: tuning.TileConfig) -> dict[str, Any]:
+        """The compile-time arguments of an attention kernel."""
+        tiles = {"TILE_Q": config.tile_q, "TILE_K": config.tile_k}
+        return {**self.widths, **tiles, "CAUSAL": self.causal != "none"}

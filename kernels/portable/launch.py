@@ -1,0 +1,211 @@
+"""Forward and backward of the portable kernels on tensors. Arguments are taken as already validated."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from .. import tuning
+from ..launching import Launch, Launcher, Plans, address_of, on_device
+from ..layout import Layout, one_a_row, rows_like
+from .backward import dkdv_kernel, dq_kernel
+from .forward import forward_kernel
+from .geometry import Geometry, arithmetic_of, in_vectors
+from .inputs import Input, as_inputs
+from .softmax import LOG2_E
+
+
+class ForwardPlan(NamedTuple):
+    """What follows from the metadata of a forward call."""
+
+    out: Layout
+    lse: Layout
+    nothing_seen: bool
+    launcher: Launcher
+
+
+class BackwardPlan(NamedTuple):
+    """What follows from the metadata of a backward call."""
+
+    dq: Layout
+    dk: Layout
+    dv: Layout
+    row: Layout
+    nothing_seen: bool
+    dq_launcher: Launcher
+    dkdv_launcher: Launcher
+
+
+_forward_plans: Plans[ForwardPlan] = Plans()
+_backward_plans: Plans[BackwardPlan] = Plans()
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, causal: str, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of q (*leading, q_len, d), k and v (*leading, k_len, d or dv): out and its natural log-sum-exp.
+
+    The last leading axis is the heads'; that of k and v may be a divisor of q's. ``causal`` is "none", "top_left" or
+    "bottom_right". Strides are free. out is (*leading, q_len, dv), laid out as q is; lse is contiguous float32.
+    """
+    dtype, device = q.dtype, q.device
+    arithmetic = arithmetic_of(q)
+    shapes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
+    plan = _forward_plans.get((shapes, dtype, device, causal, scale, arithmetic), lambda: _plan_forward(q, k, v))
+    out = plan.out.empty(dtype, device)
+    lse = plan.lse.empty(torch.float32, device)
+    if plan.nothing_seen:
+        return out.zero_(), lse.fill_(-math.inf)
+    with on_device(device):
+        inputs = as_inputs(q, k, v, None, arithmetic)
+        plan.launcher(
+            (*inputs.addresses, *inputs.statistics, out.data_ptr(), lse.data_ptr()),
+            lambda: describe_forward(inputs.describe(), out, lse, causal, scale, arithmetic),
+        )
+    return out, lse
+
+
+def _plan_forward(q: Tensor, k: Tensor, v: Tensor) -> ForwardPlan:
+    out = rows_like(q, v.shape[-1])
+    return ForwardPlan(out, one_a_row(q), 0 in out.shape or k.shape[-2] == 0, Launcher(forward_kernel))
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    causal: str,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, laid out as they are, from those of out and (or None) of the log-sum-exp."""
+    if dout.stride(-1) != 1:
+        # Such a gradient is usually an expanded scalar; the kernels would read it element by element, many times.
+        dout = dout.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    dtype, device = q.dtype, q.device
+    arithmetic = arithmetic_of(q)
+    shapes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), out.stride(), dout.stride())
+    key = (shapes, dtype, device, causal, scale, arithmetic, dlse is None)
+    plan = _backward_plans.get(key, lambda: _plan_backward(q, k, v))
+    dq, dk, dv = (layout.empty(dtype, device) for layout in (plan.dq, plan.dk, plan.dv))
+    if plan.nothing_seen:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    delta = plan.row.empty(torch.float32, device)
+    with on_device(device):
+        inputs = as_inputs(q, k, v, dout, arithmetic)
+        bound = None if dlse is None or arithmetic == "half" else dlse.view(math.prod(k.shape[:-2]), -1).abs().amax(1)
+        tensors = BackwardTensors(out, dlse, lse, delta, bound, dq, dk, dv)
+        *qkv, dout_address = inputs.addresses
+        read = (*qkv, *inputs.statistics, address_of(bound))
+        rows = (address_of(dlse), lse.data_ptr(), delta.data_ptr())
+        plan.dq_launcher(
+            (*read, out.data_ptr(), dout_address, *rows, dq.data_ptr()),
+            lambda: describe_dq(inputs.describe(), tensors, causal, scale, arithmetic),
+        )
+        plan.dkdv_launcher(
+            (*read, dout_address, *rows[1:], dk.data_ptr(), dv.data_ptr()),
+            lambda: describe_dkdv(inputs.describe(), tensors, causal, scale, arithmetic),
+        )
+    return dq, dk, dv
+
+
+def _plan_backward(q: Tensor, k: Tensor, v: Tensor) -> BackwardPlan:
+    return BackwardPlan(
+        rows_like(q, q.shape[-1]),
+        rows_like(k, k.shape[-1]),
+        rows_like(v, v.shape[-1]),
+        one_a_row(q),
+        any(0 in x.shape for x in (q, k, v)),
+        Launcher(dq_kernel),
+        Launcher(dkdv_kernel),
+    )
+
+
+class BackwardTensors(NamedTuple):
+    """What the backward's kernels read and write besides their inputs; dlse and its bound may be None."""
+
+    out: Tensor
+    dlse: Tensor | None
+    lse: Tensor
+    delta: Tensor
+    dlse_bound: Tensor | None
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def describe_forward(
+    inputs: list[Input], out: Tensor, lse: Tensor, causal: str, scale: float, arithmetic: tuning.Arithmetic
+) -> Launch:
+    """The launch of `forward_kernel`; ``inputs`` are q, k and v."""
+    q, k, v = (x.tensor for x in inputs)
+    geometry = Geometry.of(q, k, v, causal)
+    config = tuning.lookup("forward", arithmetic, geometry.block, q.device)
+    strides = [tensor.stride() for tensor in (q, k, v, out)]
+    constants = geometry.constants(config) | {"FLIP": scale < 0}
+    if config.num_stages == 1 or not (in_vectors(k) and in_vectors(v)):
+        # Without a pipeline k and v take turns in the same shared memory, and ptxas 12.8 computes the address of v's
+        # tile from a register that was never set, unless both tiles have one width.
+        constants |= {"BLOCK_D": geometry.block, "BLOCK_DV": geometry.block}
+    return Launch(
+        (geometry.q_matrices * triton.cdiv(geometry.q_len, config.tile_q), 1),
+        (q, k, v, *[x.statistics for x in inputs], out, lse),
+        (
+            *geometry.sizes,
+            *strides,
+            tuple(x.distances for x in inputs),
+            *geometry.scalars,
+            abs(scale) * LOG2_E.value,
+        ),
+        constants,
+        config.options | {"enable_fp_fusion": arithmetic != "float32"},
+    )
+
+
+def describe_dq(
+    inputs: list[Input], tensors: BackwardTensors, causal: str, scale: float, arithmetic: tuning.Arithmetic
+) -> Launch:
+    """The launch of `dq_kernel`; ``inputs`` are q, k, v and dout."""
+    q, k, v, dout = (x.tensor for x in inputs)
+    geometry = Geometry.of(q, k, v, causal)
+    config = tuning.lookup("dq", arithmetic, geometry.block, q.device)
+    read = (q, k, v, *[x.statistics for x in inputs], tensors.dlse_bound)
+    rows = (tensors.dlse, tensors.lse, tensors.delta)
+    return Launch(
+        (geometry.q_matrices * triton.cdiv(geometry.q_len, config.tile_q), 1),
+        (*read, tensors.out, dout, *rows, tensors.dq),
+        _backward_arguments(geometry, inputs, (q, k, v, tensors.out, dout, tensors.dq), scale),
+        geometry.constants(config),
+        config.options,
+    )
+
+
+def describe_dkdv(
+    inputs: list[Input], tensors: BackwardTensors, causal: str, scale: float, arithmetic: tuning.Arithmetic
+) -> Launch:
+    """The launch of `dkdv_kernel`; ``inputs`` are q, k, v and dout."""
+    q, k, v, dout = (x.tensor for x in inputs)
+    geometry = Geometry.of(q, k, v, causal)
+    config = tuning.lookup("dkdv", arithmetic, geometry.block, q.device)
+    read = (q, k, v, *[x.statistics for x in inputs], tensors.dlse_bound)
+    return Launch(
+        (geometry.kv_matrices * triton.cdiv(geometry.k_len, config.tile_k), 1),
+        (*read, dout, tensors.lse, tensors.delta, tensors.dk, tensors.dv),
+        _backward_arguments(geometry, inputs, (q, k, v, dout, tensors.dk, tensors.dv), scale),
+        geometry.constants(config),
+        config.options,
+    )
+
+
+def _backward_arguments(
+    geometry: Geometry, inputs: list[Input], strided: tuple[Tensor, ...], scale: float
+) -> tuple[object, ...]:
+    distances = tuple(x.distances for x in inputs)
+    strides = [tensor.stride() for tensor in strided]
+    return *geometry.sizes, *strides, distances, *geometry.scalars, scale, scale * LOG2_E.value

@@ -1,0 +1,69 @@
+"""The online softmax, in base 2, and its derivative.
+
+Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), as FlashAttention uses it: a running maximum
+and a running total per row, with what was accumulated before rescaled whenever the maximum moves.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+ABOVE: tl.constexpr = tl.constexpr(1.0 + 2.0**-23)
+BELOW: tl.constexpr = tl.constexpr(1.0 - 2.0**-23)
+
+
+class Softmax(NamedTuple):
+    """Per row: the largest score so far, and the sum of exp2(score - that maximum + shift)."""
+
+    maximum: tl.tensor
+    total: tl.tensor
+
+
+@triton.jit
+def softmax_start(ROWS: tl.constexpr):
+    """No score seen yet."""
+    return Softmax(tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32))
+
+
+@triton.jit
+def softmax_step(state, products, scale, SHIFT: tl.constexpr, FUSED: tl.constexpr):
+    """Take in a tile of scores ``products * scale``: the new state, the tile's weights, and the factor for older ones.
+
+    ``scale`` is positive and includes log2(e). Hidden products are -inf. A row that has seen nothing keeps a maximum of
+    -inf; its pivot is 0, because -inf - -inf would be NaN. Weights are 2**SHIFT times too large, which costs nothing
+    and keeps the small ones out of float16's subnormal numbers. FUSED says whether multiplications and additions are.
+    """
+    largest = tl.max(products, 1) * scale
+    if FUSED:
+        # A fused multiply-add does not round products * scale as the line above does: for scores in the millions the
+        # exponent below could exceed SHIFT by enough for a float16 weight to be infinite.
+        largest *= tl.where(largest > 0.0, ABOVE, BELOW)
+    maximum = tl.maximum(state.maximum, largest)
+    pivot = tl.where(maximum == float("-inf"), 0.0, maximum)
+    if FUSED:
+        weights = tl.exp2(products * scale - (pivot - SHIFT)[:, None])
+    else:
+        # In this order the largest score gives SHIFT exactly, however large it is.
+        weights = tl.exp2((products * scale - pivot[:, None]) + SHIFT)
+    rescale = tl.exp2(state.maximum - pivot)
+    return Softmax(maximum, state.total * rescale + tl.sum(weights, 1)), weights, rescale
+
+
+@triton.jit
+def softmax_finish(state, SHIFT: tl.constexpr):
+    """The factor that normalises what was accumulated, and the natural log-sum-exp: 0 and -inf for unseeing rows."""
+    blind = state.total == 0.0
+    total = tl.where(blind, 1.0, state.total)
+    lse = (state.maximum - SHIFT) * LN_2 + tl.log(total)
+    return tl.where(blind, 0.0, 1.0 / total), tl.where(blind, float("-inf"), lse)
+
+
+@triton.jit
+def weights_again(products, scale, lse, SHIFT: tl.constexpr):
+    """2**SHIFT times the probabilities of scores ``products * scale``; the natural log-sum-exp ``lse`` broadcasts."""
+    exponent = products * scale - (lse * LOG2_E - SHIFT)
+    # Probabilities are at most 1, but rounding the log-sum-exp of huge scores could make them infinite.
+    return tl.exp2(tl.minimum(exponent, SHIFT, propagate_nan=tl.PropagateNan.ALL))

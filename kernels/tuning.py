@@ -1,0 +1,121 @@
+"""Tile configurations: a table looked up at run time, never a search.
+
+A row says how one pass of the portable kernels is tiled, for an architecture, a kind of arithmetic and a padded head
+dimension. `benchmarks/tune.py` searches and prints new rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Pass = Literal["forward", "dq", "dkdv"]
+Arithmetic = Literal["half", "tf32", "float32"]
+"""What products are computed in: float16 or bfloat16 inputs; float32 ones in TF32; those at float32-level error."""
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """How one kernel is tiled: rows of q and of k a tile, warps a program, stages of the software pipeline."""
+
+    tile_q: int
+    tile_k: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The launch options, as Triton takes them."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+Row = tuple[Pass, Arithmetic, int]
+"""What a configuration is looked up by: pass, arithmetic, padded head dimension."""
+
+_pins: dict[Pass, TileConfig] = {}
+_version = 0
+
+
+def lookup(name: Pass, arithmetic: Arithmetic, head_dim: int, device: torch.device) -> TileConfig:
+    """The configuration of a pass on a device, for a padded head dimension (a power of two from 16 to 256)."""
+    # TF32 runs the kernels of 16-bit inputs, on float16 parts of float32 ones.
+    kind: Arithmetic = "half" if arithmetic == "tf32" else arithmetic
+    return _pins.get(name) or TABLES[architecture_of(device)][name, kind, head_dim]
+
+
+@contextmanager
+def pin(**configs: TileConfig) -> Iterator[None]:
+    """Use these configurations, named by pass, instead of the table's: for tests and for the search.
+
+    >>> with pin(forward=TileConfig(64, 32, 4, 2)): ...
+    """
+    global _version
+    before = dict(_pins)
+    _pins.update(configs)  # type: ignore[arg-type]
+    _version += 1
+    try:
+        yield
+    finally:
+        _pins.clear()
+        _pins.update(before)
+        _version += 1
+
+
+def version() -> int:
+    """Changes whenever what `lookup` returns may have changed."""
+    return _version
+
+
+@functools.cache
+def architecture_of(device: torch.device) -> str:
+    """The name of the table a device uses: its own architecture's, or that of the nearest older one that fits."""
+    if device.type != "cuda":
+        return "sm_80"
+    capability = torch.cuda.get_device_capability(device)
+    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    if shared < 160 * 1024:
+        return "sm_86"
+    return "sm_80" if capability < (9, 0) else "sm_90" if capability < (10, 0) else "sm_100"
+
+
+def _rows(name: Pass, arithmetic: Arithmetic, *configs: tuple[int, int, int, int]) -> dict[Row, TileConfig]:
+    """Rows for padded head dimensions 16, 32, 64, 128 and 256, in that order."""
+    return {(name, arithmetic, 16 << step): TileConfig(*config) for step, config in enumerate(configs)}
+
+
+TABLES: dict[str, dict[Row, TileConfig]] = {
+    "sm_80": {
+        **_rows("forward", "half", (128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 2), (64, 64, 8, 2)),
+        **_rows("dq", "half", (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 8, 1)),
+        **_rows("dkdv", "half", (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 2), (32, 64, 8, 1)),
+        **_rows("forward", "float32", (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
+        **_rows("dq", "float32", (64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 8, 1), (32, 16, 8, 1)),
+        **_rows("dkdv", "float32", (32, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 2), (32, 64, 8, 1), (16, 32, 8, 1)),
+    },
+    # Searched on an H200 with torch 2.11.0+cu130 and triton 3.6.0, sequences of 4,096 (2,048 for float32 at 256).
+    "sm_90": {
+        **_rows("forward", "half", (64, 128, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 2)),
+        **_rows("dq", "half", (64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 4, 3), (128, 128, 8, 2), (128, 64, 8, 1)),
+        **_rows("dkdv", "half", (32, 128, 4, 1), (32, 128, 4, 1), (128, 64, 4, 2), (64, 128, 8, 1), (128, 32, 8, 2)),
+        **_rows(
+            "forward", "float32", (64, 128, 4, 3), (64, 128, 4, 3), (128, 128, 8, 3), (128, 64, 8, 2), (32, 64, 8, 2)
+        ),
+        **_rows("dq", "float32", (128, 64, 4, 3), (64, 128, 4, 3), (128, 64, 8, 3), (128, 32, 8, 3), (32, 64, 8, 2)),
+        **_rows("dkdv", "float32", (128, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 2), (32, 128, 8, 2), (64, 32, 8, 1)),
+    },
+}
+# Ampere and Ada chips for graphics, and Blackwell's: 99 KiB of shared memory a program.
+TABLES["sm_86"] = TABLES["sm_80"] | {
+    ("forward", "half", 256): TileConfig(64, 32, 8, 2),
+    ("dkdv", "half", 256): TileConfig(32, 32, 8, 1),
+    ("dkdv", "float32", 128): TileConfig(32, 32, 4, 1),
+    ("dkdv", "float32", 256): TileConfig(16, 16, 8, 1),
+}
+# Triton 3.7 compiles two-part products of this size for tensor memory into a kernel that does nothing; 32 rows go to
+# the older matrix instructions.
+TABLES["sm_100"] = TABLES["sm_80"] | {("dkdv", "float32", 128): TileConfig(32, 32, 4, 1)}
