@@ -1,0 +1,154 @@
+"""Which implementation computes a call: what each can do, and which comes first where several can."""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .spec import AttentionSpec
+from .validation import Problem, check, shape_of
+
+
+class Implementation(str, enum.Enum):
+    """The ways to compute attention."""
+
+    FLASH = "flash"
+    SDPA = "sdpa"
+    COMPILED = "compiled"
+    TILED = "tiled"
+    NAIVE = "naive"
+
+
+PREFERENCE = {
+    "cuda": (Implementation.FLASH, Implementation.SDPA, Implementation.TILED, Implementation.NAIVE),
+    "cpu": (Implementation.SDPA, Implementation.TILED, Implementation.NAIVE),
+}
+"""The order in which "auto" asks, by device type; other devices are asked as the CPU is."""
+
+# Written out here because torch.compile cannot iterate over an enum.
+IMPLEMENTATIONS = tuple(Implementation)
+NAMES = ("auto", *(implementation.value for implementation in IMPLEMENTATIONS))
+
+TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
+
+MOST_HEAD_DIM = 256
+"""The widest head that the flash kernels take."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `attention` would do with a call.
+
+    Attributes:
+        choice: the implementation that would run.
+        passed_over: for each other one, why not it.
+    """
+
+    choice: Implementation
+    passed_over: dict[Implementation, str]
+
+    def __str__(self) -> str:
+        lines = [f"{self.choice.value}: chosen"]
+        return "\n".join(lines + [f"{other.value}: {reason}" for other, reason in self.passed_over.items()])
+
+
+def parse(impl: str | Implementation) -> Implementation | None:
+    """The implementation that was named; None for "auto"."""
+    expected = ", ".join(map(repr, NAMES))
+    if not isinstance(impl, str):
+        raise TypeError(f"impl must be one of {expected}; got {impl!r} of type {type(impl).__name__}")
+    if impl not in NAMES:
+        raise ValueError(f"impl must be one of {expected}; got {impl!r}")
+    return None if impl == "auto" else Implementation(impl)
+
+
+def explain(problem: Problem, impl: str | Implementation = "auto") -> Explanation:
+    """Choose, and say why.
+
+    Raises:
+        ValueError: ``impl`` names an implementation that cannot compute the call.
+    """
+    asked = parse(impl)
+    reasons = {implementation: why_not(implementation, problem) for implementation in IMPLEMENTATIONS}
+    if asked is not None:
+        reason = reasons[asked]
+        if reason is not None:
+            raise ValueError(f"impl={asked.value!r} cannot compute this call: {reason}")
+        choice = asked
+        others = f"{asked.value!r} was asked for"
+    else:
+        order = PREFERENCE.get(problem.device.type, PREFERENCE["cpu"])
+        choice = next(implementation for implementation in order if reasons[implementation] is None)
+        others = f"{choice.value!r} comes before it on {problem.device.type}"
+    passed_over = {
+        implementation: reason or others for implementation, reason in reasons.items() if implementation is not choice
+    }
+    return Explanation(choice, passed_over)
+
+
+def spec_for(
+    implementation: Implementation,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool | str | AttentionSpec,
+    scale: float | None,
+    return_lse: bool,
+) -> AttentionSpec:
+    """The spec of a call made directly on an autograd Function, validated unless it is one already."""
+    if isinstance(is_causal, AttentionSpec):
+        return is_causal
+    problem = check(q, k, v, is_causal, scale, return_lse)
+    if q.ndim < 3:
+        raise ValueError(f"q must have at least 3 dimensions (batch, length, head_dim); got {shape_of(q)}")
+    explain(problem, implementation)
+    return problem.spec
+
+
+def why_not(implementation: Implementation, problem: Problem) -> str | None:
+    """Why an implementation cannot compute a call, or None when it can."""
+    if implementation is Implementation.FLASH:
+        return _why_not_flash(problem)
+    if implementation is Implementation.SDPA:
+        return _why_not_sdpa(problem)
+    return None
+
+
+def _why_not_flash(problem: Problem) -> str | None:
+    if not TRITON_IS_INSTALLED:
+        return "it needs the package triton, which is not installed"
+    if problem.dtype == torch.float64:
+        return "it computes in float16, bfloat16 and float32; got float64"
+    widest = max(problem.head_dim, problem.v_head_dim)
+    if widest > MOST_HEAD_DIM:
+        return f"its head dimensions go up to {MOST_HEAD_DIM}; got {widest}"
+    if problem.device.type == "cpu" and interpreting():
+        return None
+    if problem.device.type != "cuda":
+        return f"it needs tensors on a CUDA GPU (or TRITON_INTERPRET=1 to run on a CPU, slowly); got {problem.device}"
+    if interpreting():
+        return "TRITON_INTERPRET is set, so its kernels run on CPU tensors alone; got cuda"
+    major, minor = torch.cuda.get_device_capability(problem.device)
+    if major < 8:
+        return f"it needs a GPU of compute capability 8.0 or newer; {problem.device} has {major}.{minor}"
+    return None
+
+
+def _why_not_sdpa(problem: Problem) -> str | None:
+    if problem.return_lse:
+        return "torch's scaled_dot_product_attention does not return the log-sum-exp"
+    if problem.is_empty:
+        return "torch's kernels disagree on empty inputs"
+    if problem.spec.hides_rows(problem.q_len, problem.k_len):
+        return "torch's kernels disagree on queries that see no key"
+    return None
+
+
+def interpreting() -> bool:
+    """Whether Triton is asked to interpret kernels on the CPU instead of compiling them."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")

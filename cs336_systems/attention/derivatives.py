@@ -1,0 +1,43 @@
+"""How often the autograd Functions can be differentiated."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Backward = Callable[..., Any]
+
+
+class _Undifferentiable(torch.autograd.Function):
+    """Passes a gradient on, and raises where that gradient is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *causes: Tensor | None) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError("this implementation of attention cannot be differentiated twice; impl='naive' can")
+
+
+def differentiable_once(backward: Backward) -> Backward:
+    """A Function's backward whose results raise RuntimeError where they are differentiated again.
+
+    torch's own ``once_differentiable`` takes the results for constants when the incoming gradient is one, as that of a
+    sum is, though they depend on the Function's inputs all the same.
+    """
+
+    @functools.wraps(backward)
+    def guarded(ctx: Any, *gradients: Any) -> Any:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return backward(ctx, *gradients)
+        with torch.no_grad():
+            results = backward(ctx, *gradients)
+        causes = (*gradients, *ctx.saved_tensors)
+        return tuple(None if result is None else _Undifferentiable.apply(result, *causes) for result in results)
+
+    return guarded

@@ -1,0 +1,49 @@
+"""FlashAttention-2 on the GPU: an autograd Function over the Triton kernels of `cs336_systems.kernels`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .choose import Implementation, spec_for
+from .derivatives import differentiable_once
+from .precision import autocast_inputs
+from .spec import AttentionSpec
+
+
+class FlashAttentionFunction(torch.autograd.Function):
+    """The Triton kernels as an autograd Function: ``FlashAttentionFunction.apply(q, k, v, is_causal)``.
+
+    q is (batch, q_len, d) or (*batch, q_heads, q_len, d). Saves q, k, v, the output and one float32 a row, the
+    log-sum-exp: nothing quadratic, and no copies.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        is_causal: bool | str | AttentionSpec = False,
+        scale: float | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The arguments are `attention`'s; ``is_causal`` may also be a spec, which is taken as validated."""
+        q, k, v = autocast_inputs(q, k, v)
+        ctx.spec = spec_for(Implementation.FLASH, q, k, v, is_causal, scale, return_lse)
+        out, lse = ops.flash_forward(q, k, v, ctx.spec.causal.value, ctx.spec.scale)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return (out, lse) if return_lse else out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        """Gradients of q, k and v; None for the other arguments."""
+        q, k, v, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        gradients = ops.flash_backward(q, k, v, out, lse, dout, dlse, ctx.spec.causal.value, ctx.spec.scale)
+        return *gradients, None, None, None

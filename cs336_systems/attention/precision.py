@@ -1,0 +1,29 @@
+"""Autocast: which dtype attention computes in, and how its parts keep theirs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+
+def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast, the tensors in its dtype, as torch's ``scaled_dot_product_attention`` takes them."""
+    # What is no tensor at all is for validation to name.
+    device = getattr(getattr(q, "device", None), "type", None)
+    if device is None or not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    # Autocast leaves float64 alone.
+    eligible = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(dtype) if eligible else tensor
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, products keep the dtypes they were written with: accumulation in float32 stays that."""
+    return torch.autocast(device.type, enabled=False)
