@@ -1,0 +1,168 @@
+"""Line plots as PNG files that read well on paper, in grey, and as a light card on a dark page.
+
+Every line has a colour, a marker and a dash pattern of its own, so that no two are told apart by colour alone.
+Needs matplotlib, which is imported when a plot is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Dark enough for thin lines on white. Neighbours in the list stay apart for every kind of colour vision.
+_COLOURS = (
+    *("#0060a8", "#c44e00", "#00805e", "#a8326e", "#8a6d00", "#5b3fa8"),
+    *("#2b93c4", "#444444", "#7a3b1e", "#d62828", "#5c8a00", "#a877c4"),
+)
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "h", "p")
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
+_INK = "#1a1a1a"
+_GRID = "#d4d4d4"
+_PAPER = "#ffffff"
+_LEGEND_ENTRY_INCHES = 1.4
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a plot: its label, and as many values of x as of y."""
+
+    label: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.x) != len(self.y):
+            raise ValueError(f"y must have the {len(self.x)} values of x; got {len(self.y)}")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes: a title and its lines."""
+
+    title: str
+    series: tuple[Series, ...]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What the panels of a figure share: axis labels, whether y is logarithmic, a level to mark. x goes by doubling."""
+
+    x_label: str
+    y_label: str
+    logarithmic: bool = True
+    level: float | None = None
+
+
+def save_panels(path: Path, panels: Sequence[Panel], *, title: str, axes: Axes, labels: Mapping[str, int]) -> bool:
+    """Draw the panels side by side into a PNG file, with one legend; True when there was anything to draw.
+
+    `labels` has every label that can occur, in the legend's order, with the number of its group: 0, 1 or 2. A label
+    looks the same in all figures drawn with the same labels; a group's lines are solid, dashed or dotted.
+    """
+    drawn = [panel for panel in panels if any(series.x for series in panel.series)]
+    if not drawn:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    style: Any = {
+        "font.size": 9,
+        "text.color": _INK,
+        "axes.labelcolor": _INK,
+        "axes.edgecolor": _INK,
+        "xtick.color": _INK,
+        "ytick.color": _INK,
+        "axes.facecolor": _PAPER,
+        "figure.facecolor": _PAPER,
+        "savefig.facecolor": _PAPER,
+    }
+    columns = min(4, len(drawn))
+    rows = -(-len(drawn) // columns)
+    with plt.rc_context(style):
+        figure, grid = plt.subplots(
+            rows,
+            columns,
+            figsize=(max(5.6, 3.5 * columns), 3.3 * rows + 1.3),
+            sharey=True,
+            squeeze=False,
+            layout="constrained",
+        )
+        try:
+            for place, panel in zip(grid.flat, drawn, strict=False):
+                _draw(place, panel, axes, labels)
+            if not axes.logarithmic:
+                # The panels share this axis, and a limit set before all are drawn would hold for the later ones.
+                grid[0][0].set_ylim(bottom=0)
+            for place in list(grid.flat)[len(drawn) :]:
+                place.set_visible(False)
+            for line in grid:
+                line[0].set_ylabel(axes.y_label)
+            _legend(figure, grid, labels)
+            figure.suptitle(title, fontsize=11, fontweight="bold")
+            figure.savefig(path, dpi=160)
+        finally:
+            plt.close(figure)
+    return True
+
+
+def _draw(place: Any, panel: Panel, axes: Axes, labels: Mapping[str, int]) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    for series in panel.series:
+        if not series.x:
+            continue
+        index = list(labels).index(series.label)
+        place.plot(
+            series.x,
+            series.y,
+            label=series.label,
+            color=_COLOURS[index % len(_COLOURS)],
+            marker=_MARKERS[index % len(_MARKERS)],
+            linestyle=_DASHES[labels[series.label] % len(_DASHES)],
+            markersize=4.5,
+            linewidth=1.6,
+        )
+    if axes.level is not None:
+        place.axhline(axes.level, color=_INK, linewidth=0.8)
+    place.set_title(panel.title, fontsize=10)
+    place.set_xlabel(axes.x_label)
+    place.set_xscale("log", base=2)
+    ticks = sorted({x for series in panel.series for x in series.x})
+    place.xaxis.set_major_locator(FixedLocator(ticks))
+    place.xaxis.set_minor_locator(NullLocator())
+    place.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short_count(x)))
+    place.tick_params(axis="x", labelrotation=45 if len(ticks) > 6 else 0)
+    if axes.logarithmic:
+        place.set_yscale("log")
+        place.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    place.grid(True, which="major", color=_GRID, linewidth=0.6)
+    place.set_axisbelow(True)
+    for side in ("top", "right"):
+        place.spines[side].set_visible(False)
+
+
+def _legend(figure: Any, grid: Any, labels: Mapping[str, int]) -> None:
+    handles: dict[str, Any] = {}
+    for place in grid.flat:
+        for handle, label in zip(*place.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    ordered = [label for label in labels if label in handles]
+    figure.legend(
+        [handles[label] for label in ordered],
+        ordered,
+        loc="outside lower center",
+        ncols=min(len(ordered), int(figure.get_figwidth() / _LEGEND_ENTRY_INCHES)),
+        frameon=False,
+    )
+
+
+def short_count(value: float) -> str:
+    """A length as a tick: 512, 4k for 4096, 1M for 1048576; written out where it is not a whole number of them."""
+    for unit, suffix in ((2**20, "M"), (2**10, "k")):
+        if value >= unit and value % unit == 0:
+            return f"{int(value // unit)}{suffix}"
+    return f"{value:g}"
