@@ -1,0 +1,110 @@
+"""One provider bound to one problem: its tensors, and its forward and backward pass as functions to be timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.attention_presets import Problem
+from benchmarks.attention_provider import Attend, Layout, Provider
+from cs336_systems.profiling.flops import Pass
+from cs336_systems.profiling.memory import MemoryReading, forward_memory, training_memory
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """q, k, v and the gradient of the output, (batch, heads, length, d) with the heads axis always there."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    output_gradient: torch.Tensor
+
+    @classmethod
+    def random(cls, problem: Problem, device: torch.device, seed: int) -> Tensors:
+        """Independent normal values: zeros would run faster than real data does."""
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def draw(heads: int) -> torch.Tensor:
+            shape = (problem.batch, max(1, heads), problem.length, problem.head_dim)
+            return torch.randn(shape, generator=generator, device=device, dtype=problem.torch_dtype)
+
+        return cls(draw(problem.heads), draw(problem.kv_heads), draw(problem.kv_heads), draw(problem.heads))
+
+    def laid_out(self, layout: Layout, *, head_axis: bool) -> Tensors:
+        """The same values as a provider takes them, contiguous; q, k and v as leaves that require gradients."""
+
+        def convert(tensor: torch.Tensor) -> torch.Tensor:
+            if layout == "length first":
+                return tensor.transpose(1, 2).contiguous()
+            return tensor.squeeze(1) if layout == "as given" and not head_axis else tensor
+
+        def leaf(tensor: torch.Tensor) -> torch.Tensor:
+            return convert(tensor).detach().requires_grad_()
+
+        return Tensors(leaf(self.query), leaf(self.key), leaf(self.value), convert(self.output_gradient))
+
+
+class Contender:
+    """A provider bound to a problem and its tensors."""
+
+    def __init__(self, provider: Provider, problem: Problem, tensors: Tensors, device: torch.device) -> None:
+        self.provider = provider
+        self._tensors = tensors
+        self._device = device
+        self._attend: Attend = provider.bind(problem)
+        self._training_memory: MemoryReading | None = None
+
+    @contextmanager
+    def ready(self, which: Pass) -> Iterator[Callable[[], object]]:
+        """Do what the pass needs beforehand, and give the function of which one call is one pass."""
+        with self.provider.context():
+            if which == "forward":
+                with torch.no_grad():
+                    yield self._forward
+            elif which == "backward":
+                output = self._forward()
+                yield lambda: self._backward(output, retain_graph=True)
+            else:
+                yield lambda: self._backward(self._forward())
+
+    def output(self) -> torch.Tensor:
+        """The forward pass's output, with the axes in the problem's order: (batch, heads, length, d)."""
+        with self.provider.context(), torch.no_grad():
+            output = self._forward()
+        if self.provider.layout == "length first":
+            return output.transpose(1, 2)
+        return output.unsqueeze(1) if output.dim() == 3 else output
+
+    def memory(self, which: Pass) -> MemoryReading:
+        """Memory held and at the peak: of the forward alone, or of forward and backward."""
+        with self.provider.context():
+            if which == "forward":
+                with torch.no_grad():
+                    return forward_memory(self._forward, device=self._device)
+            if self._training_memory is None:
+                self._training_memory = training_memory(
+                    self._forward, self._backward, inputs=self._inputs, device=self._device
+                )
+            return self._training_memory
+
+    @property
+    def _inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._tensors.query, self._tensors.key, self._tensors.value
+
+    def _forward(self) -> torch.Tensor:
+        return self._attend(*self._inputs)
+
+    def _backward(self, output: torch.Tensor, retain_graph: bool = False) -> tuple[torch.Tensor, ...]:
+        # Not output.backward(): that would add to .grad, which is one more kernel for each input.
+        return torch.autograd.grad(output, self._inputs, self._tensors.output_gradient, retain_graph=retain_graph)
+
+
+def relative_difference(output: torch.Tensor, baseline: torch.Tensor) -> float:
+    """‖output − baseline‖ / ‖baseline‖, computed in float32; infinite for what is not a number."""
+    difference = (output.float() - baseline.float()).norm()
+    ratio = float(difference / baseline.float().norm().clamp_min(torch.finfo(torch.float32).tiny))
+    return ratio if ratio == ratio else float("inf")

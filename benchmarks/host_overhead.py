@@ -1,0 +1,129 @@
+"""Host time of an eager attention call: how long Python and the launches keep the processor, not the GPU.
+
+    python benchmarks/host_overhead.py --length 256
+
+Many calls are made in a row without waiting for the device; the median over several such batches is shown for every
+implementation beside torch's `scaled_dot_product_attention`, with and without gradients. On a CPU a call computes
+before it returns, so there the figure is the whole time of a call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+if not __package__:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.attention_presets import DTYPE_ALIASES, DTYPES
+from cs336_systems.attention import attention
+from cs336_systems.profiling.memory import collection_paused
+from cs336_systems.profiling.report import format_number, markdown_table
+from cs336_systems.profiling.timing import RoundTimes, TimingMethod, interleave, synchronize
+
+REFERENCE = "torch"
+IMPLEMENTATIONS = ("auto", "flash", "sdpa", "compiled", "naive", "tiled")
+
+Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def host_milliseconds(call: Callable[[], object], device: torch.device, calls: int) -> float:
+    """Wall-clock milliseconds of one of `calls` calls made in a row; the device is idle before and waited for after.
+
+    Keep `calls` small enough for the device's queue (about a thousand launches), or the host waits for room in it.
+    """
+    synchronize(device)
+    with collection_paused():
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        elapsed = time.perf_counter() - start
+    synchronize(device)
+    return elapsed * 1e3 / calls
+
+
+def contenders(tensors: Sequence[torch.Tensor], causal: bool) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
+    """A call without arguments for each implementation that can do it, warmed up, and why the others cannot."""
+    candidates: dict[str, Call] = {REFERENCE: functools.partial(F.scaled_dot_product_attention, is_causal=causal)}
+    for name in IMPLEMENTATIONS:
+        candidates[name] = functools.partial(attention, causal=causal, impl=name)
+    ready: dict[str, Callable[[], object]] = {}
+    refused: dict[str, str] = {}
+    for name, candidate in candidates.items():
+        call = functools.partial(candidate, *tensors)
+        try:
+            for _ in range(3):
+                call()
+        except ValueError as error:
+            refused[name] = " ".join(str(error).split())
+        else:
+            ready[name] = call
+    return ready, refused
+
+
+def measure(options: argparse.Namespace, requires_grad: bool) -> tuple[dict[str, RoundTimes], dict[str, str]]:
+    """Host time by implementation, interleaved, and the reasons of those that were left out."""
+    shape = (options.batch, options.heads, options.length, options.dim)
+    generator = torch.Generator(options.device).manual_seed(0)
+    draw = functools.partial(torch.randn, shape, generator=generator, device=options.device, dtype=options.dtype)
+    tensors = [draw(requires_grad=requires_grad) for _ in range(3)]
+    ready, refused = contenders(tensors, options.causal)
+    measurements = {
+        name: functools.partial(host_milliseconds, call, options.device, options.calls) for name, call in ready.items()
+    }
+    method = TimingMethod(rounds=options.rounds, pause_ms=5.0)
+    return interleave(measurements, method=method), refused
+
+
+def table(inference: dict[str, RoundTimes], training: dict[str, RoundTimes]) -> str:
+    """Microseconds a call, and as a multiple of torch's, without and with gradients."""
+    lines = []
+    for name in inference:
+        line = [name]
+        for times in (inference, training):
+            ratio = 1 / times[name].speedup_over(times[REFERENCE])
+            line += [format_number(times[name].median * 1e3), f"{ratio:.2f} ×"]
+        lines.append(line)
+    return markdown_table(["implementation", "µs", "of torch's", "µs with gradients", "of torch's"], lines)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    available = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=torch.device, default=torch.device(available), help="default: %(default)s")
+    parser.add_argument("--dtype", default="bfloat16", choices=[*DTYPES, *DTYPE_ALIASES], help="default: %(default)s")
+    for name, value in (("batch", 1), ("heads", 8), ("length", 256), ("dim", 64)):
+        parser.add_argument(f"--{name}", type=int, default=value, help="default: %(default)s")
+    parser.add_argument("--causal", action="store_true", help="with a causal mask")
+    parser.add_argument("--calls", type=int, default=100, help="calls in a row (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=15, help="batches of calls (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    options.dtype = DTYPES[DTYPE_ALIASES.get(options.dtype, options.dtype)]
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print the table."""
+    options = parse(arguments)
+    inference, refused = measure(options, requires_grad=False)
+    training, _ = measure(options, requires_grad=True)
+    shape = (options.batch, options.heads, options.length, options.dim)
+    print(f"Host time of one eager call, {options.device}, {options.dtype}, q {shape}, torch {torch.__version__}")
+    if options.device.type != "cuda":
+        print("Not on a GPU: a call computes before it returns, so this is its whole time.")
+    print(table(inference, training))
+    for name, reason in refused.items():
+        print(f"{name}: not measured: {reason}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
