@@ -1,0 +1,211 @@
+"""Bad arguments: each gets the same message from every entry point, and no implementation sees them."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from cs336_systems.attention import (
+    Attention,
+    CompiledAttention,
+    FlashAttention,
+    FlashAttentionFunction,
+    NaiveAttention,
+    SDPAAttention,
+    TiledAttention,
+    TiledAttentionFunction,
+    api,
+    attention,
+    explain,
+    ops,
+    tiled,
+)
+
+
+def through_module(module):
+    def call(q, k, v, return_lse=False, **settings):
+        return module(**settings)(q, k, v, return_lse=return_lse)
+
+    return call
+
+
+def through_function(function):
+    def call(q, k, v, causal=False, scale=None, return_lse=False):
+        return function.apply(q, k, v, causal, scale, return_lse)
+
+    return call
+
+
+MODULES = (Attention, CompiledAttention, FlashAttention, NaiveAttention, SDPAAttention, TiledAttention)
+ENTRY_POINTS = {
+    "attention": attention,
+    "explain": explain,
+    **{module.__name__: through_module(module) for module in MODULES},
+    **{function.__name__: through_function(function) for function in (FlashAttentionFunction, TiledAttentionFunction)},
+}
+
+
+@pytest.fixture(params=ENTRY_POINTS)
+def entry_point(request, monkeypatch):
+    """A way in, with everything that computes replaced by a failure."""
+
+    def explode(*args, **kwargs):
+        pytest.fail("an implementation was reached")
+
+    for implementation in api.RUN:
+        monkeypatch.setitem(api.RUN, implementation, explode)
+    monkeypatch.setattr(ops, "flash_forward", explode)
+    monkeypatch.setattr(tiled, "forward", explode)
+    return ENTRY_POINTS[request.param]
+
+
+def says(message: str) -> str:
+    return f"^{re.escape(message)}$"
+
+
+Q = torch.zeros(2, 8, 5, 16)
+K = torch.zeros(2, 4, 7, 16)
+V = torch.zeros(2, 4, 7, 12)
+ALL_DTYPES = "float16, bfloat16, float32, float64"
+MASKS = "causal must be True, False, 'top_left' or 'bottom_right'"
+
+WRONG_TYPES = {
+    "q_none": ({"q": None}, "q must be a torch.Tensor; got NoneType"),
+    "q_array": ({"q": np.zeros((2, 8, 5, 16))}, "q must be a torch.Tensor; got ndarray"),
+    "k_list": ({"k": [[0.0]]}, "k must be a torch.Tensor; got list"),
+    "v_array": ({"v": np.zeros((2, 4, 7, 12))}, "v must be a torch.Tensor; got ndarray"),
+    "q_integers": ({"q": Q.int()}, f"q must have a dtype of {ALL_DTYPES}; got torch.int32"),
+    "k_complex": ({"k": K.to(torch.complex64)}, f"k must have a dtype of {ALL_DTYPES}; got torch.complex64"),
+    "v_float8": ({"v": V.to(torch.float8_e5m2)}, f"v must have a dtype of {ALL_DTYPES}; got torch.float8_e5m2"),
+    "k_half": ({"k": K.half()}, "k must have dtype torch.float32 to match q; got torch.float16"),
+    "v_double": ({"v": V.double()}, "v must have dtype torch.float32 to match q; got torch.float64"),
+    "k_sparse": ({"k": K.to_sparse()}, "k must be a dense (strided) tensor; got layout torch.sparse_coo"),
+    "causal_1": ({"causal": 1}, f"{MASKS}; got 1 of type int"),
+    "causal_none": ({"causal": None}, f"{MASKS}; got None of type NoneType"),
+    "causal_mask": ({"causal": torch.ones(2)}, f"{MASKS}; got tensor([1., 1.]) of type Tensor"),
+    "scale_text": ({"scale": "0.5"}, "scale must be a float or None; got '0.5' of type str"),
+    "scale_true": ({"scale": True}, "scale must be a float or None; got True of type bool"),
+    "scale_tensor": ({"scale": torch.tensor(0.5)}, "scale must be a float or None; got tensor(0.5000) of type Tensor"),
+}
+WRONG_VALUES = {
+    "q_vector": ({"q": torch.zeros(16)}, "q must have at least 2 dimensions (length, head_dim); got (16,)"),
+    "k_vector": ({"k": torch.zeros(16)}, "k must have at least 2 dimensions (length, head_dim); got (16,)"),
+    "v_elsewhere": ({"v": V.to("meta")}, "v must be on cpu to match q; got meta"),
+    "k_elsewhere": ({"k": K.to("meta")}, "k must be on cpu to match q; got meta"),
+    "k_batch": ({"k": K[:1]}, "k must have shape (2, kv_heads, *, 16) to match q; got (1, 4, 7, 16)"),
+    "k_width": ({"k": K[..., :8]}, "k must have shape (2, kv_heads, *, 16) to match q; got (2, 4, 7, 8)"),
+    "k_axes": ({"k": K[:, 0]}, "k must have shape (2, kv_heads, *, 16) to match q; got (2, 7, 16)"),
+    "no_heads": ({"q": Q[:, 0], "k": K[:1, 0]}, "k must have shape (2, *, 16) to match q; got (1, 7, 16)"),
+    "v_length": ({"v": V[:, :, :6]}, "v must have shape (2, 4, 7, *) to match k; got (2, 4, 6, 12)"),
+    "v_heads": ({"v": V[:, :2]}, "v must have shape (2, 4, 7, *) to match k; got (2, 2, 7, 12)"),
+    "v_axes": ({"v": V[0]}, "v must have shape (2, 4, 7, *) to match k; got (4, 7, 12)"),
+    "q_narrow": ({"q": Q[..., :0], "k": K[..., :0]}, "q must have a head dimension of at least 1; got (2, 8, 5, 0)"),
+    "v_narrow": ({"v": V[..., :0]}, "v must have a head dimension of at least 1; got (2, 4, 7, 0)"),
+    "heads": ({"k": K[:, :3], "v": V[:, :3]}, "k must have a number of heads that divides q's 8; got 3"),
+    "no_key_heads": ({"k": K[:, :0], "v": V[:, :0]}, "k must have a number of heads that divides q's 8; got 0"),
+    "no_query_heads": ({"q": Q[:, :0]}, "k must have a number of heads that divides q's 0; got 4"),
+    "causal_name": ({"causal": "diagonal"}, f"{MASKS}; got 'diagonal'"),
+    "scale_nan": ({"scale": math.nan}, "scale must be finite; got nan"),
+    "scale_infinite": ({"scale": -math.inf}, "scale must be finite; got -inf"),
+}
+
+
+def params(table):
+    return [pytest.param(*row, id=name) for name, row in table.items()]
+
+
+@pytest.mark.parametrize(("wrong", "message"), params(WRONG_TYPES))
+def test_wrong_types(entry_point, wrong, message):
+    with pytest.raises(TypeError, match=says(message)):
+        entry_point(**{"q": Q, "k": K, "v": V} | wrong)
+
+
+@pytest.mark.parametrize(("wrong", "message"), params(WRONG_VALUES))
+def test_wrong_values(entry_point, wrong, message):
+    with pytest.raises(ValueError, match=says(message)):
+        entry_point(**{"q": Q, "k": K, "v": V} | wrong)
+
+
+@pytest.mark.parametrize("value", [1, 0, None, "yes"])
+def test_return_lse_is_a_bool(entry_point, value):
+    with pytest.raises(TypeError, match=says(f"return_lse must be a bool; got {value!r}")):
+        entry_point(Q, K, V, return_lse=value)
+
+
+def test_an_integer_too_large_for_a_float_is_no_scale(entry_point):
+    with pytest.raises(ValueError, match=r"^scale must be finite; got 1000"):
+        entry_point(Q, K, V, scale=10**400)
+
+
+IMPLEMENTATIONS = "impl must be one of 'auto', 'flash', 'sdpa', 'compiled', 'tiled', 'naive'"
+WRONG_IMPLEMENTATIONS = [
+    ("fast", ValueError, f"{IMPLEMENTATIONS}; got 'fast'"),
+    ("Flash", ValueError, f"{IMPLEMENTATIONS}; got 'Flash'"),
+    ("", ValueError, f"{IMPLEMENTATIONS}; got ''"),
+    (None, TypeError, f"{IMPLEMENTATIONS}; got None of type NoneType"),
+    (["flash"], TypeError, f"{IMPLEMENTATIONS}; got ['flash'] of type list"),
+]
+
+
+@pytest.mark.parametrize("entry_point", ["attention", "explain", "Attention"], indirect=True)
+@pytest.mark.parametrize(("impl", "error", "message"), WRONG_IMPLEMENTATIONS)
+def test_wrong_implementations(entry_point, impl, error, message):
+    with pytest.raises(error, match=says(message)):
+        entry_point(Q, K, V, impl=impl)
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize(("settings", "error"), [({"causal": "diagonal"}, ValueError), ({"scale": "1"}, TypeError)])
+def test_modules_refuse_settings_when_they_are_made(module, settings, error):
+    (name,) = settings
+    with pytest.raises(error, match=f"^{name} must be"):
+        module(**settings)
+
+
+def test_the_module_refuses_an_implementation_when_it_is_made():
+    with pytest.raises(ValueError, match=says(f"{IMPLEMENTATIONS}; got 'fast'")):
+        Attention(impl="fast")
+
+
+@pytest.mark.parametrize("function", [FlashAttentionFunction, TiledAttentionFunction])
+def test_functions_need_a_leading_axis(function):
+    with pytest.raises(
+        ValueError, match=says("q must have at least 3 dimensions (batch, length, head_dim); got (5, 4)")
+    ):
+        function.apply(*[torch.zeros(5, 4)] * 3, True)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ({"causal": True}, {"causal": 1}),
+        ({"causal": False}, {"causal": 0}),
+        ({"scale": 1.0}, {"scale": True}),
+        ({"return_lse": True}, {"return_lse": 1}),
+        ({"return_lse": False}, {"return_lse": 0}),
+    ],
+)
+def test_a_wrong_type_is_refused_after_the_same_call_with_the_right_one(good, bad):
+    """1 == True == 1.0, and calls are remembered."""
+    inputs = [torch.zeros(1, 2, 3)] * 3
+    attention(*inputs, impl="naive", **good)
+    with pytest.raises(TypeError, match=f"^{next(iter(bad))} must be"):
+        attention(*inputs, impl="naive", **bad)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_ragged_tensors_are_refused(name):
+    ragged = torch.nested.nested_tensor([torch.zeros(3, 4), torch.zeros(5, 4)])
+    with pytest.raises(TypeError, match=f"^{name} must be a dense"):
+        attention(**{name: torch.zeros(2, 5, 4) for name in ("q", "k", "v")} | {name: ragged})
+
+
+@pytest.mark.gpu
+def test_tensors_on_different_devices():
+    with pytest.raises(ValueError, match=says("k must be on cuda:0 to match q; got cpu")):
+        attention(Q.to("cuda:0"), K, V)

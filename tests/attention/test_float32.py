@@ -1,0 +1,160 @@
+"""float32 inputs: what torch's precision setting means, and magnitudes beyond those of float16."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from cs336_systems.attention import attention
+from cs336_systems.testing import (
+    TF32_EPS,
+    Shapes,
+    assert_within_budget,
+    compare,
+    evaluate,
+    make_inputs,
+    naive_results,
+    oracle,
+    poisoned_memory,
+    terms,
+)
+
+SHAPES = {
+    "heads": Shapes.of(1, q_len=70, k_len=100, d=64, dv=40, q_heads=4, kv_heads=2),
+    "no_heads": Shapes.of(2, q_len=129, d=16),
+}
+SHAPE_PARAMS = [pytest.param(shapes, id=name) for name, shapes in SHAPES.items()]
+for_each_implementation = pytest.mark.parametrize("impl", ["flash", "tiled"])
+
+
+@for_each_implementation
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shapes", SHAPE_PARAMS)
+@pytest.mark.parametrize("matmul_precision", ["highest", "high", "medium"], indirect=True)
+def test_the_precision_setting_is_met(impl, device, matmul_precision, shapes, causal):
+    inputs = make_inputs(shapes, device=device)
+    with poisoned_memory():
+        results = evaluate(partial(attention, causal=causal, impl=impl, return_lse=True), inputs)
+    assert_within_budget(results, inputs, causal=causal, eps=None if matmul_precision == "highest" else TF32_EPS)
+
+
+def test_the_setting_of_the_moment_counts(flash_device):
+    """Calls are remembered: one in TF32 must not make the next one inexact."""
+    inputs = make_inputs(Shapes.of(1, q_len=33, d=32), device=flash_device)
+    exact, summed = oracle(inputs), terms(inputs)
+    before = torch.get_float32_matmul_precision()
+    within = []
+    try:
+        for precision in ("highest", "high", "highest", "medium", "highest"):
+            torch.set_float32_matmul_precision(precision)
+            results = evaluate(partial(attention, impl="flash", return_lse=True), inputs)
+            torch.set_float32_matmul_precision("highest")
+            findings = compare(results, exact, naive_results(inputs), summed)
+            within.append(all(finding.holds for finding in findings))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert within == [True, False, True, False, True]
+
+
+def scaled(factor):
+    """q, k and v times a factor."""
+
+    def change(inputs):
+        return inputs._replace(q=inputs.q * factor, k=inputs.k * factor, v=inputs.v * factor)
+
+    return change
+
+
+def large_queries_of_small_keys(inputs):
+    return inputs._replace(q=inputs.q * 1e10, k=inputs.k * 1e-10)
+
+
+def large_gradients(inputs):
+    return inputs._replace(dout=inputs.dout * 1e6, dlse=inputs.dlse * 1e5)
+
+
+def small_gradients(inputs):
+    return inputs._replace(dout=inputs.dout * 1e-12, dlse=inputs.dlse * 1e-12)
+
+
+def one_outlier_in(name):
+    """One element of 1000."""
+
+    def change(inputs):
+        x = getattr(inputs, name).clone()
+        x[0, ..., 3, 5] = 1e3
+        return inputs._replace(**{name: x})
+
+    return change
+
+
+def zeros_in(*names):
+    def change(inputs):
+        return inputs._replace(**{name: torch.zeros_like(getattr(inputs, name)) for name in names})
+
+    return change
+
+
+def heads_of_different_sizes(inputs):
+    """Each head, and each entry of the batch, 1000 times the one before."""
+
+    def spread(x):
+        factors = 1e3 ** torch.arange(x.shape[0], dtype=x.dtype, device=x.device)
+        return x * factors.view(-1, *[1] * (x.ndim - 1))
+
+    return inputs._replace(v=spread(inputs.v), dout=spread(inputs.dout.flip(0)).flip(0))
+
+
+def rows_of_different_sizes(inputs):
+    """From 1 to 1e-6 along the length."""
+    factors = torch.logspace(0, -6, inputs.q.shape[-2], device=inputs.q.device)[:, None]
+    return inputs._replace(q=inputs.q * factors, dout=inputs.dout * factors)
+
+
+MAGNITUDES = {
+    "1e4": scaled(1e4),
+    "1e3": scaled(1e3),
+    "1e2": scaled(1e2),
+    "1e-4": scaled(1e-4),
+    "1e-20": scaled(1e-20),
+    "large_queries": large_queries_of_small_keys,
+    "large_gradients": large_gradients,
+    "small_gradients": small_gradients,
+    "outlier_in_q": one_outlier_in("q"),
+    "outlier_in_k": one_outlier_in("k"),
+    "outlier_in_v": one_outlier_in("v"),
+    "outlier_in_dout": one_outlier_in("dout"),
+    "zero_q": zeros_in("q"),
+    "zero_k": zeros_in("k"),
+    "zero_v": zeros_in("v"),
+    "zero_dout": zeros_in("dout"),
+    "zero_gradients": zeros_in("dout", "dlse"),
+    "all_zero": zeros_in("q", "k", "v"),
+    "heads": heads_of_different_sizes,
+    "rows": rows_of_different_sizes,
+}
+
+
+@for_each_implementation
+@pytest.mark.parametrize("change", [pytest.param(change, id=name) for name, change in MAGNITUDES.items()])
+def test_magnitudes(impl, device, change):
+    inputs = change(make_inputs(Shapes.of(2, q_len=40, k_len=70, d=16), device=device))
+    with poisoned_memory():
+        results = evaluate(partial(attention, causal=True, impl=impl, return_lse=True), inputs)
+    assert_within_budget(results, inputs, causal=True)
+
+
+@for_each_implementation
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("factor", [0.0, 1e-3, 1.0, 60.0])
+def test_scores_of_half_precision_inputs_are_float32(impl, device, dtype, factor):
+    """So neither tiny ones nor ones that float16 cannot hold are lost: the yardstick is naive in float32, rounded."""
+    inputs = make_inputs(Shapes.of(2, q_len=40, k_len=70, d=16), dtype=dtype, device=device)
+    inputs = inputs._replace(q=inputs.q * factor, k=inputs.k * factor)
+    results = evaluate(partial(attention, causal=True, impl=impl, return_lse=True), inputs)
+    naive = naive_results(inputs.to(torch.float32), causal=True)
+    rounded = {name: x.to(results[name].dtype) for name, x in naive.items()}
+    findings = compare(results, oracle(inputs, causal=True), rounded, terms(inputs, causal=True))
+    assert all(finding.holds for finding in findings), "\n".join(map(str, findings))

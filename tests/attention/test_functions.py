@@ -1,0 +1,292 @@
+"""The autograd Functions: how they are called, what they keep, and what gradients they take and give."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from cs336_systems.attention import (
+    AttentionSpec,
+    Causal,
+    FlashAttentionFunction,
+    TiledAttentionFunction,
+    attention,
+)
+from cs336_systems.testing import LAYOUTS, Shapes, evaluate, make_inputs, oracle, poisoned_memory
+
+FUNCTIONS = [
+    pytest.param("flash", FlashAttentionFunction, id="flash"),
+    pytest.param("tiled", TiledAttentionFunction, id="tiled"),
+]
+for_each_function = pytest.mark.parametrize(("impl", "function"), FUNCTIONS)
+for_each_implementation = pytest.mark.parametrize("impl", ["flash", "tiled"])
+
+HEADS = Shapes.of(2, q_len=9, k_len=12, d=16, dv=8, q_heads=4, kv_heads=2)
+NO_HEADS = Shapes.of(3, q_len=9, k_len=12, d=16)
+
+
+def leaves(inputs):
+    return [x.detach().requires_grad_() for x in inputs[:3]]
+
+
+def same(results, expected):
+    assert results.keys() == expected.keys()
+    for name, x in expected.items():
+        assert torch.equal(results[name], x), name
+
+
+@for_each_function
+@pytest.mark.parametrize("shapes", [HEADS, NO_HEADS], ids=["heads", "no_heads"])
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        ((), {}),
+        ((False,), {}),
+        ((True,), {"causal": True}),
+        (("top_left",), {"causal": "top_left"}),
+        ((True, 0.3), {"causal": True, "scale": 0.3}),
+        ((AttentionSpec(Causal.TOP_LEFT, -1.0),), {"causal": "top_left", "scale": -1.0}),
+        ((True, None, True), {"causal": True, "return_lse": True}),
+        (("bottom_right", 2, True), {"causal": True, "scale": 2.0, "return_lse": True}),
+    ],
+)
+def test_apply_takes_what_attention_takes(impl, function, device, shapes, arguments, settings):
+    inputs = make_inputs(shapes, dtype=torch.float16, device=device)
+    results = evaluate(lambda q, k, v: function.apply(q, k, v, *arguments), inputs)
+    same(results, evaluate(partial(attention, impl=impl, **settings), inputs))
+
+
+@for_each_function
+@pytest.mark.parametrize("length", [1, 9])
+def test_one_saved_tensor_has_the_shape_of_rows(impl, function, device, length):
+    q, k, v = leaves(make_inputs(Shapes.of(3, q_len=length, k_len=12, d=16), device=device))
+    out = function.apply(q, k, v, True)
+    rows = [x for x in out.grad_fn.saved_tensors if x.shape == (3, length)]
+    assert len(rows) == 1
+    exact = attention(q.double(), k.double(), v.double(), causal=True, impl="naive", return_lse=True)[1]
+    torch.testing.assert_close(rows[0].double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@for_each_implementation
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_saved_is_the_inputs_the_output_and_one_number_a_row(impl, device, layout):
+    shapes = HEADS._replace(k=(2, 2, 9, 16), v=(2, 2, 9, 8))
+    q, k, v = leaves(make_inputs(shapes, device=device, layout=layout))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        out = attention(q, k, v, causal=True, impl=impl)
+    kept = {(x.data_ptr(), x.shape, x.stride()) for x in saved}
+    expected = {(x.data_ptr(), x.shape, x.stride()) for x in (q, k, v, out)}
+    assert expected < kept
+    (rows,) = [x for x in saved if (x.data_ptr(), x.shape, x.stride()) not in expected]
+    assert (rows.shape, rows.dtype) == (out.shape[:-1], torch.float32)
+    assert len(saved) == 5
+
+
+@for_each_implementation
+def test_changing_a_saved_tensor_is_noticed(impl, device):
+    q, k, v = leaves(make_inputs(HEADS, device=device))
+    out = attention(q * 1, k, v, impl=impl)
+    out.detach().add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@for_each_implementation
+@pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_is_recorded(impl, device, without_gradients):
+    inputs = make_inputs(HEADS, device=device)
+    q, k, v = leaves(inputs)
+    with without_gradients(), torch.autograd.graph.saved_tensors_hooks(pytest.fail, lambda x: x):
+        out, lse = attention(q, k, v, impl=impl, return_lse=True)
+    assert not out.requires_grad
+    assert not lse.requires_grad
+    recorded = attention(q, k, v, impl=impl, return_lse=True)
+    assert torch.equal(out, recorded[0])
+    assert torch.equal(lse, recorded[1])
+
+
+@for_each_implementation
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "qv", "kv"])
+def test_gradients_of_some_inputs_alone(impl, device, wanted):
+    inputs = make_inputs(HEADS, dtype=torch.float16, device=device)
+    every = evaluate(partial(attention, impl=impl), inputs)
+    tensors = {name: x.detach().requires_grad_(name in wanted) for name, x in zip("qkv", inputs[:3], strict=True)}
+    gradients = torch.autograd.grad(attention(**tensors, impl=impl), [tensors[name] for name in wanted], inputs.dout)
+    for name, gradient in zip(wanted, gradients, strict=True):
+        assert torch.equal(gradient, every[f"d{name}"])
+
+
+@for_each_implementation
+def test_gradients_through_one_result_alone(impl, device):
+    inputs = make_inputs(HEADS, device=device)
+    q, k, v = leaves(inputs)
+    out, lse = attention(q, k, v, causal=True, impl=impl, return_lse=True)
+    zeros = inputs._replace(dlse=torch.zeros_like(inputs.dlse))
+    through_out = torch.autograd.grad(out, (q, k, v), inputs.dout, retain_graph=True)
+    assert_close_to_oracle(through_out, zeros, causal=True)
+    with poisoned_memory():
+        through_lse = torch.autograd.grad(lse, (q, k, v), inputs.dlse, allow_unused=True, materialize_grads=True)
+    assert_close_to_oracle(through_lse, inputs._replace(dout=torch.zeros_like(inputs.dout)), causal=True)
+
+
+def assert_close_to_oracle(gradients, inputs, **settings):
+    """For float32 results of few terms; the budget has its own tests."""
+    exact = oracle(inputs, **settings)
+    for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
+        torch.testing.assert_close(gradient.double(), exact[name], rtol=1e-5, atol=1e-5)
+
+
+def transposed_gradient(dout):
+    return dout.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def gradient_of_a_sum(dout):
+    return torch.ones((), device=dout.device).expand(dout.shape)
+
+
+def one_row_for_all(dout):
+    return dout[..., :1, :].expand(dout.shape)
+
+
+def off_the_boundary(dout):
+    return torch.cat([dout.new_zeros(1), dout.flatten()])[1:].view(dout.shape)
+
+
+@for_each_implementation
+@pytest.mark.parametrize("arrange", [transposed_gradient, gradient_of_a_sum, one_row_for_all, off_the_boundary])
+def test_incoming_gradients_of_any_layout(impl, device, arrange):
+    inputs = make_inputs(HEADS, dtype=torch.float16, device=device)
+    dout, dlse = arrange(inputs.dout), arrange(inputs.dlse[..., None])[..., 0]
+    with poisoned_memory():
+        results = evaluate(partial(attention, impl=impl, return_lse=True), inputs._replace(dout=dout, dlse=dlse))
+    contiguous = inputs._replace(dout=dout.contiguous(), dlse=dlse.contiguous())
+    for name, x in evaluate(partial(attention, impl=impl, return_lse=True), contiguous).items():
+        torch.testing.assert_close(results[name], x)
+
+
+@for_each_implementation
+@pytest.mark.parametrize("layout", ["contiguous", "length_before_heads"])
+def test_results_are_laid_out_as_what_they_belong_to(impl, device, layout):
+    inputs = make_inputs(HEADS._replace(v=HEADS.k), dtype=torch.float16, device=device, layout=layout)
+    results = evaluate(partial(attention, impl=impl, return_lse=True), inputs)
+    for name, like in (("dq", inputs.q), ("dk", inputs.k), ("dv", inputs.v)):
+        assert results[name].stride() == like.stride(), name
+    assert results["lse"].is_contiguous()
+    if impl == "flash":
+        assert results["out"].stride() == inputs.q.stride()
+
+
+@for_each_implementation
+def test_gradients_reach_a_tensor_that_was_expanded(impl, device):
+    """As a bias, or keys shared by a batch, are: the gradients of all copies add up."""
+    inputs = make_inputs(Shapes.of(3, q_len=9, d=16, q_heads=2), dtype=torch.float16, device=device)
+    shared = inputs.k[:1].detach().requires_grad_()
+    out = attention(inputs.q, shared.expand(3, -1, -1, -1), inputs.v, impl=impl)
+    (gradient,) = torch.autograd.grad(out, shared, inputs.dout)
+    repeated = inputs._replace(k=shared.detach().expand(3, -1, -1, -1))
+    assert gradient.shape == shared.shape
+    expected = evaluate(partial(attention, impl=impl), repeated)["dk"].sum(0, keepdim=True)
+    torch.testing.assert_close(gradient, expected)
+
+
+@for_each_implementation
+def test_one_tensor_as_query_key_and_value(impl, device):
+    x = torch.randn(2, 9, 16, device=device, requires_grad=True)
+    (gradient,) = torch.autograd.grad(attention(x, x, x, causal=True, impl=impl).square().sum(), x)
+    exact = x.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(attention(exact, exact, exact, causal=True, impl="naive").square().sum(), exact)
+    torch.testing.assert_close(gradient.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@for_each_implementation
+def test_the_same_call_gives_the_same_bits(impl, device):
+    shapes = Shapes.of(2, q_len=70, k_len=90, d=32, q_heads=4, kv_heads=2)
+    inputs = make_inputs(shapes, device=device, dtype=torch.float16)
+    attend = partial(attention, causal=True, impl=impl, return_lse=True)
+    same(evaluate(attend, inputs), evaluate(attend, inputs))
+
+
+def penalty_alone(out, gradient):
+    return gradient.square().sum()
+
+
+def penalty_and_loss(out, gradient):
+    return out.square().sum() + gradient.square().sum()
+
+
+@for_each_implementation
+@pytest.mark.parametrize("loss", [penalty_alone, penalty_and_loss])
+@pytest.mark.parametrize("first", [lambda out: out.sum(), lambda out: out.square().sum()], ids=["linear", "square"])
+def test_a_second_derivative_is_refused(impl, device, loss, first):
+    """Never left out of a sum in silence, whatever the first derivative was taken of."""
+    q = torch.randn(1, 4, 16, device=device, requires_grad=True)
+    out = attention(q, q, q, impl=impl)
+    (gradient,) = torch.autograd.grad(first(out), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"(?i)twice|second derivative|impl='naive'"):
+        loss(out, gradient).backward()
+
+
+@for_each_implementation
+def test_a_first_derivative_may_be_asked_to_keep_its_graph(impl, device):
+    q = torch.randn(1, 4, 16, device=device, requires_grad=True)
+    out = attention(q, q, q, impl=impl)
+    (kept,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    (plain,) = torch.autograd.grad(out.sum(), q)
+    assert torch.equal(kept, plain)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@for_each_implementation
+def test_forward_mode_derivatives_are_refused(impl, device):
+    """A tangent that is dropped would be a wrong derivative, 0, with nothing said."""
+    q = torch.randn(1, 4, 16, device=device)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(RuntimeError):
+            attention(dual, dual, dual, impl=impl)
+
+
+@for_each_implementation
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_rows_that_see_nothing_get_exact_zeros(impl, device, dtype):
+    inputs = make_inputs(Shapes.of(2, q_len=75, k_len=10, d=16, q_heads=2), dtype=dtype, device=device)
+    with poisoned_memory():
+        results = evaluate(partial(attention, causal=True, impl=impl, return_lse=True), inputs)
+    blind = slice(0, 65)
+    assert (results["out"][..., blind, :] == 0).all()
+    assert (results["lse"][..., blind] == -math.inf).all()
+    assert (results["dq"][..., blind, :] == 0).all()
+    assert results["lse"][..., 65:].isfinite().all()
+    # What they would pass on does not reach keys and values either.
+    inputs.dout[..., blind, :] = 1e4
+    inputs.dlse[..., blind] = -1e4
+    again = evaluate(partial(attention, causal=True, impl=impl, return_lse=True), inputs)
+    if dtype == torch.float16:  # in float32 the largest gradient sets the unit that all are rounded in
+        same(again, results)
+
+
+HIDDEN = [("k", math.nan), ("k", math.inf), ("v", math.nan), ("v", -math.inf)]
+
+
+@for_each_implementation
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("name", "value"), HIDDEN)
+def test_a_hidden_key_spoils_no_more_than_in_naive(impl, device, dtype, name, value):
+    """Where the softmax's exact zeros meet an infinity or NaN, naive gives NaN; elsewhere nobody may."""
+    inputs = make_inputs(Shapes.of(1, q_len=70, d=16), dtype=dtype, device=device)
+    clean = evaluate(partial(attention, causal=True, impl=impl, return_lse=True), inputs)
+    getattr(inputs, name)[:, 40] = value
+    results = evaluate(partial(attention, causal=True, impl=impl, return_lse=True), inputs)
+    naive = evaluate(partial(attention, causal=True, impl="naive", return_lse=True), inputs)
+    for result, x in naive.items():
+        finite = x.isfinite()
+        assert results[result][finite].isfinite().all(), result
+    sighted = slice(0, 40)
+    if name == "k":
+        assert naive["out"][:, sighted].isfinite().all()
+        torch.testing.assert_close(results["out"][:, sighted], clean["out"][:, sighted])
+        torch.testing.assert_close(results["lse"][:, sighted], clean["lse"][:, sighted])

@@ -1,0 +1,279 @@
+"""What only a GPU shows: long sequences, pipelined loops, memory, graphs, streams, several devices, huge tensors."""
+
+from __future__ import annotations
+
+import math
+import threading
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from cs336_systems.attention import Attention, attention
+from cs336_systems.testing import (
+    Inputs,
+    Shapes,
+    assert_within_budget,
+    compare,
+    evaluate,
+    make_inputs,
+    naive_results,
+    oracle,
+    poisoned_memory,
+    terms,
+)
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+for_each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def same(results, expected):
+    assert results.keys() == expected.keys()
+    for name, x in expected.items():
+        assert torch.equal(results[name].to(x.device), x), name
+
+
+@for_each_dtype
+@pytest.mark.parametrize("d", [16, 32, 64, 80, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_loops_over_many_tiles(d, causal, dtype):
+    """The pipeline has a start, a steady state and an end only where there are more tiles than stages."""
+    for q_len, k_len in ((515, 515), (1024, 2049), (2049, 1000)):
+        shapes = Shapes.of(1, q_len=q_len, k_len=k_len, d=d, q_heads=4, kv_heads=2)
+        inputs = make_inputs(shapes, dtype=dtype, device="cuda", layout="length_before_heads")
+        with poisoned_memory():
+            results = evaluate(partial(attention, causal=causal, impl="flash", return_lse=True), inputs)
+        assert_within_budget(results, inputs, causal=causal)
+
+
+def by_rows(make, inputs, causal, rows=2048):
+    """`oracle` or `terms` of q, k, v (batch, length, d) of one length, a few rows of q at a time."""
+    length = inputs.q.shape[1]
+    # What is summed over rows adds up, or its squares do.
+    power = 2 if make is terms else 1
+    sums: dict[str, torch.Tensor] = {}
+    parts = []
+    for start in range(0, length, rows):
+        stop = min(start + rows, length)
+        seen = stop if causal else length
+        q, dout, dlse = (x[:, start:stop] for x in (inputs.q, inputs.dout, inputs.dlse))
+        parts.append(make(Inputs(q, inputs.k[:, :seen], inputs.v[:, :seen], dout, dlse), causal=causal))
+        for name in ("dk", "dv"):
+            part = parts[-1].pop(name)
+            if name not in sums:
+                sums[name] = part.new_zeros(*part.shape[:-2], length, part.shape[-1])
+            sums[name][..., :seen, :] += part**power
+    rowwise = {"out": -2, "lse": -1, "dq": -2}
+    whole = {name: torch.cat([part[name] for part in parts], dim=axis) for name, axis in rowwise.items()}
+    return whole | {name: x ** (1 / power) for name, x in sums.items()}
+
+
+@for_each_dtype
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_long_sequence(d, causal, dtype):
+    inputs = make_inputs(Shapes.of(1, q_len=16385, d=d), dtype=dtype, device="cuda")
+    results = evaluate(partial(attention, causal=causal, impl="flash", return_lse=True), inputs)
+    exact, summed = (by_rows(make, inputs, causal) for make in (oracle, terms))
+    findings = compare(results, exact, naive_results(inputs, causal=causal), summed)
+    assert all(finding.holds for finding in findings), "\n".join(map(str, findings))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("make", [oracle, terms])
+def test_by_rows_is_the_same_as_at_once(make, causal):
+    inputs = make_inputs(Shapes.of(2, q_len=50, d=16), dtype=torch.float64, device="cuda")
+    at_once = make(inputs, causal=causal)
+    for name, x in by_rows(make, inputs, causal, rows=16).items():
+        torch.testing.assert_close(x, at_once[name])
+
+
+@for_each_dtype
+@pytest.mark.parametrize("causal", [False, True])
+def test_memory_held_for_the_backward(causal, dtype):
+    """The inputs, which are there already, the output, and one float32 a row: within a percent."""
+    inputs = make_inputs(Shapes.of(1, q_len=16384, d=64, q_heads=4), dtype=dtype, device="cuda")
+    q, k, v = (x.requires_grad_() for x in inputs[:3])
+    attention(q, k, v, causal=causal, impl="flash")  # what is allocated once is not held for this call
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    out = attention(q, k, v, causal=causal, impl="flash")
+    held = torch.cuda.memory_allocated() - before
+    accounted = out.numel() * out.element_size() + 4 * out.shape[:-1].numel()
+    assert accounted <= held <= 1.01 * accounted
+
+
+@for_each_dtype
+def test_memory_at_the_peak_is_linear(dtype):
+    """A matrix of scores of this length would be 4 GiB in float16."""
+    inputs = make_inputs(Shapes.of(1, q_len=46341, d=64), dtype=dtype, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    evaluate(partial(attention, impl="flash"), inputs)
+    assert torch.cuda.max_memory_allocated() - before < 2**28
+
+
+@for_each_dtype
+def test_repeated_calls_give_the_same_bits(dtype):
+    inputs = make_inputs(Shapes.of(4, q_len=1027, d=64, q_heads=8, kv_heads=2), dtype=dtype, device="cuda")
+    attend = partial(attention, causal=True, impl="flash", return_lse=True)
+    first = evaluate(attend, inputs)
+    for _ in range(5):
+        same(evaluate(attend, inputs), first)
+
+
+@for_each_dtype
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_cuda_graph_replays_forward_and_backward(dtype, return_lse):
+    shapes = Shapes.of(2, q_len=130, k_len=200, d=64, q_heads=4, kv_heads=2)
+    attend = partial(attention, causal=True, impl="flash", return_lse=return_lse)
+    static = make_inputs(shapes, dtype=dtype, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):  # compiled and loaded before the capture, which allows neither
+            evaluate(attend, static)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = evaluate(attend, static)
+    for _ in range(3):
+        fresh = make_inputs(shapes, dtype=dtype, device="cuda")
+        for target, source in zip(static, fresh, strict=True):
+            target.copy_(source)
+        graph.replay()
+        same(captured, evaluate(attend, fresh))
+
+
+def test_a_compiled_model_with_cuda_graphs():
+    settings = {"causal": True, "impl": "flash"}
+    attend = torch.compile(lambda q, k, v: attention(q, k, v, **settings), fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        inputs = make_inputs(Shapes.of(2, q_len=130, d=64, q_heads=4), dtype=torch.bfloat16, device="cuda")
+        results = {name: x.clone() for name, x in evaluate(attend, inputs).items()}
+        same(results, evaluate(partial(attention, **settings), inputs))
+
+
+def test_kernels_run_on_the_current_stream():
+    """Behind work that is still under way on it, not beside it on another one."""
+    inputs = make_inputs(Shapes.of(8, q_len=256, d=64), dtype=torch.bfloat16, device="cuda")
+    attend = partial(attention, impl="flash", return_lse=True)
+    expected = evaluate(attend, inputs)
+    stale = Inputs(*[torch.full_like(x, math.nan) for x in inputs])
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        for target, source in zip(stale, inputs, strict=True):
+            target.copy_(source)
+        results = evaluate(attend, stale)
+    stream.synchronize()
+    same(results, expected)
+
+
+@pytest.mark.multi_gpu
+@for_each_dtype
+def test_tensors_on_a_device_that_is_not_the_current_one(dtype):
+    inputs = make_inputs(Shapes.of(2, q_len=130, d=64, q_heads=4), dtype=dtype, device="cuda:0")
+    there = Inputs(*[x.to("cuda:1") for x in inputs])
+    attend = partial(attention, causal=True, impl="flash", return_lse=True)
+    with torch.cuda.device(0):
+        for _ in range(2):  # compiled, then remembered
+            results, expected = evaluate(attend, there), evaluate(attend, inputs)
+            assert torch.cuda.current_device() == 0
+            assert all(x.device == torch.device("cuda:1") for x in results.values())
+            same(results, expected)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("impl", ["flash", "auto"])
+def test_data_parallel(impl):
+    inputs = make_inputs(Shapes.of(6, q_len=70, d=64, q_heads=4), dtype=torch.bfloat16, device="cuda:0")
+    module = Attention(causal=True, impl=impl)
+    same(evaluate(nn.DataParallel(module, device_ids=[0, 1]), inputs), evaluate(module, inputs))
+
+
+@pytest.mark.multi_gpu
+def test_threads_on_different_devices():
+    """Launches are remembered for all threads together: none may take another's device or arguments."""
+    failures = []
+
+    def work(device, d):
+        try:
+            with torch.cuda.device(device):
+                inputs = make_inputs(Shapes.of(2, q_len=70, d=d, q_heads=2), dtype=torch.bfloat16, device=device)
+                attend = partial(attention, causal=True, impl="flash", return_lse=True)
+                expected = naive_results(inputs.to(torch.float32), causal=True)
+                for _ in range(20):
+                    for name, x in evaluate(attend, inputs).items():
+                        torch.testing.assert_close(x.float(), expected[name], rtol=0.05, atol=0.05)
+        except Exception as error:
+            failures.append(error)
+
+    devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    threads = [threading.Thread(target=work, args=(device, d)) for device in devices for d in (32, 64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def needs_memory(gibibytes):
+    free, _ = torch.cuda.mem_get_info()
+    if free < gibibytes * 2**30:
+        pytest.skip(f"needs {gibibytes} GiB of free GPU memory")
+
+
+@pytest.mark.slow
+@for_each_dtype
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_more_than_two_billion_elements_apart(causal, dtype):
+    """Views of one buffer, so that offsets within a single head do not fit 32 bits."""
+    needs_memory(14)
+    length, d = 300, 64
+    row_stride = 2**31 // 250 + 8
+    buffer = torch.empty(length * row_stride, dtype=dtype, device="cuda")
+    dense = make_inputs(Shapes.of(1, q_len=length, d=d, q_heads=1), dtype=dtype, device="cuda")
+    views = []
+    for index, x in enumerate(dense[:4]):
+        view = buffer.as_strided(x.shape, (0, 0, row_stride, 1), index * d)
+        assert (length - 1) * view.stride(-2) > 2**31
+        views.append(view.copy_(x))
+    attend = partial(attention, causal=causal, impl="flash", return_lse=True)
+    assert_within_budget(evaluate(attend, Inputs(*views, dense.dlse)), dense, causal=causal)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "gibibytes"), [(torch.bfloat16, 50), (torch.float32, 120)])
+def test_tensors_of_more_than_two_billion_elements(dtype, gibibytes):
+    """A batch so large that its last entries start beyond 2**31, checked at both ends and around the limit."""
+    needs_memory(gibibytes)
+    length, d = 16, 64
+    limit = 2**31 // (length * d)
+    inputs = make_inputs(Shapes.of(limit + 5, q_len=length, d=d), dtype=dtype, device="cuda")
+    results = evaluate(partial(attention, causal=True, impl="flash", return_lse=True), inputs)
+    for part in (slice(0, 3), slice(limit - 2, limit + 2), slice(limit + 2, None)):
+        own = Inputs(*[x[part] for x in inputs])
+        assert_within_budget({name: x[part] for name, x in results.items()}, own, causal=True)
+
+
+@pytest.mark.slow
+def test_more_than_two_billion_scores_a_head():
+    """The index of a score would not fit 32 bits, if anything counted them."""
+    inputs = make_inputs(Shapes.of(1, q_len=65537, d=16), dtype=torch.bfloat16, device="cuda")
+    out, lse = attention(*inputs[:3], causal=True, impl="flash", return_lse=True)
+    last = Inputs(inputs.q[:, -64:], inputs.k, inputs.v, inputs.dout[:, -64:], inputs.dlse[:, -64:])
+    exact, naive = oracle(last, causal=True), naive_results(last, causal=True)
+    keep = ("out", "lse")
+    findings = compare(
+        {"out": out[:, -64:], "lse": lse[:, -64:]},
+        {name: exact[name] for name in keep},
+        {name: naive[name] for name in keep},
+    )
+    assert all(finding.holds for finding in findings), "\n".join(map(str, findings))

@@ -1,0 +1,124 @@
+"""Random calls: any shapes, mask, scale and layout are within the budget, and results move as their definition says."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cs336_systems.attention import attention
+from cs336_systems.testing import (
+    LAYOUTS,
+    Shapes,
+    assert_within_budget,
+    evaluate,
+    make_inputs,
+    naive_results,
+    poisoned_memory,
+)
+
+MASKS = st.sampled_from([False, "top_left", "bottom_right"])
+SCALES = st.one_of(st.none(), st.floats(-2.0, 2.0))
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@st.composite
+def shapes(draw, longest=40, widest=40):
+    """Up to two batch axes, heads in groups or none, and lengths that may be 0."""
+    lengths = st.integers(0, longest)
+    heads = {}
+    leading = draw(st.lists(st.sampled_from((2, 1, 1, 2, 0)), min_size=1, max_size=2))
+    if draw(st.booleans()):
+        kv_heads = draw(st.integers(1, 2))
+        heads = {"q_heads": kv_heads * draw(st.integers(1, 3)), "kv_heads": kv_heads}
+    else:
+        leading = leading[:1]
+    widths = st.integers(1, widest)
+    return Shapes.of(*leading, q_len=draw(lengths), k_len=draw(lengths), d=draw(widths), dv=draw(widths), **heads)
+
+
+@st.composite
+def calls(draw, dtypes):
+    """Inputs as `make_inputs` takes them, and settings as `attention` does."""
+    made = draw(shapes())
+    layout = draw(st.sampled_from([layout for layout in LAYOUTS if layout != "packed" or made.q[-2] == made.k[-2]]))
+    inputs = {"shapes": made, "dtype": draw(st.sampled_from(dtypes)), "layout": layout, "seed": draw(SEEDS)}
+    return inputs, {"causal": draw(MASKS), "scale": draw(SCALES)}
+
+
+def seeded(shapes, *, seed, device, **arguments):
+    return make_inputs(shapes, device=device, generator=torch.Generator(device).manual_seed(seed), **arguments)
+
+
+def check(impl, device, call):
+    made, asked = call
+    inputs = seeded(**made, device=device)
+    with poisoned_memory():
+        results = evaluate(partial(attention, impl=impl, return_lse=True, **asked), inputs)
+    assert_within_budget(results, inputs, **asked)
+
+
+@given(call=calls([torch.float16, torch.float32]))
+def test_flash(flash_device, call):
+    check("flash", flash_device, call)
+
+
+@pytest.mark.gpu
+@given(call=calls([torch.bfloat16]))
+def test_flash_in_bfloat16(call):
+    check("flash", torch.device("cuda"), call)
+
+
+@settings(max_examples=100)
+@given(call=calls([torch.float16, torch.bfloat16, torch.float32, torch.float64]))
+def test_tiled(device, call):
+    check("tiled", device, call)
+
+
+@given(seed=SEEDS, lengths=st.tuples(st.integers(1, 40), st.integers(1, 40)), split=st.integers(0, 40))
+def test_attention_over_two_parts_of_the_keys_merges_by_the_log_sum_exp(device, seed, lengths, split):
+    """What decoding in parallel and rings of devices rely on."""
+    q_len, k_len = lengths
+    inputs = seeded(Shapes.of(2, q_len=q_len, k_len=k_len, d=16), seed=seed, device=device, dtype=torch.float64)
+    q, k, v, *_ = inputs
+    split = min(split, k_len)
+    attend = partial(attention, impl="tiled", return_lse=True)
+    whole, whole_lse = attend(q, k, v)
+    parts = [attend(q, k[:, own], v[:, own]) for own in (slice(0, split), slice(split, None))]
+    lses = torch.stack([lse for _, lse in parts])
+    lse = torch.logsumexp(lses, 0)
+    weights = torch.exp(lses - lse)
+    merged = sum(weight[..., None] * out for weight, (out, _) in zip(weights, parts, strict=True))
+    torch.testing.assert_close(lse, whole_lse)
+    torch.testing.assert_close(merged, whole)
+
+
+@given(seed=SEEDS, causal=MASKS, length=st.integers(1, 24))
+def test_queries_are_independent_of_one_another(flash_device, seed, causal, length):
+    """A few rows computed alone, with the keys they see, are what they are among all."""
+    inputs = seeded(Shapes.of(1, q_len=length, d=16), seed=seed, device=flash_device, dtype=torch.float16)
+    q, k, v, *_ = inputs
+    out = attention(q, k, v, causal=causal, impl="flash")
+    first = length // 2
+    seen = length if causal is False else first + 1
+    alone = attention(q[:, first : first + 1], k[:, :seen], v[:, :seen], impl="flash")
+    torch.testing.assert_close(alone, out[:, first : first + 1])
+
+
+@settings(max_examples=6)
+@given(seed=SEEDS, group=st.integers(2, 3), causal=MASKS)
+def test_grouped_heads_are_repeated_ones(flash_device, seed, group, causal):
+    shapes = Shapes.of(1, q_len=9, k_len=11, d=16, q_heads=2 * group, kv_heads=2)
+    inputs = seeded(shapes, seed=seed, device=flash_device, dtype=torch.float16)
+    repeated = inputs._replace(k=inputs.k.repeat_interleave(group, dim=-3), v=inputs.v.repeat_interleave(group, dim=-3))
+    attend = partial(attention, causal=causal, impl="flash", return_lse=True)
+    grouped, separate = evaluate(attend, inputs), evaluate(attend, repeated)
+    for name in ("out", "lse", "dq"):
+        torch.testing.assert_close(grouped[name], separate[name])
+    exact = naive_results(inputs.to(torch.float64), causal=causal)
+    for name in ("dk", "dv"):
+        summed = separate[name].double().unflatten(-3, (2, group)).sum(-3)
+        torch.testing.assert_close(summed, exact[name], rtol=5e-3, atol=5e-3)

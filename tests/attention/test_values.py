@@ -1,0 +1,174 @@
+"""One table of calls, and every implementation on each: values and gradients against float64, within the budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+
+from cs336_systems.attention import attention
+from cs336_systems.testing import LAYOUTS, Shapes, assert_within_budget, evaluate, make_inputs, poisoned_memory
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of `attention`."""
+
+    name: str
+    shapes: Shapes
+    causal: bool | str = False
+    scale: float | None = None
+    layout: str = "contiguous"
+
+
+def lengths() -> list[Case]:
+    """One more and one less than a tile, alone and against other lengths, under every mask."""
+    pairs = [(1, 1), (63, 63), (127, 127), (129, 129), (63, 129), (1, 127), (129, 63), (127, 1)]
+    return [
+        Case(f"lengths-{q_len}x{k_len}-{causal or 'full'}", Shapes.of(1, q_len=q_len, k_len=k_len, d=16), causal)
+        for q_len, k_len in pairs
+        for causal in (False, "top_left", "bottom_right")
+    ]
+
+
+def head_dims() -> list[Case]:
+    """Every size of head that kernels pad differently, and values wider and narrower than keys."""
+    same = [(d, d) for d in (1, 16, 40, 64, 80, 96, 128, 192, 256)]
+    different = [(1, 3), (40, 24), (64, 128), (128, 64), (16, 256), (192, 128)]
+    return [
+        Case(f"head_dims-{d}x{dv}", Shapes.of(1, q_len=33, k_len=67, d=d, dv=dv), True) for d, dv in same + different
+    ]
+
+
+def axes() -> list[Case]:
+    """Any number of leading axes, and key heads that serve groups of query heads."""
+    size = {"q_len": 35, "k_len": 37, "d": 24}
+    shapes = {
+        "none": Shapes.of(**size),
+        "batch": Shapes.of(3, **size),
+        "heads": Shapes.of(2, **size, q_heads=3),
+        "two_batch_axes": Shapes.of(2, 1, **size, q_heads=2),
+        "three_batch_axes": Shapes.of(1, 2, 2, **size, q_heads=2, kv_heads=1),
+        "grouped": Shapes.of(2, **size, q_heads=6, kv_heads=2),
+        "multi_query": Shapes.of(2, **size, q_heads=4, kv_heads=1),
+    }
+    return [
+        Case(f"axes-{name}-{'causal' if causal else 'full'}", shape, causal)
+        for name, shape in shapes.items()
+        for causal in (False, True)
+    ]
+
+
+def scales() -> list[Case]:
+    """Scales of either sign, none at all, and an integer."""
+    shapes = Shapes.of(1, q_len=20, k_len=70, d=8, q_heads=2, kv_heads=1)
+    return [Case(f"scale-{scale}", shapes, "bottom_right", scale) for scale in (0.3, -0.5, 0.0, 1, 1e-30)]
+
+
+def layouts() -> list[Case]:
+    """Every arrangement in memory, with heads in groups and with no head axis."""
+    heads = Shapes.of(2, q_len=35, k_len=35, d=24, dv=40, q_heads=4, kv_heads=2)
+    no_heads = Shapes.of(3, q_len=35, k_len=35, d=20)
+    shapes = {"heads": heads, "no_heads": no_heads}
+    return [
+        Case(f"layout-{layout}-{name}", shape, "top_left", layout=layout)
+        for layout in LAYOUTS
+        for name, shape in shapes.items()
+    ]
+
+
+def blind_rows() -> list[Case]:
+    """Queries that see no key, in some tiles, in part of one, and all of them."""
+    shapes = {
+        "some_tiles": Shapes.of(1, q_len=140, k_len=9, d=16),
+        "grouped": Shapes.of(1, q_len=20, k_len=7, d=16, q_heads=4, kv_heads=2),
+        "no_keys": Shapes.of(2, q_len=5, k_len=0, d=16, q_heads=2),
+    }
+    return [
+        Case(f"blind-{name}{'' if scale is None else '-scaled'}", shape, "bottom_right", scale)
+        for name, shape in shapes.items()
+        for scale in (None, -1.0)
+    ]
+
+
+def empty() -> list[Case]:
+    """Axes of size 0."""
+    shapes = {
+        "queries": Shapes.of(2, q_len=0, k_len=5, d=16, q_heads=2),
+        "keys": Shapes.of(2, q_len=5, k_len=0, d=16, dv=8),
+        "both": Shapes.of(2, q_len=0, k_len=0, d=16),
+        "batch": Shapes.of(0, q_len=5, k_len=5, d=16, q_heads=2),
+        "heads": Shapes.of(2, q_len=5, k_len=5, d=16, q_heads=0),
+    }
+    return [
+        Case(f"empty-{name}-{causal or 'full'}", shape, causal)
+        for name, shape in shapes.items()
+        for causal in (False, "top_left")
+    ]
+
+
+CASES = [*lengths(), *head_dims(), *axes(), *scales(), *layouts(), *blind_rows(), *empty()]
+CASE_PARAMS = [pytest.param(case, id=case.name) for case in CASES]
+
+
+ALL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+IMPLEMENTATIONS = [
+    pytest.param(impl, dtype, id=f"{impl}-{str(dtype).removeprefix('torch.')}")
+    for impl, dtypes in {"flash": ALL[:3], "tiled": ALL, "naive": ALL[:3]}.items()
+    for dtype in dtypes
+]
+
+
+@pytest.mark.parametrize("case", CASE_PARAMS)
+@pytest.mark.parametrize(("impl", "dtype"), IMPLEMENTATIONS)
+def test_values_and_gradients_are_within_the_budget(impl, dtype, device, case):
+    inputs = make_inputs(case.shapes, dtype=dtype, device=device, layout=case.layout)
+    attend = partial(attention, causal=case.causal, scale=case.scale, impl=impl, return_lse=True)
+    with poisoned_memory():
+        results = evaluate(attend, inputs)
+    assert_within_budget(results, inputs, causal=case.causal, scale=case.scale)
+
+
+@pytest.mark.parametrize("case", CASE_PARAMS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_implementation_chosen_is_within_the_budget(dtype, device, case):
+    """Without a log-sum-exp, which torch's own does not return."""
+    inputs = make_inputs(case.shapes, dtype=dtype, device=device, layout=case.layout)
+    results = evaluate(partial(attention, causal=case.causal, scale=case.scale), inputs)
+    assert_within_budget(results, inputs, causal=case.causal, scale=case.scale)
+
+
+def expressible_by_sdpa(case: Case) -> bool:
+    return "empty" not in case.name and "blind" not in case.name and sees_keys(case)
+
+
+def sees_keys(case: Case) -> bool:
+    return case.causal not in (True, "bottom_right") or case.shapes.q[-2] <= case.shapes.k[-2]
+
+
+@pytest.mark.parametrize("case", [case for case in CASE_PARAMS if expressible_by_sdpa(case.values[0])])
+@pytest.mark.parametrize("dtype", ALL[:3])
+def test_torch_s_own_computes_the_same(dtype, device, case):
+    """That it is called rightly: the mask's alignment, the scale, groups of heads, any axes."""
+    inputs = make_inputs(case.shapes, dtype=dtype, device=device, layout=case.layout)
+    results = evaluate(partial(attention, causal=case.causal, scale=case.scale, impl="sdpa"), inputs)
+    assert_within_budget(results, inputs, causal=case.causal, scale=case.scale)
+
+
+COMPILED = ("lengths-63x129-top_left", "axes-grouped-causal", "blind-some_tiles", "empty-keys-full")
+
+
+@pytest.mark.parametrize("case", [case for case in CASE_PARAMS if case.id in COMPILED])
+def test_the_compiled_implementation_is_within_the_budget(device, case):
+    """On a few: each is compiled, which takes longer than to compute all others."""
+    inputs = make_inputs(case.shapes, device=device, layout=case.layout)
+    attend = partial(attention, causal=case.causal, scale=case.scale, impl="compiled", return_lse=True)
+    assert_within_budget(evaluate(attend, inputs), inputs, causal=case.causal, scale=case.scale)
+
+
+def test_the_table_names_each_case_once():
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names)
+    assert set(COMPILED) <= set(names)

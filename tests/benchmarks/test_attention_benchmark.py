@@ -1,0 +1,298 @@
+"""The attention benchmark from its command line to its files: whole, interrupted, resumed, and with trouble in it."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch._functorch.config as functorch_config
+import torch.nn.functional as F
+
+from benchmarks import attention as benchmark
+from benchmarks import attention_cell, attention_rows
+from benchmarks.attention_plan import Plan
+from benchmarks.attention_presets import Problem
+from benchmarks.attention_provider import Provider
+from benchmarks.attention_report import Report
+from benchmarks.attention_rows import COLUMNS
+from cs336_systems.profiling.environment import collect_environment
+from cs336_systems.profiling.sweep import RowStore, read_configuration
+from cs336_systems.profiling.timing import TimingMethod
+
+SWEEP = ["--lengths", "32", "64", "--dims", "8", "--batch", "1", "--heads", "2", "--rounds", "2", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def _short_measurements(monkeypatch):
+    quick = TimingMethod(rounds=2, warmup_ms=0, repetitions_ms=0, pause_ms=0)
+    usual = TimingMethod(rounds=2)
+    monkeypatch.setattr(Plan, "method", property(lambda plan: quick if plan.device.type == "cpu" else usual))
+    monkeypatch.setattr(attention_rows, "_PLAUSIBLE_SPREAD", 1e9)  # whatever else runs beside the tests
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Two providers that compute attention in place of all others: who was called, and the trouble to make then."""
+    seen: list[tuple[str, int]] = []
+
+    hook = types.SimpleNamespace(seen=seen, trouble=lambda name, length: None, providers=[])
+
+    def make(name: str) -> Provider:
+        def bind(problem: Problem):
+            def attend(q, k, v):
+                seen.append((name, problem.length))
+                hook.trouble(name, problem.length)
+                return F.scaled_dot_product_attention(q, k, v, is_causal=problem.causal)
+
+            return attend
+
+        return Provider(name=name, group="ours", bind=bind)
+
+    absent = dataclasses.replace(make("fa9"), group="peers", missing="not installed")
+    hook.providers = [make("naive"), make("other"), absent]
+    monkeypatch.setattr(benchmark, "all_providers", lambda device: hook.providers)
+    return hook
+
+
+def results(folder: Path) -> list[dict[str, str]]:
+    with (folder / "results.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_whole_sweep_of_what_is_really_there(tmp_path, capsys):
+    arguments = [*SWEEP, "--impl", "naive", "tiled", "torch", "fa3", "--output", str(tmp_path)]
+    assert benchmark.main(arguments) == 0
+    rows = results(tmp_path)
+    assert list(rows[0]) == list(COLUMNS)
+    assert len(rows) == 2 * 3 * 6
+    ok = [row for row in rows if row["status"] == "ok"]
+    assert {row["implementation"] for row in ok} >= {"naive", "tiled", "torch-math", "torch-flash"}
+    for row in ok:
+        assert 0 < float(row["min_ms"]) <= float(row["median_ms"]) <= float(row["max_ms"])
+        assert float(row["tflops"]) > 0
+        assert float(row["speedup_over_naive"]) > 0
+        assert row["reference"] == "torch-flash"
+        assert float(row["difference_from_naive"]) < 1e-4
+        assert row["warning"] == ""
+        assert len(row["round_ms"].split(";")) == 2
+        assert (row["torch"], row["tf32"], row["seed"]) == (torch.__version__, "False", "0")
+        assert (row["held_mib"] == "") == (row["pass"] == "forward")
+        assert row["peak_mib"] == ""
+    refused = [row for row in rows if row["implementation"] == "torch-cudnn"]
+    assert {row["status"] for row in refused} == {"unsupported"}
+    assert all(row["reason"] and row["median_ms"] == "" for row in refused)
+
+    printed = capsys.readouterr()
+    assert "No GPU is used" in printed.out
+    assert "not measured: fa3" in printed.out
+    assert "backward, ms: float32, causal, d 8" in printed.out
+    assert "[2/2] float32 causal d 8 length 64:" in printed.err
+
+    tables = (tmp_path / "tables.md").read_text()
+    for part in (
+        "### Forward time, ms",
+        "### Memory held before the backward, MiB",
+        "- fa3:",
+        "- torch-cudnn: unsupported:",
+    ):
+        assert part in tables
+    assert (tmp_path / "rows.md").read_text().count("\n| naive") == 6
+    assert json.loads((tmp_path / "environment.json").read_text())["device_type"] == "cpu"
+    plots = {path.name for path in tmp_path.glob("*.png")}
+    assert {"median-ms-forward-float32-causal.png", "speedup-over-naive-both-float32-causal.png"} <= plots
+    assert "held-mib-backward-float32-causal.png" in plots
+
+
+def test_an_interrupted_sweep_keeps_finished_cells_and_is_resumed(tmp_path, calls, capsys):
+    def interrupt(name: str, length: int) -> None:
+        if (name, length) == ("other", 64):
+            raise KeyboardInterrupt
+
+    calls.trouble = interrupt
+    assert benchmark.main([*SWEEP, "--no-plots", "--output", str(tmp_path)]) == 130
+    assert {row["length"] for row in results(tmp_path)} == {"32"}
+    assert f"--resume {tmp_path}" in capsys.readouterr().err
+    before = results(tmp_path)
+
+    calls.trouble = lambda name, length: None
+    calls.seen.clear()
+    assert benchmark.main(["--resume", str(tmp_path), "--no-plots", "--device", "cpu"]) == 0
+    assert {length for _, length in calls.seen} == {64}
+    after = results(tmp_path)
+    assert after[: len(before)] == before
+    assert {row["length"] for row in after} == {"32", "64"}
+    assert "[2/2]" in capsys.readouterr().err
+
+
+def test_the_same_output_continues_and_a_finished_sweep_measures_nothing(tmp_path, calls):
+    arguments = [*SWEEP, "--no-plots", "--output", str(tmp_path)]
+    assert benchmark.main(arguments) == 0
+    calls.seen.clear()
+    assert benchmark.main(arguments) == 0
+    assert calls.seen == []
+
+
+def test_another_configuration_in_the_same_folder_is_an_error(tmp_path, calls, capsys):
+    assert benchmark.main([*SWEEP, "--no-plots", "--output", str(tmp_path)]) == 0
+    assert benchmark.main([*SWEEP, "--no-plots", "--output", str(tmp_path), "--seed", "9"]) == 2
+    assert "seed was 0 and is now 9" in capsys.readouterr().err
+    assert benchmark.main(["--resume", str(tmp_path), "--impl", "other", "--device", "cpu"]) == 2
+    assert "measured was ['naive', 'other'] and is now ['other']" in capsys.readouterr().err
+
+
+def test_memory_that_runs_out_is_a_status_and_longer_lengths_are_skipped(tmp_path, calls):
+    def run_out(name: str, length: int) -> None:
+        if name == "naive":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")
+
+    calls.trouble = run_out
+    assert benchmark.main([*SWEEP, "--no-plots", "--output", str(tmp_path)]) == 0
+    rows = results(tmp_path)
+    naive = [(row["length"], row["status"]) for row in rows if row["implementation"] == "naive"]
+    assert naive == [("32", "oom")] * 3 + [("64", "skipped")] * 3
+    other = [row for row in rows if row["implementation"] == "other"]
+    assert all(row["status"] == "ok" and row["speedup_over_naive"] == "" for row in other)
+    assert ("naive", 64) not in calls.seen
+    tables = (tmp_path / "tables.md").read_text()
+    assert "- naive: skipped: memory ran out at length 32 of the same series (3 times)" in tables
+    assert "| oom |" in re.sub(" +", " ", tables)
+
+
+def test_a_lost_device_stops_the_sweep_which_goes_on_with_the_next_cell(tmp_path, calls, monkeypatch, capsys):
+    lost: list[int] = []
+
+    def break_down(name: str, length: int) -> None:
+        if (name, length) == ("other", 32):
+            lost.append(length)
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def synchronize(device: object) -> None:
+        if lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    calls.trouble = break_down
+    monkeypatch.setattr(attention_cell, "synchronize", synchronize)
+    assert benchmark.main([*SWEEP, "--no-plots", "--output", str(tmp_path)]) == 3
+    assert "--resume" in capsys.readouterr().err
+    lost.clear()
+    calls.seen.clear()
+    assert benchmark.main(["--resume", str(tmp_path), "--no-plots", "--device", "cpu"]) == 0
+    assert {length for _, length in calls.seen} == {64}
+
+
+def test_a_wrong_result_and_warnings_are_noted(tmp_path, calls, monkeypatch, capsys):
+    wrong = Provider(name="wrong", group="peers", bind=lambda problem: lambda q, k, v: v * 2)
+    monkeypatch.setattr(benchmark, "all_providers", lambda device: [*calls.providers, wrong])
+    assert benchmark.main([*SWEEP, "--passes", "forward", "--no-plots", "--output", str(tmp_path)]) == 0
+    assert capsys.readouterr().err.count("note: wrong: the output differs from naive's by") == 1
+    assert "the output differs from naive's by" in (tmp_path / "tables.md").read_text()
+
+
+def test_rounds_that_differ_too_much_are_noted(tmp_path, calls, monkeypatch, capsys):
+    monkeypatch.setattr(attention_rows, "_PLAUSIBLE_SPREAD", 0.5)
+    assert benchmark.main([*SWEEP, "--no-plots", "--output", str(tmp_path)]) == 0
+    assert capsys.readouterr().err.count("note: other: the slowest round took") == 1
+    assert all("something else was running" in row["warning"] for row in results(tmp_path))
+
+
+def test_a_dry_run_measures_and_writes_nothing(tmp_path, calls, capsys):
+    assert benchmark.main([*SWEEP, "--dry-run", "--output", str(tmp_path / "new")]) == 0
+    assert not (tmp_path / "new").exists()
+    assert calls.seen == []
+    assert "float32 causal d 8 length 64, q (1, 2, 64, 8)" in capsys.readouterr().out
+
+
+def test_nobody_to_measure_is_an_error(calls, capsys):
+    assert benchmark.main([*SWEEP, "--impl", "fa9"]) == 2
+    assert "got fa9: not installed" in capsys.readouterr().err
+
+
+def test_the_default_folder_is_named_after_the_device_and_the_time(tmp_path, calls, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert benchmark.main([*SWEEP, "--no-plots"]) == 0
+    (folder,) = (tmp_path / "results" / "attention").iterdir()
+    assert (folder / "results.csv").exists()
+    assert benchmark.default_folder("NVIDIA H100 80GB HBM3").name.startswith("nvidia-h100-80gb-hbm3-20")
+
+
+@pytest.mark.parametrize("absent", ["matplotlib", "triton"])
+def test_what_is_not_installed(tmp_path, calls, monkeypatch, capsys, absent):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == absent else find_spec(name))
+    status = benchmark.main([*SWEEP, "--no-plots", "--output", str(tmp_path)])
+    printed = capsys.readouterr()
+    if absent == "triton":  # the sweep can do without, on a CPU
+        assert status == 0
+        assert "without its perf_report" in printed.out
+        assert len(results(tmp_path)) == 2 * 2 * 3
+    else:
+        assert status == 2
+        assert "needs matplotlib: pip install" in printed.err
+
+
+def test_settings_of_torch_are_put_back(tmp_path, calls):
+    seen: list[tuple[str, bool]] = []
+    calls.trouble = lambda name, length: seen.append(
+        (torch.get_float32_matmul_precision(), functorch_config.donated_buffer)
+    )
+    before = torch.get_float32_matmul_precision(), functorch_config.donated_buffer
+    assert benchmark.main([*SWEEP, "--tf32", "--no-plots", "--output", str(tmp_path)]) == 0
+    assert set(seen) == {("high", False)}
+    assert (torch.get_float32_matmul_precision(), functorch_config.donated_buffer) == before
+
+
+def test_rows_of_several_commits_are_told(tmp_path, calls):
+    assert benchmark.main([*SWEEP, "--no-plots", "--commit", "f00", "--output", str(tmp_path)]) == 0
+    rows = RowStore.open(tmp_path, read_configuration(tmp_path)).rows
+    rows[0]["commit"] = "ba2"
+    report = Report(rows, collect_environment("cpu"), {"naive": 0, "other": 0}, {}, [])
+    assert "measured at several commits: ba2, f00" in report.tables()
+
+
+def test_implausible_rates_are_in_the_rows(tmp_path, calls, monkeypatch):
+    def on_a_gpu(device, **options):
+        return dataclasses.replace(collect_environment(device, **options), device="NVIDIA H200")
+
+    monkeypatch.setattr(benchmark, "collect_environment", on_a_gpu)
+    monkeypatch.setattr(Problem, "flops", lambda problem, which: 1e18)
+    assert benchmark.main([*SWEEP, "--no-plots", "--max-seconds", "1e9", "--output", str(tmp_path)]) == 0
+    assert all("above the 67 TFLOP/s" in row["warning"] for row in results(tmp_path))
+
+
+def test_it_runs_as_a_script_from_anywhere(tmp_path):
+    script = Path(benchmark.__file__)
+    finished = subprocess.run(
+        [sys.executable, str(script), "--dry-run", "--device", "cpu"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "float32 causal d 32 length 128" in finished.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_small_sweep_on_a_gpu(tmp_path):
+    shapes = ["--lengths", "256", "512", "--dims", "64", "--batch", "2", "--heads", "4", "--dtype", "bf16", "fp32"]
+    chosen = ["--impl", "naive", "flash", "torch", "--rounds", "2", "--device", "cuda", "--output", str(tmp_path)]
+    assert benchmark.main([*shapes, *chosen]) == 0
+    rows = results(tmp_path)
+    for row in rows:
+        if row["implementation"] in ("naive", "flash"):
+            assert row["status"] == "ok", row["reason"]
+            assert row["memory_method"] == "cuda allocator"
+            assert float(row["peak_mib"]) > 0
+            assert row["warning"] == ""
+    refused = [row for row in rows if row["implementation"] == "torch-flash" and row["dtype"] == "float32"]
+    assert {row["status"] for row in refused} == {"unsupported"}

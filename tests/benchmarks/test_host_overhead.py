@@ -1,0 +1,48 @@
+"""The benchmark of host time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import host_overhead
+from cs336_systems.profiling.timing import RoundTimes
+
+SHAPE = ["--length", "16", "--dim", "8", "--heads", "2", "--dtype", "fp32"]
+SMALL = [*SHAPE, "--device", "cpu", "--calls", "2", "--rounds", "2"]
+
+
+def test_the_table_has_every_implementation_that_can_do_it(monkeypatch, capsys):
+    monkeypatch.setattr(host_overhead, "IMPLEMENTATIONS", ("sdpa", "naive", "imaginary"))
+    assert host_overhead.main([*SMALL, "--causal"]) == 0
+    printed = capsys.readouterr().out
+    for name in ("| torch ", "| sdpa ", "| naive "):
+        assert name in printed
+    assert "imaginary: not measured:" in printed
+    assert "Not on a GPU" in printed
+
+
+def test_a_call_is_a_share_of_a_batch_of_calls():
+    calls: list[int] = []
+    milliseconds = host_overhead.host_milliseconds(lambda: calls.append(1), torch.device("cpu"), 50)
+    assert len(calls) == 50
+    assert 0 < milliseconds < 1
+
+
+def test_ratios_are_within_rounds_and_above_one_when_slower():
+    torchs, ours = RoundTimes((0.010, 0.020)), RoundTimes((0.015, 0.030))
+    text = host_overhead.table({"torch": torchs, "ours": ours}, {"torch": torchs, "ours": torchs})
+    line = [cell.strip() for cell in text.splitlines()[3].split("|")[1:-1]]
+    assert line == ["ours", "22.5", "1.50 ×", "15.0", "1.00 ×"]
+
+
+def test_defaults():
+    options = host_overhead.parse([])
+    assert (options.length, options.dtype) == (256, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_host_time_on_a_gpu(capsys):
+    assert host_overhead.main(["--rounds", "3"]) == 0
+    assert "| flash " in capsys.readouterr().out

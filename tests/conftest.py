@@ -1,0 +1,91 @@
+"""Where the tests run: the Triton kernels interpreted on a CPU, or compiled on a GPU, with the same test bodies.
+
+A test that takes ``device`` runs on "cpu" and, marked ``gpu``, on "cuda": ``-m gpu`` selects the second where there is
+one. A test that takes ``flash_device`` runs the kernels, which are interpreted or compiled, never both in one process.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+
+# The tests compute little at a time: threads of torch's own would only get into the way of pytest's workers.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+# Triton decides when it is imported, so this comes before anything that imports it.
+if HAS_CUDA:
+    os.environ.pop("TRITON_INTERPRET", None)
+else:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+# An example can take seconds, to interpret or to compile, and one in CI must fail for everybody or for nobody.
+hypothesis.settings.register_profile("here", deadline=None, max_examples=20, print_blob=True)
+hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("here"), derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what this machine has no GPUs for, and drop what cannot exist on it."""
+    no_gpu = pytest.mark.skip(reason="needs a CUDA GPU")
+    one_gpu = pytest.mark.skip(reason="needs two CUDA GPUs")
+    impossible = [item for item in items if not _can_exist(item)]
+    if impossible:
+        config.hook.pytest_deselected(items=impossible)
+        items[:] = [item for item in items if item not in set(impossible)]
+    for item in items:
+        if _runs_kernels(item):
+            # Lanes whose results are discarded overflow in silence on a GPU; in the interpreter NumPy warns of them.
+            item.add_marker(pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning"))
+        if item.get_closest_marker("gpu") and not HAS_CUDA:
+            item.add_marker(no_gpu)
+        elif item.get_closest_marker("multi_gpu") and torch.cuda.device_count() < 2:
+            item.add_marker(one_gpu)
+
+
+def _runs_kernels(item: pytest.Item) -> bool:
+    return _params(item).get("impl") == "flash" or "flash_device" in getattr(item, "fixturenames", ())
+
+
+def _can_exist(item: pytest.Item) -> bool:
+    """Kernels that are compiled take no CPU tensors, and the interpreter's bfloat16 products are not to be trusted."""
+    on_cpu = _params(item).get("device") == "cpu"
+    return not (on_cpu and _runs_kernels(item) and (HAS_CUDA or _params(item).get("dtype") is torch.bfloat16))
+
+
+def _params(item: pytest.Item) -> dict[str, object]:
+    return item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+
+
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device that plain PyTorch code runs on."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(scope="session")
+def flash_device(device: torch.device) -> torch.device:
+    """The device that the Triton kernels run on: "cuda" where there is one, else "cpu", interpreted."""
+    return device
+
+
+@pytest.fixture(autouse=True)
+def _seed(request: pytest.FixtureRequest) -> None:
+    """Each test has random numbers of its own, the same on every run."""
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def matmul_precision(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Indirectly parametrised: torch's setting for products of float32 matrices, for the time of the test."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(request.param)
+    yield request.param
+    torch.set_float32_matmul_precision(before)

@@ -1,0 +1,104 @@
+"""Compile rows of the tile table for a GPU that need not be there, and print what became of them as JSON.
+
+Run as a program of its own, because kernels defined under TRITON_INTERPRET cannot be compiled:
+
+    python tests/kernels/compile_rows.py sm_90 --passes dq dkdv --arithmetics half tf32 --masks bottom_right none
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+
+from cs336_systems.kernels import tuning
+from cs336_systems.kernels.inspection import compile_for
+from cs336_systems.kernels.launching import Launch
+from cs336_systems.kernels.portable import launch as portable
+from cs336_systems.kernels.portable.inputs import Input
+
+KERNELS = {"forward": portable.forward_kernel, "dq": portable.dq_kernel, "dkdv": portable.dkdv_kernel}
+MATRIX_INSTRUCTIONS = r"mma\.sync|wgmma\.mma_async|tcgen05\.mma"
+
+
+def launch_of(name: str, arithmetic: tuning.Arithmetic, head_dim: int, mask: str) -> Launch:
+    """A pass on (2, 4, 512, head_dim) tensors, with a gradient of the log-sum-exp."""
+
+    def made(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def read() -> Input:
+        if arithmetic == "half":
+            return Input(made(2, 4, 512, head_dim, dtype=torch.bfloat16), None, ())
+        parts = made(2, 2, 4, 512, head_dim, dtype=torch.float16)
+        return Input(parts[0], made(8, 2), (parts.stride(0),) if arithmetic == "float32" else ())
+
+    written = made(2, 4, 512, head_dim, dtype=torch.bfloat16 if arithmetic == "half" else torch.float32)
+    row = made(2, 4, 512)
+    scale = head_dim**-0.5
+    if name == "forward":
+        return portable.describe_forward([read() for _ in "qkv"], written, row, mask, scale, arithmetic)
+    bound = None if arithmetic == "half" else made(8)
+    tensors = portable.BackwardTensors(written, row, row, row, bound, written, written, written)
+    describe = portable.describe_dq if name == "dq" else portable.describe_dkdv
+    return describe([read() for _ in ("q", "k", "v", "dout")], tensors, mask, scale, arithmetic)
+
+
+def compile_row(
+    capability: int, row: tuning.Row, config: tuning.TileConfig, arithmetic: tuning.Arithmetic, mask: str
+) -> dict[str, Any]:
+    """What the compiler made of one row, which ``arithmetic`` uses."""
+    name, _, head_dim = row
+    with tuning.pin(**{name: config}):
+        report = compile_for(capability, KERNELS[name], launch_of(name, arithmetic, head_dim, mask))
+    return {
+        "pass": name,
+        "arithmetic": arithmetic,
+        "head_dim": head_dim,
+        "mask": mask,
+        "config": [config.tile_q, config.tile_k, config.num_warps, config.num_stages],
+        "registers": report.registers,
+        "spilled": report.spill_stores + report.spill_loads,
+        "shared": report.shared,
+        "warnings": list(report.warnings),
+        "multiplies": re.search(MATRIX_INSTRUCTIONS, report.ptx) is not None,
+        "stores": "st.global" in report.ptx,
+        "on_small_chips": tuning.TABLES["sm_86"][row] == config,
+    }
+
+
+def rows_of(architecture: str, unlike: str | None) -> dict[tuning.Row, tuning.TileConfig]:
+    """A table's rows, less those that another table has too."""
+    others = tuning.TABLES[unlike] if unlike else {}
+    return {row: config for row, config in tuning.TABLES[architecture].items() if others.get(row) != config}
+
+
+def main(arguments: Iterable[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("architecture", choices=tuning.TABLES)
+    parser.add_argument("--unlike", choices=tuning.TABLES, help="leave out rows that this table has too")
+    parser.add_argument("--passes", nargs="+", choices=KERNELS, default=[*KERNELS])
+    parser.add_argument("--arithmetics", nargs="+", choices=("half", "tf32", "float32"), default=["half", "float32"])
+    parser.add_argument("--masks", nargs="+", choices=("none", "bottom_right"), default=["bottom_right"])
+    options = parser.parse_args([*arguments])
+    compiled = [
+        compile_row(int(options.architecture.removeprefix("sm_")), row, config, arithmetic, mask)
+        for row, config in rows_of(options.architecture, options.unlike).items()
+        if row[0] in options.passes
+        for arithmetic in options.arithmetics
+        if row[1] == ("half" if arithmetic == "tf32" else arithmetic)
+        for mask in options.masks
+    ]
+    print(json.dumps(compiled))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

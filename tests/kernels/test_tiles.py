@@ -1,0 +1,72 @@
+"""Any tiling computes the same thing, whatever divides whatever."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from cs336_systems.attention import attention
+from cs336_systems.kernels import tuning
+from cs336_systems.kernels.portable import launch
+from cs336_systems.kernels.tuning import TileConfig
+from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs, poisoned_memory
+
+TILES = [(16, 16), (16, 64), (64, 16), (32, 128), (128, 32)]
+SHAPES = {
+    "longer_queries": Shapes.of(1, q_len=75, k_len=49, d=16, q_heads=2, kv_heads=1),
+    "longer_keys": Shapes.of(1, q_len=33, k_len=130, d=20, dv=40),
+    "whole_tiles": Shapes.of(1, q_len=64, k_len=128, d=16),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("causal", [False, "top_left", "bottom_right"])
+@pytest.mark.parametrize("shapes", [pytest.param(shapes, id=name) for name, shapes in SHAPES.items()])
+@pytest.mark.parametrize("tile", TILES)
+def test_results_are_within_the_budget_for_every_tile(flash_device, tile, shapes, causal, dtype):
+    inputs = make_inputs(shapes, dtype=dtype, device=flash_device)
+    config = TileConfig(*tile, 4, 2)
+    with tuning.pin(forward=config, dq=config, dkdv=config), poisoned_memory():
+        results = evaluate(partial(attention, causal=causal, impl="flash", return_lse=True), inputs)
+    assert_within_budget(results, inputs, causal=causal)
+
+
+@pytest.mark.parametrize("options", [(1, 1), (2, 3), (4, 1), (4, 4), (8, 1), (8, 2)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.gpu
+def test_results_are_within_the_budget_for_every_pipeline(options, dtype):
+    inputs = make_inputs(Shapes.of(1, q_len=515, k_len=700, d=64, q_heads=2), dtype=dtype, device="cuda")
+    config = TileConfig(64, 32, *options)
+    with tuning.pin(forward=config, dq=config, dkdv=config):
+        results = evaluate(partial(attention, causal=True, impl="flash", return_lse=True), inputs)
+    assert_within_budget(results, inputs, causal=True)
+
+
+@pytest.mark.parametrize("changed", ["forward", "dq", "dkdv"])
+def test_a_pin_reaches_the_kernel_it_names(monkeypatch, flash_device, changed):
+    """By the number of programs launched, in calls that are otherwise remembered."""
+    grids = {}
+
+    def watch(name):
+        describe = getattr(launch, f"describe_{name}")
+
+        def described(*args):
+            launched = describe(*args)
+            grids[name] = launched.grid[0]
+            return launched
+
+        monkeypatch.setattr(launch, f"describe_{name}", described)
+
+    for name in ("forward", "dq", "dkdv"):
+        watch(name)
+    inputs = make_inputs(Shapes.of(1, q_len=128, d=16), dtype=torch.float16, device=flash_device)
+    attend = partial(attention, impl="flash")
+    coarse, fine = TileConfig(128, 128, 4, 1), TileConfig(32, 32, 4, 1)
+    with tuning.pin(forward=coarse, dq=coarse, dkdv=coarse):
+        evaluate(attend, inputs)
+        assert grids == {"forward": 1, "dq": 1, "dkdv": 1}
+        with tuning.pin(**{changed: fine}):
+            evaluate(attend, inputs)
+        assert grids == {"forward": 1, "dq": 1, "dkdv": 1} | {changed: 4}

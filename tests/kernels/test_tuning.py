@@ -1,0 +1,105 @@
+"""The table of tiles: complete, valid, chosen by device, and replaced by pins for as long as they last."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import get_args
+
+import pytest
+import torch
+
+from cs336_systems.kernels import tuning
+from cs336_systems.kernels.tuning import TileConfig
+
+PASSES = get_args(tuning.Pass)
+ARITHMETICS = get_args(tuning.Arithmetic)
+HEAD_DIMS = (16, 32, 64, 128, 256)
+CPU = torch.device("cpu")
+
+ROWS = [(architecture, row, config) for architecture, table in tuning.TABLES.items() for row, config in table.items()]
+
+
+def as_if_on(monkeypatch, capability, shared_kib=227):
+    """A device of this compute capability, which need not be there."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    properties = SimpleNamespace(shared_memory_per_block_optin=shared_kib * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    # What devices are is remembered, and no other index than a real one may be.
+    tuning.architecture_of.cache_clear()
+    monkeypatch.setattr(tuning, "architecture_of", tuning.architecture_of.__wrapped__)
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared_kib", "architecture"),
+    [
+        ((8, 0), 163, "sm_80"),
+        ((8, 6), 99, "sm_86"),
+        ((8, 9), 99, "sm_86"),
+        ((9, 0), 227, "sm_90"),
+        ((10, 0), 227, "sm_100"),
+        ((10, 3), 227, "sm_100"),
+        ((12, 0), 99, "sm_86"),
+    ],
+)
+def test_every_pass_has_a_row_for_every_device(monkeypatch, capability, shared_kib, architecture):
+    device = as_if_on(monkeypatch, capability, shared_kib)
+    assert tuning.architecture_of(device) == architecture
+    for name in PASSES:
+        for arithmetic in ARITHMETICS:
+            for head_dim in HEAD_DIMS:
+                assert isinstance(tuning.lookup(name, arithmetic, head_dim, device), TileConfig)
+
+
+def test_the_interpreter_has_a_table_too():
+    assert tuning.architecture_of(CPU) in tuning.TABLES
+
+
+@pytest.mark.parametrize(("architecture", "row", "config"), ROWS)
+def test_rows_are_what_kernels_can_be_compiled_for(architecture, row, config):
+    name, arithmetic, head_dim = row
+    assert name in PASSES
+    assert arithmetic in ARITHMETICS
+    assert head_dim in HEAD_DIMS
+    for size in (config.tile_q, config.tile_k):
+        assert size in (16, 32, 64, 128, 256)
+    assert config.num_warps in (1, 2, 4, 8)
+    assert 1 <= config.num_stages <= 5
+    assert {"num_warps": config.num_warps, "num_stages": config.num_stages}.items() <= config.options.items()
+
+
+def test_a_pin_replaces_one_pass_and_lasts_as_long_as_its_block():
+    before = {name: tuning.lookup(name, "half", 64, CPU) for name in PASSES}
+    outer, inner = TileConfig(16, 32, 1, 1), TileConfig(32, 16, 2, 1)
+    with tuning.pin(dq=outer):
+        assert tuning.lookup("dq", "half", 64, CPU) == tuning.lookup("dq", "float32", 256, CPU) == outer
+        assert tuning.lookup("forward", "half", 64, CPU) == before["forward"]
+        with tuning.pin(dq=inner, forward=outer):
+            assert tuning.lookup("dq", "half", 64, CPU) == inner
+            assert tuning.lookup("forward", "half", 64, CPU) == outer
+        assert tuning.lookup("dq", "half", 64, CPU) == outer
+        assert tuning.lookup("forward", "half", 64, CPU) == before["forward"]
+    assert {name: tuning.lookup(name, "half", 64, CPU) for name in PASSES} == before
+
+
+def test_a_pin_ends_with_an_error_too():
+    before = tuning.lookup("dq", "half", 64, CPU)
+
+    def fail_under_a_pin():
+        with tuning.pin(dq=TileConfig(16, 16, 1, 1)):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_under_a_pin()
+    assert tuning.lookup("dq", "half", 64, CPU) == before
+
+
+def test_the_version_changes_with_every_pin():
+    versions = [tuning.version()]
+    with tuning.pin(dq=TileConfig(16, 16, 1, 1)):
+        versions.append(tuning.version())
+        with tuning.pin(dq=TileConfig(16, 32, 1, 1)):
+            versions.append(tuning.version())
+        versions.append(tuning.version())
+    versions.append(tuning.version())
+    assert len(set(versions)) == len(versions)

@@ -1,0 +1,167 @@
+"""What make does about its environment, with a stand-in for pip that writes down how it was called."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STAND_IN_FOR_PIP = """
+import os, sys
+with open(os.environ["PIP_LOG"], "a") as log:
+    print(*sys.argv[1:], file=log)
+sys.exit("install" in sys.argv and int(os.environ["PIP_STATUS"]))
+"""
+
+
+# tools/missing.py reads pyproject.toml with what the real pip brings along.
+BESIDE_THE_REAL_ONE = """
+from pkgutil import extend_path
+__path__ = extend_path(__path__, __name__)
+"""
+
+
+class Project:
+    """A folder with a Makefile, its tools, and nothing to install."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.venv = root / ".venv"
+        self.pip_log = root / "pip.log"
+        for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+            shutil.copy(ROOT / name, root)
+        shutil.copytree(ROOT / "tools", root / "tools", ignore=shutil.ignore_patterns("__pycache__"))
+        (root / "stand-in/pip").mkdir(parents=True)
+        (root / "stand-in/pip/__init__.py").write_text(BESIDE_THE_REAL_ONE)
+        (root / "stand-in/pip/__main__.py").write_text(STAND_IN_FOR_PIP)
+
+    def environment(self, *, venv: str = ".venv", python: str = sys.executable, pip_status: int = 0):
+        variables = {
+            "PYTHONPATH": str(self.root / "stand-in"),
+            "PIP_LOG": str(self.pip_log),
+            "PIP_STATUS": str(pip_status),
+        }
+        return subprocess.run(
+            ["bash", self.root / "tools/environment.sh", venv, python, "test"],
+            env=os.environ | variables,
+            capture_output=True,
+            text=True,
+        )
+
+    def installs(self) -> list[str]:
+        """What pip was asked to install since the last call."""
+        lines = self.pip_log.read_text().splitlines() if self.pip_log.exists() else []
+        self.pip_log.unlink(missing_ok=True)
+        return [line.split()[-1] for line in lines if "install" in line.split()]
+
+    def pretend_python(self, name: str, setup: str) -> str:
+        """A Python that runs `setup` before what it is told to run with -c."""
+        path = self.root / name
+        path.write_text(f"""#!/bin/sh\nexec "{sys.executable}" -c 'import sys; {setup}; exec(sys.argv[2])' "$@"\n""")
+        path.chmod(0o755)
+        return str(path)
+
+
+@pytest.fixture
+def project(tmp_path) -> Project:
+    root = tmp_path / "a project"
+    root.mkdir()
+    return Project(root)
+
+
+def test_installs_once(project):
+    assert project.environment().returncode == 0
+    assert project.installs() == ["setuptools", ".[dev]"]
+
+    again = project.environment(python="no-python-is-needed")
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+    assert project.installs() == []
+
+
+def test_installs_again_when_a_pin_changes(project):
+    project.environment()
+    project.installs()
+    with (project.root / "constraints.txt").open("a") as constraints:
+        constraints.write("colorama==0.4.6\n")
+    assert project.environment().returncode == 0
+    assert project.installs() == ["setuptools", ".[dev]"]
+
+
+def test_a_failed_install_is_tried_again(project):
+    assert project.environment(pip_status=3).returncode == 3
+    assert project.installs() == ["setuptools"]
+    assert project.environment().returncode == 0
+    assert project.installs() == ["setuptools", ".[dev]"]
+
+
+def test_an_environment_of_somebody_else_is_left_alone(project):
+    project.venv.mkdir()
+    (project.venv / "pyvenv.cfg").touch()
+    done = project.environment()
+    assert done.returncode == 1
+    assert "expected .venv to be missing, empty or made by make; got a folder of somebody else's" in done.stderr
+    assert [path.name for path in project.venv.iterdir()] == ["pyvenv.cfg"]
+    assert project.installs() == []
+
+
+def test_a_half_made_environment_is_made_again(project):
+    assert project.environment(pip_status=3).returncode == 3
+    shutil.rmtree(project.venv / "bin")
+    assert project.environment().returncode == 0
+    assert (project.venv / "bin/activate").exists()
+
+
+def test_python_too_old(project):
+    old = project.pretend_python("old", "sys.version_info = (3, 9, 18)")
+    done = project.environment(python=old)
+    assert done.returncode == 1
+    assert f"expected Python 3.10 or newer; {old} is Python 3.9.18" in done.stderr
+    assert not project.venv.exists()
+
+
+def test_no_python(project):
+    done = project.environment(python="python-that-is-not-there")
+    assert done.returncode == 1
+    assert "expected a Python 3.10 or newer called python-that-is-not-there; got none that runs" in done.stderr
+
+
+def test_python_without_ensurepip(project):
+    bare = project.pretend_python("bare", 'sys.modules["ensurepip"] = None')
+    done = project.environment(python=bare)
+    assert done.returncode == 1
+    assert "to have the modules venv and ensurepip" in done.stderr
+    assert not project.venv.exists()
+
+
+def rewrite(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def test_active_environment_gets_only_what_it_lacks(project):
+    assert project.environment(venv="active").returncode == 0
+    assert project.installs() == []
+
+    rewrite(project.root / "pyproject.toml", "test = [", 'test = ["no-such-package>=1.5", ')
+    done = project.environment(venv="active")
+    assert done.returncode == 0, done.stderr
+    assert project.installs() == ["no-such-package>=1.5"]
+    assert not project.venv.exists()
+
+
+def test_active_environment_gets_a_newer_tool(project):
+    rewrite(project.root / "pyproject.toml", "pytest-timeout>=2.3", "pytest-timeout>=99")
+    assert project.environment(venv="active").returncode == 0
+    assert project.installs() == ["pytest-timeout>=99"]
+
+
+def test_active_environment_keeps_a_dependency_that_is_out_of_range(project):
+    rewrite(project.root / "pyproject.toml", "einops>=0.8", "einops>=99")
+    done = project.environment(venv="active")
+    assert done.returncode == 1
+    assert "einops: expected >=99; got 0." in done.stderr
+    assert project.installs() == []

@@ -1,0 +1,124 @@
+"""The package imports, kernels and all, however it was installed.
+
+Nothing is fetched: the build runs in the environment of the tests, and each new environment finds torch and the other
+dependencies there.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.wheel, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+FILES = ["pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "Makefile"]
+FOLDERS = ["cs336_systems", "kernels", "tests", "benchmarks", "tools"]
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        command, cwd=cwd, env=inherited | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    """A copy to build in, so that no build folder of the developer's own gets into the result or is left behind."""
+    copy: Path = tmp_path_factory.mktemp("check out")  # with a space, as some people's folders have
+    for name in FILES:
+        shutil.copy(ROOT / name, copy)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def modules(checkout) -> list[str]:
+    """Every module of the library and py.typed, relative to the root: through the link to kernels/ too."""
+    found = [
+        Path(folder, name).relative_to(checkout).as_posix()
+        for folder, _, names in os.walk(checkout / "cs336_systems", followlinks=True)
+        for name in names
+        if name.endswith((".py", ".typed"))
+    ]
+    assert any(name.startswith("cs336_systems/kernels/portable/") for name in found)
+    return sorted(found)
+
+
+@pytest.fixture(scope="module")
+def built(checkout, tmp_path_factory) -> Path:
+    """The folder with the sdist, and the wheel made from that sdist."""
+    out: Path = tmp_path_factory.mktemp("built")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, cwd=checkout)
+    return out
+
+
+def only(folder: Path, pattern: str) -> Path:
+    (path,) = folder.glob(pattern)
+    return path
+
+
+def library_files(wheel: Path) -> list[str]:
+    return sorted(name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name)
+
+
+def test_wheel_holds_the_library_and_nothing_else(built, modules):
+    assert library_files(only(built, "*.whl")) == modules
+
+
+def test_wheel_from_the_checkout_is_the_same(checkout, modules, tmp_path):
+    run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path, cwd=checkout)
+    assert library_files(only(tmp_path, "*.whl")) == modules
+
+
+def test_sdist_holds_the_library_and_what_builds_it(built, modules):
+    with tarfile.open(only(built, "*.tar.gz")) as archive:
+        files = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    generated = {"PKG-INFO", "setup.cfg"} | {name for name in files if ".egg-info/" in name}
+    assert files - generated == {*modules, "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"}
+
+
+@pytest.mark.parametrize("way", ["wheel", "sdist", "checkout", "editable", "path"])
+def test_imports(way, built, checkout, modules, tmp_path):
+    venv.create(tmp_path / "venv", symlinks=True)
+    python = tmp_path / "venv/bin/python"
+    site_packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path)[:-1])
+    # Searched after the environment's own packages. An editable install of the checkout in there is not followed.
+    borrowed = [entry for entry in sys.path if entry and Path(entry).is_dir() and Path(entry).resolve() != ROOT]
+    (site_packages / "borrowed.pth").write_text("\n".join(borrowed))
+
+    environment = {}
+    if way == "path":
+        environment["PYTHONPATH"] = str(checkout)
+    else:
+        # pip would leave the package out if the environment of the tests has it too, but for --ignore-installed.
+        install = [python, "-m", "pip", "install", "--no-index", "--no-deps", "--no-build-isolation"]
+        what = {
+            "wheel": [only(built, "*.whl")],
+            "sdist": [only(built, "*.tar.gz")],
+            "checkout": [checkout],
+            "editable": ["--editable", checkout],
+        }
+        run(*install, "--ignore-installed", *what[way], cwd=tmp_path)
+
+    files = [name for name in modules if name.endswith(".py") and not name.endswith("__main__.py")]
+    names = [name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in files]
+    code = (
+        "import importlib, importlib.util, sys\n"
+        "for name in sys.argv[1:]: print(importlib.import_module(name).__file__)\n"
+        "spec = importlib.util.find_spec('kernels')\n"
+        "assert spec is None or spec.origin is None, f'expected no package called kernels; got {spec}'\n"
+    )
+    where = run(python, "-c", code, *names, cwd=tmp_path, **environment).splitlines()
+    expected = checkout if way in ("editable", "path") else site_packages
+    assert where == [str(expected / name) for name in files]

@@ -1,0 +1,104 @@
+"""What is recorded of the machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import types
+
+import pytest
+import torch
+
+from cs336_systems.profiling import environment
+from cs336_systems.profiling.environment import Commit, DeviceState, collect_environment, git_commit, nvidia_smi
+
+
+def test_the_environment_of_this_cpu(tmp_path):
+    found = collect_environment("cpu", packages=("torch", "no-such-distribution"), repository=tmp_path)
+    assert found.torch == torch.__version__
+    assert found.device
+    assert found.cuda is None
+    assert found.driver is None
+    assert found.commit is None
+    assert list(found.packages) == ["torch"]
+    found.write(tmp_path / "environment.json")
+    assert json.loads((tmp_path / "environment.json").read_text())["cpu_threads"] == torch.get_num_threads()
+
+
+def test_a_stated_commit_is_taken_as_it_is(tmp_path):
+    found = collect_environment("cpu", repository=tmp_path, commit="abc")
+    assert (found.commit, found.dirty) == ("abc", None)
+
+
+def git(folder, *arguments):
+    identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True)
+
+
+def test_the_commit_and_whether_files_changed_since(tmp_path):
+    assert git_commit(tmp_path) == Commit(None, None)
+    git(tmp_path, "init")
+    (tmp_path / "file").write_text("one")
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "-m", "one")
+    clean = git_commit(tmp_path)
+    assert clean.identifier is not None
+    assert len(clean.identifier) == 40
+    assert clean.dirty is False
+    (tmp_path / "other").write_text("untracked files do not count")
+    assert git_commit(tmp_path) == clean
+    (tmp_path / "file").write_text("two")
+    assert git_commit(tmp_path) == Commit(clean.identifier, True)
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """Commands that were run, each answered with what the list `answers` gives next."""
+    seen: list[list[str]] = []
+    answers: list[str | None] = []
+
+    def answer(command: list[str]) -> str | None:
+        seen.append(command)
+        return answers.pop(0)
+
+    properties = types.SimpleNamespace(uuid="1234-5678")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(environment, "_output_of", answer)
+    return types.SimpleNamespace(seen=seen, answers=answers)
+
+
+def test_nvidia_smi_is_queried_for_the_device_itself(commands):
+    commands.answers.append("580.159.04, 1980, 3201, 1980, 700.00, [N/A]")
+    assert nvidia_smi("cuda") == ("580.159.04", DeviceState(1980, 3201, 1980, 700, None))
+    (command,) = commands.seen
+    assert command[:2] == ["nvidia-smi", "--id=GPU-1234-5678"]
+    assert all(argument.startswith(("--id=", "--query-gpu=", "--format=")) for argument in command[1:])
+
+
+@pytest.mark.parametrize("answer", [None, "", "580, 1"])
+def test_a_silent_nvidia_smi_is_no_error(commands, answer):
+    commands.answers.append(answer)
+    assert nvidia_smi("cuda") == (None, None)
+
+
+def test_the_environment_of_a_cuda_device(commands, monkeypatch):
+    commands.answers += ["f00", "", "580.1, 1, 2, 3, 4, 5"]
+    properties = types.SimpleNamespace(uuid="u", total_memory=7)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    found = collect_environment("cuda")
+    assert (found.device, found.driver, found.cudnn, found.device_memory_bytes) == ("NVIDIA H200", "580.1", "91900", 7)
+    assert (found.commit, found.dirty) == ("f00", False)
+    assert found.state_at_start == DeviceState(1, 2, 3, 4, 5)
+
+
+def test_a_missing_command_has_no_output():
+    assert environment._output_of(["no-such-command-anywhere"]) is None
+    assert environment._output_of(["git", "no-such-verb"]) is None
+
+
+def test_the_processors_name(tmp_path):
+    (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name\t: Some CPU\n")
+    assert environment._processor_name(tmp_path / "cpuinfo") == "Some CPU"
+    assert environment._processor_name(tmp_path / "nowhere")

@@ -1,0 +1,199 @@
+"""Interleaving, rounds, ratios, and the choice between the ways to measure."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from cs336_systems.profiling import timing
+from cs336_systems.profiling.timing import RoundTimes, TimingMethod, compare, interleave, measure_ms, rotated
+
+QUICK = TimingMethod(rounds=2, warmup_ms=0, repetitions_ms=0, pause_ms=0)
+
+
+def test_each_round_starts_one_item_later():
+    assert [rotated("abc", index) for index in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
+    assert rotated([], 3) == []
+
+
+def test_over_as_many_rounds_as_contenders_each_is_first_once():
+    firsts = [rotated(range(5), index)[0] for index in range(5)]
+    assert sorted(firsts) == list(range(5))
+
+
+def test_statistics_over_rounds():
+    times = RoundTimes((3.0, 1.0, 2.0, 10.0))
+    assert (times.median, times.minimum, times.maximum) == (2.5, 1.0, 10.0)
+    assert times.standard_deviation == pytest.approx(4.0824829)
+    assert RoundTimes((7.0,)).standard_deviation == 0
+
+
+def test_the_speedup_is_the_median_of_ratios_within_rounds():
+    baseline, ours = RoundTimes((10.0, 20.0, 60.0)), RoundTimes((5.0, 5.0, 20.0))
+    assert ours.speedup_over(baseline) == 3.0  # of 2, 4 and 3; the ratio of the medians would be 4
+    assert baseline.speedup_over(baseline) == 1.0
+
+
+def test_times_of_different_rounds_have_no_ratio():
+    with pytest.raises(ValueError, match="the same 2 rounds; got 1"):
+        RoundTimes((1.0, 2.0)).speedup_over(RoundTimes((1.0,)))
+
+
+def test_times_need_a_round():
+    with pytest.raises(ValueError, match="at least one round"):
+        RoundTimes(())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("rounds", 0), ("warmup_ms", -1.0), ("repetitions_ms", -1.0), ("pause_ms", -0.1)]
+)
+def test_a_method_that_cannot_be_is_refused(field, value):
+    with pytest.raises(ValueError, match=f"{field} must .*; got {value}"):
+        TimingMethod(**{field: value})
+
+
+def test_interleave_measures_all_once_a_round_in_rotated_order():
+    order: list[str] = []
+
+    def measurement(name: str, value: float):
+        def measure() -> float:
+            order.append(name)
+            return value
+
+        return measure
+
+    announced: list[tuple[str, int]] = []
+    method = TimingMethod(rounds=3, pause_ms=0)
+    times = interleave(
+        {name: measurement(name, float(index)) for index, name in enumerate("abc")},
+        method=method,
+        on_measurement=lambda name, index: announced.append((name, index)),
+    )
+    assert "".join(order) == "abcbcacab"
+    assert announced[3:6] == [("b", 1), ("c", 1), ("a", 1)]
+    assert times["c"].milliseconds == (2.0, 2.0, 2.0)
+
+
+def test_interleave_pauses_before_each_measurement(monkeypatch):
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    interleave({"a": lambda: 1.0, "b": lambda: 1.0}, method=TimingMethod(rounds=2, pause_ms=30))
+    assert pauses == [0.03] * 4
+
+
+def test_a_failing_measurement_leaves_the_later_rounds():
+    calls = {"good": 0, "bad": 0}
+    failures: list[tuple[str, str]] = []
+
+    def good() -> float:
+        calls["good"] += 1
+        return 1.0
+
+    def bad() -> float:
+        calls["bad"] += 1
+        if calls["bad"] == 2:
+            raise RuntimeError("worn out")
+        return 1.0
+
+    times = interleave(
+        {"good": good, "bad": bad},
+        method=TimingMethod(rounds=4, pause_ms=0),
+        on_error=lambda name, error: failures.append((name, str(error))),
+    )
+    assert failures == [("bad", "worn out")]
+    assert list(times) == ["good"]
+    assert calls == {"good": 4, "bad": 2}
+
+
+def test_a_reported_failure_holds_no_frames():
+    seen: list[object] = []
+
+    def bad() -> float:
+        raise RuntimeError
+
+    interleave({"bad": bad}, method=QUICK, on_error=lambda name, error: seen.append(error.__traceback__))
+    assert seen == [None]
+
+
+def test_without_a_handler_the_failure_is_the_callers():
+    def bad() -> float:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        interleave({"bad": bad}, method=QUICK)
+
+
+def test_an_interruption_passes_through_the_handler():
+    def interrupted() -> float:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interleave({"a": interrupted}, method=QUICK, on_error=lambda name, error: None)
+
+
+def test_a_wall_clock_measurement_is_about_right():
+    method = TimingMethod(warmup_ms=1, repetitions_ms=10)
+    assert 2.0 <= measure_ms(lambda: time.sleep(0.002), device="cpu", method=method) < 50
+
+
+def test_a_long_call_is_made_twice_only():
+    calls: list[int] = []
+
+    def slow() -> None:
+        calls.append(1)
+        time.sleep(0.01)
+
+    measure_ms(slow, device="cpu", method=TimingMethod(warmup_ms=5, repetitions_ms=5))
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("event_times", "expected"),
+    [
+        ([0.1], 42.0),  # short: do_bench measures it
+        ([80.0, 0.1], 42.0),  # the first call only looked long
+        ([80.0, 70.0], 70.0),  # long: the second call is the measurement
+    ],
+)
+def test_on_cuda_long_calls_are_timed_singly(monkeypatch, event_times, expected):
+    remaining = list(event_times)
+    monkeypatch.setattr(timing, "_event_milliseconds", lambda function: remaining.pop(0))
+    monkeypatch.setattr(timing, "_do_bench", lambda function, method: 42.0)
+    assert measure_ms(lambda: None, device="cuda", method=TimingMethod(repetitions_ms=15)) == expected
+    assert remaining == []
+
+
+def test_do_bench_is_asked_for_the_median(monkeypatch):
+    import triton.testing
+
+    asked: dict[str, object] = {}
+
+    def do_bench(function, **options):
+        asked.update(options)
+        return 3
+
+    monkeypatch.setattr(triton.testing, "do_bench", do_bench)
+    assert timing._do_bench(lambda: None, TimingMethod(warmup_ms=5, repetitions_ms=15)) == 3.0
+    assert asked == {"warmup": 5, "rep": 15, "return_mode": "median"}
+
+
+def test_compare_calls_each_function_before_it_times_any():
+    calls: list[str] = []
+    times = compare({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, device="cpu", method=QUICK)
+    assert calls[:2] == ["a", "b"]
+    assert set(times) == {"a", "b"}
+    assert len(times["a"].milliseconds) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_compare_on_a_gpu_orders_a_small_and_a_large_product():
+    def product(size: int):
+        matrix = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+        return lambda: matrix @ matrix
+
+    times = compare({"small": product(512), "large": product(8192)}, device="cuda")
+    assert 0 < times["small"].median < times["large"].median
+    assert times["small"].speedup_over(times["large"]) > 2
