@@ -220,6 +220,8 @@ def _run_sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: 
             mask = spec.visible(slice(0, q_len), slice(0, k_len), spec.diagonal(q_len, k_len), q.device)
         else:
             mask = causal_lower_right(q_len, k_len)
+    # Asked in an `if`, the comparison is a bool also where torch.compile keeps sizes symbolic.
+    grouped = {"enable_gqa": True} if q4.shape[1] != k4.shape[1] else {}
     out = F.scaled_dot_product_attention(
         q4,
         k4,
@@ -227,7 +229,7 @@ def _run_sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: 
         attn_mask=mask,
         is_causal=spec.causal is not Causal.NONE and mask is None,
         scale=spec.scale,
-        enable_gqa=q4.shape[1] != k4.shape[1],
+        **grouped,
     )
     return out if q.ndim == 4 else out.reshape(*q.shape[:-1], v.shape[-1]), None
 
