@@ -1,7 +1,8 @@
 """Tile configurations: a table looked up at run time, never a search.
 
 A row says how one pass of the portable kernels is tiled, for an architecture, a kind of arithmetic and a padded head
-dimension. `benchmarks/tune.py` searches and prints new rows.
+dimension; where that makes too few programs to occupy the device, a second table's row may say it better.
+`benchmarks/tune.py` searches and prints new rows.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ class TileConfig:
         """The launch options, as Triton takes them."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
+    def programs(self, name: Pass, length: int, matrices: int) -> int:
+        """How many programs a pass launches for so many matrices of ``length`` rows: of k for "dkdv", else of q."""
+        return matrices * -(-length // (self.tile_k if name == "dkdv" else self.tile_q))
+
 
 Row = tuple[Pass, Arithmetic, int]
 """What a configuration is looked up by: pass, arithmetic, padded head dimension."""
@@ -41,11 +46,25 @@ _pins: dict[Pass, TileConfig] = {}
 _version = 0
 
 
-def lookup(name: Pass, arithmetic: Arithmetic, head_dim: int, device: torch.device) -> TileConfig:
-    """The configuration of a pass on a device, for a padded head dimension (a power of two from 16 to 256)."""
+def lookup(
+    name: Pass, arithmetic: Arithmetic, head_dim: int, device: torch.device, length: int = 1 << 30, matrices: int = 1
+) -> TileConfig:
+    """The configuration of a pass on a device.
+
+    Args:
+        name, arithmetic, head_dim: the row; the head dimension is padded, a power of two from 16 to 256.
+        length, matrices: how much there is to divide among programs, as `TileConfig.programs` takes it; unless said,
+            enough to occupy any device.
+    """
+    if name in _pins:
+        return _pins[name]
     # TF32 runs the kernels of 16-bit inputs, on float16 parts of float32 ones.
-    kind: Arithmetic = "half" if arithmetic == "tf32" else arithmetic
-    return _pins.get(name) or TABLES[architecture_of(device)][name, kind, head_dim]
+    row: Row = (name, "half" if arithmetic == "tf32" else arithmetic, head_dim)
+    architecture = architecture_of(device)
+    config = TABLES[architecture][row]
+    if config.programs(name, length, matrices) < processors_of(device):
+        return SMALL_GRIDS.get(architecture, {}).get(row, config)
+    return config
 
 
 @contextmanager
@@ -81,6 +100,12 @@ def architecture_of(device: torch.device) -> str:
     if shared < 160 * 1024:
         return "sm_86"
     return "sm_80" if capability < (9, 0) else "sm_90" if capability < (10, 0) else "sm_100"
+
+
+@functools.cache
+def processors_of(device: torch.device) -> int:
+    """How many programs run at the same time at least, one on each streaming multiprocessor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _rows(name: Pass, arithmetic: Arithmetic, *configs: tuple[int, int, int, int]) -> dict[Row, TileConfig]:
@@ -119,3 +144,18 @@ TABLES["sm_86"] = TABLES["sm_80"] | {
 # Triton 3.7 compiles two-part products of this size for tensor memory into a kernel that does nothing; 32 rows go to
 # the older matrix instructions.
 TABLES["sm_100"] = TABLES["sm_80"] | {("dkdv", "float32", 128): TileConfig(32, 32, 4, 1)}
+
+# Instead of the above, where that would leave processors idle. Smaller tiles: more programs, each of which ends sooner.
+SMALL_GRIDS: dict[str, dict[Row, TileConfig]] = {
+    "sm_90": {
+        ("forward", "half", 128): TileConfig(64, 64, 4, 3),
+        ("dq", "half", 128): TileConfig(64, 64, 4, 3),
+        ("dkdv", "half", 128): TileConfig(64, 64, 8, 2),
+        ("forward", "float32", 64): TileConfig(64, 64, 4, 3),
+        ("forward", "float32", 128): TileConfig(64, 64, 8, 2),
+        ("dq", "float32", 16): TileConfig(64, 64, 4, 3),
+        ("dq", "float32", 64): TileConfig(64, 64, 4, 3),
+        ("dq", "float32", 128): TileConfig(64, 64, 8, 2),
+        ("dkdv", "float32", 128): TileConfig(16, 64, 8, 2),
+    },
+}

@@ -129,6 +129,7 @@ def dq_kernel(
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
     CAUSAL: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """Grid: one program for each (matrix of q, tile of its rows). Also writes delta, which `dkdv_kernel` reads.
 
@@ -147,11 +148,11 @@ def dq_kernel(
     scales = scales_of(
         q_statistics, k_statistics, v_statistics, dout_statistics, dlse_bound, kv_index, scale, score_scale
     )
-    keys = matrix(k, kv_index, kv_sizes, k_strides, k_len, distances[1])
-    values = matrix(v, kv_index, kv_sizes, v_strides, k_len, distances[2])
-    queries = matrix(q, index, q_sizes, q_strides, q_len, distances[0])
-    douts = matrix(dout, index, q_sizes, dout_strides, q_len, distances[3])
-    outs = matrix(out, index, q_sizes, out_strides, q_len, ())
+    keys = matrix(k, kv_index, kv_sizes, k_strides, k_len, distances[1], UNIT)
+    values = matrix(v, kv_index, kv_sizes, v_strides, k_len, distances[2], UNIT)
+    queries = matrix(q, index, q_sizes, q_strides, q_len, distances[0], UNIT)
+    douts = matrix(dout, index, q_sizes, dout_strides, q_len, distances[3], UNIT)
+    outs = matrix(out, index, q_sizes, out_strides, q_len, (), UNIT)
     dout_tile = load_operand(douts, first_row, TILE_Q, BLOCK_DV, V_HEAD_DIM, True)
     out_tile = load_operand(outs, first_row, TILE_Q, BLOCK_DV, V_HEAD_DIM, True)
     row_delta = tl.sum(joined(out_tile) * joined(dout_tile), 1) * unit_of(dout_statistics, kv_index)
@@ -174,7 +175,7 @@ def dq_kernel(
             dq_tile, q_tile, dout_tile, row_lse, row_delta, keys, values, first_row, first_column, diagonal, scales,
             HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, TILE_Q, TILE_K, CAUSAL, True, SHIFT,
         )  # fmt: skip
-    target = matrix(dq, index, q_sizes, dq_strides, q_len, ())
+    target = matrix(dq, index, q_sizes, dq_strides, q_len, (), UNIT)
     store_tile(target, dq_tile * scales.dq, first_row, TILE_Q, BLOCK_D, HEAD_DIM)
 
 
@@ -259,6 +260,7 @@ def dkdv_kernel(
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
     CAUSAL: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """Grid: one program for each (matrix of k, tile of its rows); it visits every query head of the group in turn."""
     SHIFT: tl.constexpr = 0 if q_statistics is None else TOP
@@ -266,8 +268,8 @@ def dkdv_kernel(
     index = tl.program_id(0) // tiles
     first_column = tl.program_id(0) % tiles * TILE_K
     scales = scales_of(q_statistics, k_statistics, v_statistics, dout_statistics, dlse_bound, index, scale, score_scale)
-    keys = matrix(k, index, kv_sizes, k_strides, k_len, distances[1])
-    values = matrix(v, index, kv_sizes, v_strides, k_len, distances[2])
+    keys = matrix(k, index, kv_sizes, k_strides, k_len, distances[1], UNIT)
+    values = matrix(v, index, kv_sizes, v_strides, k_len, distances[2], UNIT)
     k_tile = load_operand(keys, first_column, TILE_K, BLOCK_D, HEAD_DIM, True)
     v_tile = load_operand(values, first_column, TILE_K, BLOCK_DV, V_HEAD_DIM, True)
     dk_tile = tl.zeros([TILE_K, BLOCK_D], tl.float32)
@@ -275,8 +277,8 @@ def dkdv_kernel(
     start, whole = query_range(first_column, q_len, diagonal, TILE_K, TILE_Q, CAUSAL)
     for member in range(group):
         q_index = index * group + member
-        queries = matrix(q, q_index, q_sizes, q_strides, q_len, distances[0])
-        douts = matrix(dout, q_index, q_sizes, dout_strides, q_len, distances[3])
+        queries = matrix(q, q_index, q_sizes, q_strides, q_len, distances[0], UNIT)
+        douts = matrix(dout, q_index, q_sizes, dout_strides, q_len, distances[3], UNIT)
         row_lse = lse + tl.cast(q_index, tl.int64) * q_len
         row_delta = delta + tl.cast(q_index, tl.int64) * q_len
         for first_row in range(start, whole, TILE_Q):
@@ -291,7 +293,7 @@ def dkdv_kernel(
                 k_len, diagonal, scales,
                 HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, TILE_Q, TILE_K, CAUSAL, False, SHIFT,
             )  # fmt: skip
-    dk_target = matrix(dk, index, kv_sizes, dk_strides, k_len, ())
-    dv_target = matrix(dv, index, kv_sizes, dv_strides, k_len, ())
+    dk_target = matrix(dk, index, kv_sizes, dk_strides, k_len, (), UNIT)
+    dv_target = matrix(dv, index, kv_sizes, dv_strides, k_len, (), UNIT)
     store_tile(dk_target, dk_tile * scales.dk, first_column, TILE_K, BLOCK_D, HEAD_DIM)
     store_tile(dv_target, dv_tile * scales.dv, first_column, TILE_K, BLOCK_DV, V_HEAD_DIM)

@@ -31,6 +31,17 @@ def in_vectors(tensor: Tensor) -> bool:
     return column == 1 and not any(stride % 16 for stride in others) and tensor.data_ptr() % 16 == 0
 
 
+def in_units(tensors: list[Tensor]) -> tuple[list[tuple[int, ...]], int]:
+    """The strides of each tensor, those before the last in multiples of a unit, and the unit, as `matrix` takes them.
+
+    Triton finds out by itself that a stride is a multiple of 16: the unit is 1 where all are.
+    """
+    strides = [tensor.stride() for tensor in tensors]
+    common = math.gcd(16, *[step for steps in strides for step in steps[:-1]])
+    unit = 1 if common == 16 else min(common, 8)
+    return [(*[step // unit for step in steps[:-1]], steps[-1]) for steps in strides], unit
+
+
 @dataclass(frozen=True)
 class Geometry:
     """Derived once for each new combination of shapes."""

@@ -5,20 +5,24 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from ..launching import Launch, Launcher, Plans
+from ..launching import Launch, Launcher
 from ..tuning import Arithmetic
-from .geometry import Geometry
+from .geometry import Geometry, in_units
 from .rewrite import measure_kernel, rewrite_kernel
 
-ELEMENTS_A_PROGRAM = 4096
-MOST_ELEMENTS_A_GROUP = 1 << 16
-"""Up to this size, one program a group measures and rewrites it in one launch: short inputs wait for launches most."""
+ELEMENTS_A_TILE = 4096
+MOST_ELEMENTS_A_GROUP = 1 << 17
+"""Up to this size of a group, each program measures a whole one and rewrites its share of it, in one launch."""
+ELEMENTS_A_BITE = 1 << 14
+"""What such a program reads at a time: enough loads in flight that it does not wait for each."""
+PROGRAMS_TO_SHARE = 128
+"""How many programs such a launch aims at: about one for each processor of a large GPU."""
 NO_STATISTICS = (None, None, None, None)
 
 
@@ -45,33 +49,45 @@ class Inputs(NamedTuple):
 class PartsPlan(NamedTuple):
     """What follows from the metadata of float32 inputs that are rewritten as parts.
 
-    sizes, starts: each tensor's elements in the buffer of all parts, and where they begin. measure is None where
-    `rewrite_kernel` measures too.
+    parts_each: how many parts an input has. elements: of the buffer of all parts; starts: where each input's begin in
+    it. groups: how many there are, each with statistics of its own. shares: how many programs rewrite a group, each of
+    which measures it too; None where `measure_kernel` does.
     """
 
     parts_each: int
-    sizes: tuple[int, ...]
+    elements: int
     starts: tuple[int, ...]
     groups: int
-    measure: Launcher | None
+    shares: int | None
+    measure: Launcher
     rewrite: Launcher
 
 
-_plans: Plans[PartsPlan] = Plans()
-
-
-def as_inputs(q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, arithmetic: Arithmetic) -> Inputs:
-    """q, k, v and, unless it is None, dout, each (*leading, rows, width), as the kernels read them."""
-    tensors = [q, k, v] if dout is None else [q, k, v, dout]
-    addresses = tuple([tensor.data_ptr() for tensor in tensors])
+def plan_parts(tensors: list[Tensor], arithmetic: Arithmetic) -> PartsPlan | None:
+    """How q, k, v and perhaps dout are rewritten; None for 16-bit ones, which are read as they are."""
     if arithmetic == "half":
+        return None
+    count = 2 if arithmetic == "float32" else 1
+    groups = math.prod(tensors[1].shape[:-2])
+    sizes = [count * math.prod(tensor.shape[:-1]) * _row_of_parts(tensor) for tensor in tensors]
+    *starts, elements = (0, *itertools.accumulate(sizes))
+    largest = max(tensor.numel() for tensor in tensors) // max(1, groups)
+    shares = None
+    if largest <= MOST_ELEMENTS_A_GROUP:
+        bites = triton.cdiv(largest, ELEMENTS_A_BITE)
+        shares = max(1, min(bites, PROGRAMS_TO_SHARE // max(1, groups * len(tensors))))
+    return PartsPlan(count, elements, tuple(starts), groups, shares, Launcher(measure_kernel), Launcher(rewrite_kernel))
+
+
+def as_inputs(tensors: list[Tensor], plan: PartsPlan | None) -> Inputs:
+    """q, k, v and perhaps dout, each (*leading, rows, width), as the kernels read them."""
+    addresses = tuple([tensor.data_ptr() for tensor in tensors])
+    if plan is None:
         return Inputs(addresses, NO_STATISTICS[: len(tensors)], lambda: [Input(tensor, None, ()) for tensor in tensors])
-    metadata = (q.shape, k.shape, v.shape, tuple([tensor.stride() for tensor in tensors]))
-    plan = _plans.get((metadata, q.device, arithmetic), lambda: _plan_parts(tensors, arithmetic))
-    parts = torch.empty(sum(plan.sizes), dtype=torch.float16, device=q.device)
-    shape = (len(tensors), plan.groups, 2)
-    allocate = torch.empty if plan.measure is None else torch.zeros
-    statistics = allocate(shape, dtype=torch.float32, device=q.device)
+    device = tensors[0].device
+    parts = torch.empty(plan.elements, dtype=torch.float16, device=device)
+    allocate = torch.empty if plan.shares else torch.zeros
+    statistics = allocate((len(tensors), plan.groups, 2), dtype=torch.float32, device=device)
     first, first_statistics = parts.data_ptr(), statistics.data_ptr()
     inputs = Inputs(
         tuple([first + 2 * start for start in plan.starts]),
@@ -80,23 +96,13 @@ def as_inputs(q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, arithmetic: 
     )
     absent = NO_STATISTICS[len(tensors) :]
     sources = (*addresses, *absent, first_statistics)
-    if plan.measure is not None:
+    if plan.shares is None:
         plan.measure(sources, lambda: describe_measure(tensors, statistics))
     plan.rewrite(
         (*sources, *inputs.addresses, *absent),
-        lambda: describe_rewrite(tensors, statistics, inputs.describe(), plan.measure is None),
+        lambda: describe_rewrite(tensors, statistics, inputs.describe(), plan.shares),
     )
     return inputs
-
-
-def _plan_parts(tensors: list[Tensor], arithmetic: Arithmetic) -> PartsPlan:
-    count = 2 if arithmetic == "float32" else 1
-    groups = math.prod(tensors[1].shape[:-2])
-    sizes = tuple(count * tensor.numel() // tensor.shape[-1] * _row_of_parts(tensor) for tensor in tensors)
-    starts = (0, *itertools.accumulate(sizes))[:-1]
-    one_program_a_group = max(tensor.numel() for tensor in tensors) <= MOST_ELEMENTS_A_GROUP * groups
-    measure = None if one_program_a_group else Launcher(measure_kernel)
-    return PartsPlan(count, sizes, starts, groups, measure, Launcher(rewrite_kernel))
 
 
 def _row_of_parts(tensor: Tensor) -> int:
@@ -107,8 +113,9 @@ def _row_of_parts(tensor: Tensor) -> int:
 def _views(tensors: list[Tensor], plan: PartsPlan, parts: Tensor, statistics: Tensor) -> list[Input]:
     """The parts of each tensor, as tensors."""
     views = []
-    for tensor, start, size, own in zip(tensors, plan.starts, plan.sizes, statistics, strict=True):
-        own_parts = parts[start : start + size].view(plan.parts_each, *tensor.shape[:-1], _row_of_parts(tensor))
+    for tensor, start, own in zip(tensors, plan.starts, statistics, strict=True):
+        shape = (plan.parts_each, *tensor.shape[:-1], _row_of_parts(tensor))
+        own_parts = parts[start : start + math.prod(shape)].view(shape)
         distances = (own_parts.stride(0),) if plan.parts_each == 2 else ()
         views.append(Input(own_parts[0, ..., : tensor.shape[-1]], own, distances))
     return views
@@ -118,39 +125,42 @@ def describe_measure(tensors: list[Tensor], statistics: Tensor) -> Launch:
     """The launch of `measure_kernel` on q, k, v and perhaps dout."""
     geometry = Geometry.of(tensors[0], tensors[1], tensors[2], "none")
     missing = 4 - len(tensors)
-    strides = [*[tensor.stride() for tensor in tensors], *[(0,) * tensors[0].ndim] * missing]
-    tile = _tile(geometry)
+    strides, unit = in_units(tensors)
+    strides += [(0,) * tensors[0].ndim] * missing
+    tile = _rows(geometry, ELEMENTS_A_TILE)
     return Launch(
-        (_programs(geometry, tile), len(tensors)),
+        (_tiles(geometry, tile), len(tensors)),
         (*tensors, *[None] * missing, statistics),
         (*geometry.sizes, *strides, geometry.kv_matrices, *geometry.scalars[:3]),
-        {**geometry.widths, "TILE": tile},
+        {**geometry.widths, "TILE": tile, "UNIT": unit},
         {},
     )
 
 
-def describe_rewrite(tensors: list[Tensor], statistics: Tensor, inputs: list[Input], whole_groups: bool) -> Launch:
+def describe_rewrite(tensors: list[Tensor], statistics: Tensor, inputs: list[Input], shares: int | None) -> Launch:
     """The launch of `rewrite_kernel` from q, k, v and perhaps dout into ``inputs``."""
     geometry = Geometry.of(tensors[0], tensors[1], tensors[2], "none")
     missing = 4 - len(tensors)
     absent = [(0,) * tensors[0].ndim] * missing
-    strides: list[Any] = [*[tensor.stride() for tensor in tensors], *absent]
-    strides += [*[x.tensor.stride() for x in inputs], *absent]
+    strides, unit = in_units([*tensors, *[x.tensor for x in inputs]])
+    strides = [*strides[: len(tensors)], *absent, *strides[len(tensors) :], *absent]
     distances = (*[x.distances for x in inputs], *[()] * missing)
-    tile = _tile(geometry)
+    tile = _rows(geometry, ELEMENTS_A_BITE if shares else ELEMENTS_A_TILE)
     return Launch(
-        (geometry.kv_matrices if whole_groups else _programs(geometry, tile), len(tensors)),
+        (geometry.kv_matrices * shares if shares else _tiles(geometry, tile), len(tensors)),
         (*tensors, *[None] * missing, statistics, *[x.tensor for x in inputs], *[None] * missing),
-        (*geometry.sizes, *strides, distances, geometry.kv_matrices, *geometry.scalars[:3]),
-        {**geometry.widths, "TILE": tile, "WHOLE_GROUPS": whole_groups},
-        {"num_warps": 8} if whole_groups else {},
+        (*geometry.sizes, *strides, distances, geometry.kv_matrices, *geometry.scalars[:3], shares or 0),
+        {**geometry.widths, "TILE": tile, "UNIT": unit, "MEASURED": shares is None},
+        {"num_warps": 8 if shares else 4},
     )
 
 
-def _tile(geometry: Geometry) -> int:
-    return max(16, ELEMENTS_A_PROGRAM // geometry.block)
+def _rows(geometry: Geometry, elements: int) -> int:
+    """Rows of a tile of so many elements."""
+    return max(16, elements // geometry.block)
 
 
-def _programs(geometry: Geometry, tile: int) -> int:
+def _tiles(geometry: Geometry, tile: int) -> int:
+    """Tiles of the tensor that has most."""
     group, q_len, k_len, _ = geometry.scalars
     return geometry.kv_matrices * max(group * triton.cdiv(q_len, tile), triton.cdiv(k_len, tile))

@@ -6,7 +6,6 @@ import math
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from .. import tuning
@@ -14,8 +13,8 @@ from ..launching import Launch, Launcher, Plans, address_of, on_device
 from ..layout import Layout, one_a_row, rows_like
 from .backward import dkdv_kernel, dq_kernel
 from .forward import forward_kernel
-from .geometry import Geometry, arithmetic_of, in_vectors
-from .inputs import Input, as_inputs
+from .geometry import Geometry, arithmetic_of, in_units, in_vectors
+from .inputs import Input, PartsPlan, as_inputs, plan_parts
 from .softmax import LOG2_E
 
 
@@ -25,6 +24,7 @@ class ForwardPlan(NamedTuple):
     out: Layout
     lse: Layout
     nothing_seen: bool
+    parts: PartsPlan | None
     launcher: Launcher
 
 
@@ -36,6 +36,7 @@ class BackwardPlan(NamedTuple):
     dv: Layout
     row: Layout
     nothing_seen: bool
+    parts: PartsPlan | None
     dq_launcher: Launcher
     dkdv_launcher: Launcher
 
@@ -53,13 +54,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: str, scale: float) -> tuple
     dtype, device = q.dtype, q.device
     arithmetic = arithmetic_of(q)
     shapes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
-    plan = _forward_plans.get((shapes, dtype, device, causal, scale, arithmetic), lambda: _plan_forward(q, k, v))
+    plan = _forward_plans.get(
+        (shapes, dtype, device, causal, scale, arithmetic), lambda: _plan_forward(q, k, v, arithmetic)
+    )
     out = plan.out.empty(dtype, device)
     lse = plan.lse.empty(torch.float32, device)
     if plan.nothing_seen:
         return out.zero_(), lse.fill_(-math.inf)
     with on_device(device):
-        inputs = as_inputs(q, k, v, None, arithmetic)
+        inputs = as_inputs([q, k, v], plan.parts)
         plan.launcher(
             (*inputs.addresses, *inputs.statistics, out.data_ptr(), lse.data_ptr()),
             lambda: describe_forward(inputs.describe(), out, lse, causal, scale, arithmetic),
@@ -67,9 +70,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: str, scale: float) -> tuple
     return out, lse
 
 
-def _plan_forward(q: Tensor, k: Tensor, v: Tensor) -> ForwardPlan:
+def _plan_forward(q: Tensor, k: Tensor, v: Tensor, arithmetic: tuning.Arithmetic) -> ForwardPlan:
     out = rows_like(q, v.shape[-1])
-    return ForwardPlan(out, one_a_row(q), 0 in out.shape or k.shape[-2] == 0, Launcher(forward_kernel))
+    nothing_seen = 0 in out.shape or k.shape[-2] == 0
+    return ForwardPlan(out, one_a_row(q), nothing_seen, plan_parts([q, k, v], arithmetic), Launcher(forward_kernel))
 
 
 def backward(
@@ -92,13 +96,13 @@ def backward(
     arithmetic = arithmetic_of(q)
     shapes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), out.stride(), dout.stride())
     key = (shapes, dtype, device, causal, scale, arithmetic, dlse is None)
-    plan = _backward_plans.get(key, lambda: _plan_backward(q, k, v))
+    plan = _backward_plans.get(key, lambda: _plan_backward(q, k, v, dout, arithmetic))
     dq, dk, dv = (layout.empty(dtype, device) for layout in (plan.dq, plan.dk, plan.dv))
     if plan.nothing_seen:
         return dq.zero_(), dk.zero_(), dv.zero_()
     delta = plan.row.empty(torch.float32, device)
     with on_device(device):
-        inputs = as_inputs(q, k, v, dout, arithmetic)
+        inputs = as_inputs([q, k, v, dout], plan.parts)
         bound = None if dlse is None or arithmetic == "half" else dlse.view(math.prod(k.shape[:-2]), -1).abs().amax(1)
         tensors = BackwardTensors(out, dlse, lse, delta, bound, dq, dk, dv)
         *qkv, dout_address = inputs.addresses
@@ -115,13 +119,14 @@ def backward(
     return dq, dk, dv
 
 
-def _plan_backward(q: Tensor, k: Tensor, v: Tensor) -> BackwardPlan:
+def _plan_backward(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, arithmetic: tuning.Arithmetic) -> BackwardPlan:
     return BackwardPlan(
         rows_like(q, q.shape[-1]),
         rows_like(k, k.shape[-1]),
         rows_like(v, v.shape[-1]),
         one_a_row(q),
         any(0 in x.shape for x in (q, k, v)),
+        plan_parts([q, k, v, dout], arithmetic),
         Launcher(dq_kernel),
         Launcher(dkdv_kernel),
     )
@@ -146,15 +151,16 @@ def describe_forward(
     """The launch of `forward_kernel`; ``inputs`` are q, k and v."""
     q, k, v = (x.tensor for x in inputs)
     geometry = Geometry.of(q, k, v, causal)
-    config = tuning.lookup("forward", arithmetic, geometry.block, q.device)
-    strides = [tensor.stride() for tensor in (q, k, v, out)]
-    constants = geometry.constants(config) | {"FLIP": scale < 0}
+    work = geometry.q_len, geometry.q_matrices
+    config = tuning.lookup("forward", arithmetic, geometry.block, q.device, *work)
+    strides, unit = in_units([q, k, v, out])
+    constants = geometry.constants(config) | {"UNIT": unit, "FLIP": scale < 0}
     if config.num_stages == 1 or not (in_vectors(k) and in_vectors(v)):
         # Without a pipeline k and v take turns in the same shared memory, and ptxas 12.8 computes the address of v's
         # tile from a register that was never set, unless both tiles have one width.
         constants |= {"BLOCK_D": geometry.block, "BLOCK_DV": geometry.block}
     return Launch(
-        (geometry.q_matrices * triton.cdiv(geometry.q_len, config.tile_q), 1),
+        (config.programs("forward", *work), 1),
         (q, k, v, *[x.statistics for x in inputs], out, lse),
         (
             *geometry.sizes,
@@ -174,14 +180,16 @@ def describe_dq(
     """The launch of `dq_kernel`; ``inputs`` are q, k, v and dout."""
     q, k, v, dout = (x.tensor for x in inputs)
     geometry = Geometry.of(q, k, v, causal)
-    config = tuning.lookup("dq", arithmetic, geometry.block, q.device)
+    work = geometry.q_len, geometry.q_matrices
+    config = tuning.lookup("dq", arithmetic, geometry.block, q.device, *work)
     read = (q, k, v, *[x.statistics for x in inputs], tensors.dlse_bound)
     rows = (tensors.dlse, tensors.lse, tensors.delta)
+    strides, unit = in_units([q, k, v, tensors.out, dout, tensors.dq])
     return Launch(
-        (geometry.q_matrices * triton.cdiv(geometry.q_len, config.tile_q), 1),
+        (config.programs("dq", *work), 1),
         (*read, tensors.out, dout, *rows, tensors.dq),
-        _backward_arguments(geometry, inputs, (q, k, v, tensors.out, dout, tensors.dq), scale),
-        geometry.constants(config),
+        _backward_arguments(geometry, inputs, strides, scale),
+        geometry.constants(config) | {"UNIT": unit},
         config.options,
     )
 
@@ -192,20 +200,21 @@ def describe_dkdv(
     """The launch of `dkdv_kernel`; ``inputs`` are q, k, v and dout."""
     q, k, v, dout = (x.tensor for x in inputs)
     geometry = Geometry.of(q, k, v, causal)
-    config = tuning.lookup("dkdv", arithmetic, geometry.block, q.device)
+    work = geometry.k_len, geometry.kv_matrices
+    config = tuning.lookup("dkdv", arithmetic, geometry.block, q.device, *work)
     read = (q, k, v, *[x.statistics for x in inputs], tensors.dlse_bound)
+    strides, unit = in_units([q, k, v, dout, tensors.dk, tensors.dv])
     return Launch(
-        (geometry.kv_matrices * triton.cdiv(geometry.k_len, config.tile_k), 1),
+        (config.programs("dkdv", *work), 1),
         (*read, dout, tensors.lse, tensors.delta, tensors.dk, tensors.dv),
-        _backward_arguments(geometry, inputs, (q, k, v, dout, tensors.dk, tensors.dv), scale),
-        geometry.constants(config),
+        _backward_arguments(geometry, inputs, strides, scale),
+        geometry.constants(config) | {"UNIT": unit},
         config.options,
     )
 
 
 def _backward_arguments(
-    geometry: Geometry, inputs: list[Input], strided: tuple[Tensor, ...], scale: float
+    geometry: Geometry, inputs: list[Input], strides: list[tuple[int, ...]], scale: float
 ) -> tuple[object, ...]:
     distances = tuple(x.distances for x in inputs)
-    strides = [tensor.stride() for tensor in strided]
     return *geometry.sizes, *strides, distances, *geometry.scalars, scale, scale * LOG2_E.value

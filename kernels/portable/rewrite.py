@@ -8,15 +8,16 @@ from .operands import TOP, exponent_of, part_of, power_of_two
 
 
 @triton.jit
-def tile_statistics(tile):
-    """The largest finite magnitude in a tile, and the largest norm of its rows."""
+def row_statistics(tile):
+    """Each row's largest finite magnitude, and the norm of what is finite in it."""
     magnitude = tl.abs(tile)
     # Infinities and NaN spoil the rows they stand in, as they must, but not the unit of all the others.
     magnitude = tl.where(magnitude < float("inf"), magnitude, 0.0)
-    largest = tl.max(tl.max(magnitude, 1), 0)
-    # Relative to the largest, squares neither overflow nor vanish.
-    relative = magnitude / tl.where(largest > 0.0, largest, 1.0)
-    return largest, largest * tl.sqrt(tl.max(tl.sum(relative * relative, 1), 0))
+    largest = tl.max(magnitude, 1)
+    # Near 1, squares neither overflow nor vanish.
+    exponent = exponent_of(largest)
+    relative = magnitude * power_of_two(-exponent)[:, None]
+    return largest, tl.sqrt(tl.sum(relative * relative, 1)) * power_of_two(exponent)
 
 
 @triton.jit
@@ -31,18 +32,53 @@ def write_parts(target, first_row, tile, largest, WIDTH: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def measure(
-    x, statistics, sizes, strides, groups, group, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
+    x,
+    statistics,
+    sizes,
+    strides,
+    groups,
+    group,
+    rows,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """Take one tile of rows into its group's statistics."""
     tiles = tl.cdiv(rows, TILE)
     index = tl.program_id(0) // tiles
     if index < groups * group:
-        source = matrix(x, index, sizes, strides, rows, ())
-        largest, norm = tile_statistics(load_tile(source, tl.program_id(0) % tiles * TILE, TILE, BLOCK, WIDTH, True))
+        source = matrix(x, index, sizes, strides, rows, (), UNIT)
+        largest, norm = row_statistics(load_tile(source, tl.program_id(0) % tiles * TILE, TILE, BLOCK, WIDTH, True))
         # Non-negative floats are ordered as their bits are, and a maximum is the same in whatever order it is taken.
         target = (statistics + 2 * (index // group)).to(tl.pointer_type(tl.int32))
-        tl.atomic_max(target, largest.to(tl.int32, bitcast=True), sem="relaxed")
-        tl.atomic_max(target + 1, norm.to(tl.int32, bitcast=True), sem="relaxed")
+        tl.atomic_max(target, tl.max(largest, 0).to(tl.int32, bitcast=True), sem="relaxed")
+        tl.atomic_max(target + 1, tl.max(norm, 0).to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def group_statistics(
+    x,
+    sizes,
+    strides,
+    index,
+    group,
+    rows,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """The largest magnitude of a whole group, and the largest norm of a row."""
+    largest = tl.zeros([TILE], tl.float32)
+    norm = tl.zeros([TILE], tl.float32)
+    for member in range(group):
+        source = matrix(x, index * group + member, sizes, strides, rows, (), UNIT)
+        for first_row in range(0, rows, TILE):
+            of_tile, norm_of_tile = row_statistics(load_tile(source, first_row, TILE, BLOCK, WIDTH, True))
+            largest = tl.maximum(largest, of_tile)
+            norm = tl.maximum(norm, norm_of_tile)
+    return tl.max(largest, 0), tl.max(norm, 0)
 
 
 @triton.jit
@@ -57,38 +93,35 @@ def rewrite(
     groups,
     group,
     rows,
+    shares,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
-    WHOLE_GROUPS: tl.constexpr,
+    UNIT: tl.constexpr,
+    MEASURED: tl.constexpr,
 ):
-    """Rewrite one tile of a measured group or, with WHOLE_GROUPS, measure and rewrite a whole group."""
-    if WHOLE_GROUPS:
-        index = tl.program_id(0)
-        largest = tl.zeros((), tl.float32)
-        norm = tl.zeros((), tl.float32)
-        for member in range(group):
-            source = matrix(x, index * group + member, sizes, strides, rows, ())
-            for first_row in range(0, rows, TILE):
-                of_tile, norm_of_tile = tile_statistics(load_tile(source, first_row, TILE, BLOCK, WIDTH, True))
-                largest = tl.maximum(largest, of_tile)
-                norm = tl.maximum(norm, norm_of_tile)
-        tl.store(statistics + 2 * index, largest)
-        tl.store(statistics + 2 * index + 1, norm)
-        for member in range(group):
-            source = matrix(x, index * group + member, sizes, strides, rows, ())
-            target = matrix(parts, index * group + member, sizes, part_strides, rows, distances)
-            for first_row in range(0, rows, TILE):
-                tile = load_tile(source, first_row, TILE, BLOCK, WIDTH, True)
-                write_parts(target, first_row, tile, largest, WIDTH, BLOCK, TILE)
-    else:
-        tiles = tl.cdiv(rows, TILE)
+    """Rewrite one tile of a measured group; else measure the whole group and rewrite one share of its tiles."""
+    tiles = tl.cdiv(rows, TILE)
+    if MEASURED:
         index = tl.program_id(0) // tiles
         if index < groups * group:
             first_row = tl.program_id(0) % tiles * TILE
-            tile = load_tile(matrix(x, index, sizes, strides, rows, ()), first_row, TILE, BLOCK, WIDTH, True)
-            target = matrix(parts, index, sizes, part_strides, rows, distances)
+            tile = load_tile(matrix(x, index, sizes, strides, rows, (), UNIT), first_row, TILE, BLOCK, WIDTH, True)
+            target = matrix(parts, index, sizes, part_strides, rows, distances, UNIT)
             write_parts(target, first_row, tile, tl.load(statistics + 2 * (index // group)), WIDTH, BLOCK, TILE)
+    else:
+        index = tl.program_id(0) // shares
+        share = tl.program_id(0) % shares
+        largest, norm = group_statistics(x, sizes, strides, index, group, rows, WIDTH, BLOCK, TILE, UNIT)
+        if share == 0:
+            tl.store(statistics + 2 * index, largest)
+            tl.store(statistics + 2 * index + 1, norm)
+        for number in range(share, group * tiles, shares):
+            member = index * group + number // tiles
+            first_row = number % tiles * TILE
+            tile = load_tile(matrix(x, member, sizes, strides, rows, (), UNIT), first_row, TILE, BLOCK, WIDTH, True)
+            target = matrix(parts, member, sizes, part_strides, rows, distances, UNIT)
+            write_parts(target, first_row, tile, largest, WIDTH, BLOCK, TILE)
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "groups"])
@@ -113,21 +146,22 @@ def measure_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     TILE: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """Grid: (tiles of the tensor that has most, tensors). ``statistics`` (tensors, groups, 2) starts at 0."""
     which = tl.program_id(1)
     own = statistics + 2 * which * groups
     if which == 0:
-        measure(q, own, q_sizes, q_strides, groups, group, q_len, HEAD_DIM, BLOCK_D, TILE)
+        measure(q, own, q_sizes, q_strides, groups, group, q_len, HEAD_DIM, BLOCK_D, TILE, UNIT)
     elif which == 1:
-        measure(k, own, kv_sizes, k_strides, groups, 1, k_len, HEAD_DIM, BLOCK_D, TILE)
+        measure(k, own, kv_sizes, k_strides, groups, 1, k_len, HEAD_DIM, BLOCK_D, TILE, UNIT)
     elif which == 2:
-        measure(v, own, kv_sizes, v_strides, groups, 1, k_len, V_HEAD_DIM, BLOCK_DV, TILE)
+        measure(v, own, kv_sizes, v_strides, groups, 1, k_len, V_HEAD_DIM, BLOCK_DV, TILE, UNIT)
     elif dout is not None:
-        measure(dout, own, q_sizes, dout_strides, groups, group, q_len, V_HEAD_DIM, BLOCK_DV, TILE)
+        measure(dout, own, q_sizes, dout_strides, groups, group, q_len, V_HEAD_DIM, BLOCK_DV, TILE, UNIT)
 
 
-@triton.jit(do_not_specialize=["q_len", "k_len", "groups"])
+@triton.jit(do_not_specialize=["q_len", "k_len", "groups", "shares"])
 def rewrite_kernel(
     q,
     k,
@@ -153,36 +187,40 @@ def rewrite_kernel(
     group,
     q_len,
     k_len,
+    shares,
     HEAD_DIM: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     TILE: tl.constexpr,
-    WHOLE_GROUPS: tl.constexpr,
+    UNIT: tl.constexpr,
+    MEASURED: tl.constexpr,
 ):
-    """Grid: (tiles of the tensor that has most, tensors), or (groups, tensors) with WHOLE_GROUPS.
+    """Grid: (tiles of the tensor that has most, tensors) with MEASURED, else (groups * shares, tensors).
 
-    ``dout`` is None in the forward. A group's statistics come from `measure_kernel`, or are written with WHOLE_GROUPS.
+    ``dout`` is None in the forward. MEASURED says that ``statistics`` come from `measure_kernel`. If not, every program
+    measures its whole group, the first of the group's ``shares`` programs writes the statistics, and all of them divide
+    the rewriting among themselves: reading a group of a short input again costs less than a launch.
     """
     which = tl.program_id(1)
     own = statistics + 2 * which * groups
     if which == 0:
         rewrite(
-            q, own, q_parts, q_sizes, q_strides, q_part_strides, distances[0], groups, group, q_len,
-            HEAD_DIM, BLOCK_D, TILE, WHOLE_GROUPS,
+            q, own, q_parts, q_sizes, q_strides, q_part_strides, distances[0], groups, group, q_len, shares,
+            HEAD_DIM, BLOCK_D, TILE, UNIT, MEASURED,
         )  # fmt: skip
     elif which == 1:
         rewrite(
-            k, own, k_parts, kv_sizes, k_strides, k_part_strides, distances[1], groups, 1, k_len,
-            HEAD_DIM, BLOCK_D, TILE, WHOLE_GROUPS,
+            k, own, k_parts, kv_sizes, k_strides, k_part_strides, distances[1], groups, 1, k_len, shares,
+            HEAD_DIM, BLOCK_D, TILE, UNIT, MEASURED,
         )  # fmt: skip
     elif which == 2:
         rewrite(
-            v, own, v_parts, kv_sizes, v_strides, v_part_strides, distances[2], groups, 1, k_len,
-            V_HEAD_DIM, BLOCK_DV, TILE, WHOLE_GROUPS,
+            v, own, v_parts, kv_sizes, v_strides, v_part_strides, distances[2], groups, 1, k_len, shares,
+            V_HEAD_DIM, BLOCK_DV, TILE, UNIT, MEASURED,
         )  # fmt: skip
     elif dout is not None:
         rewrite(
-            dout, own, dout_parts, q_sizes, dout_strides, dout_part_strides, distances[3], groups, group, q_len,
-            V_HEAD_DIM, BLOCK_DV, TILE, WHOLE_GROUPS,
+            dout, own, dout_parts, q_sizes, dout_strides, dout_part_strides, distances[3], groups, group, q_len, shares,
+            V_HEAD_DIM, BLOCK_DV, TILE, UNIT, MEASURED,
         )  # fmt: skip

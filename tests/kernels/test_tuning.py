@@ -16,17 +16,22 @@ ARITHMETICS = get_args(tuning.Arithmetic)
 HEAD_DIMS = (16, 32, 64, 128, 256)
 CPU = torch.device("cpu")
 
-ROWS = [(architecture, row, config) for architecture, table in tuning.TABLES.items() for row, config in table.items()]
+ROWS = [
+    (architecture, row, config)
+    for tables in (tuning.TABLES, tuning.SMALL_GRIDS)
+    for architecture, table in tables.items()
+    for row, config in table.items()
+]
 
 
 def as_if_on(monkeypatch, capability, shared_kib=227):
     """A device of this compute capability, which need not be there."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    properties = SimpleNamespace(shared_memory_per_block_optin=shared_kib * 1024)
+    properties = SimpleNamespace(shared_memory_per_block_optin=shared_kib * 1024, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     # What devices are is remembered, and no other index than a real one may be.
-    tuning.architecture_of.cache_clear()
-    monkeypatch.setattr(tuning, "architecture_of", tuning.architecture_of.__wrapped__)
+    for name in ("architecture_of", "processors_of"):
+        monkeypatch.setattr(tuning, name, getattr(tuning, name).__wrapped__)
     return torch.device("cuda", 0)
 
 
@@ -53,6 +58,33 @@ def test_every_pass_has_a_row_for_every_device(monkeypatch, capability, shared_k
 
 def test_the_interpreter_has_a_table_too():
     assert tuning.architecture_of(CPU) in tuning.TABLES
+
+
+def test_a_grid_too_small_for_the_device_gets_smaller_tiles(monkeypatch):
+    device = as_if_on(monkeypatch, (9, 0))
+    row = ("forward", "float32", 128)
+    usual, smaller = tuning.TABLES["sm_90"][row], tuning.SMALL_GRIDS["sm_90"][row]
+    assert usual.tile_q == 128
+    assert tuning.lookup(*row, device) == usual
+    assert tuning.lookup(*row, device, length=128 * 16, matrices=8) == smaller, "128 programs on 132 processors"
+    assert tuning.lookup(*row, device, length=128 * 16 + 1, matrices=8) == usual, "136 programs"
+    assert tuning.lookup("forward", "float32", 32, device, 128, 1) == tuning.TABLES["sm_90"]["forward", "float32", 32]
+    assert tuning.lookup(*row, CPU, 1, 1) == tuning.TABLES["sm_80"][row]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "row"), [(a, row) for a, table in tuning.SMALL_GRIDS.items() for row in table]
+)
+def test_rows_for_small_grids_make_more_programs(architecture, row):
+    programs = [
+        tables[architecture][row].programs(row[0], 1 << 12, 1) for tables in (tuning.TABLES, tuning.SMALL_GRIDS)
+    ]
+    assert programs[0] < programs[1]
+
+
+def test_programs_divide_what_their_pass_writes():
+    config = TileConfig(64, 32, 4, 1)
+    assert [config.programs(name, 65, 3) for name in PASSES] == [6, 6, 9]
 
 
 @pytest.mark.parametrize(("architecture", "row", "config"), ROWS)
