@@ -22,12 +22,17 @@ Arithmetic = Literal["half", "tf32", "float32"]
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How one kernel is tiled: rows of q and of k a tile, warps a program, stages of the software pipeline."""
+    """How one kernel is tiled: rows of q and of k a tile, warps a program, stages of the software pipeline.
+
+    ahead: whether the forward computes each tile's scores a step ahead, so that the tensor cores have work while the
+    softmax is taken. It costs the registers of a second tile of scores, and the products of one tile too many.
+    """
 
     tile_q: int
     tile_k: int
     num_warps: int
     num_stages: int
+    ahead: bool = False
 
     @property
     def options(self) -> dict[str, int]:

@@ -12,9 +12,25 @@ SMALLEST: tl.constexpr = tl.constexpr(2.0**-126)
 
 
 @triton.jit
+def products_of(
+    q_tile,
+    keys,
+    first_column,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE_K: tl.constexpr,
+    CHECK_ROWS: tl.constexpr,
+):
+    """Scores of a tile of keys before their scale and mask."""
+    k_tile = load_operand(keys, first_column, TILE_K, BLOCK_D, HEAD_DIM, CHECK_ROWS)
+    return product(q_tile, transposed(k_tile), None)
+
+
+@triton.jit
 def forward_step(
     state,
     accumulator,
+    ahead,
     q_tile,
     keys,
     values,
@@ -31,9 +47,16 @@ def forward_step(
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Fold one tile of keys and values into the running softmax and output."""
-    k_tile = load_operand(keys, first_column, TILE_K, BLOCK_D, HEAD_DIM, MASKED)
-    products = product(q_tile, transposed(k_tile), None)
+    """Fold one tile of keys and values into the running softmax and output.
+
+    ``ahead`` holds the products of this tile if they are computed a step ahead, and is () otherwise. Those of the next
+    tile depend on nothing here, so the tensor cores work on them while this tile's exponentials are computed.
+    """
+    if len(ahead) == 1:
+        products = ahead[0]
+        ahead = (products_of(q_tile, keys, first_column + TILE_K, HEAD_DIM, BLOCK_D, TILE_K, MASKED),)
+    else:
+        products = products_of(q_tile, keys, first_column, HEAD_DIM, BLOCK_D, TILE_K, MASKED)
     if MASKED:
         rows = first_row + tl.arange(0, TILE_Q)
         columns = first_column + tl.arange(0, TILE_K)
@@ -42,7 +65,7 @@ def forward_step(
     state, weights, rescale = softmax_step(state, products, scale, TOP, len(q_tile) == 1)
     v_tile = load_operand(values, first_column, TILE_K, BLOCK_DV, V_HEAD_DIM, MASKED)
     accumulator = product(split(weights, v_tile), v_tile, accumulator * rescale[:, None])
-    return state, accumulator
+    return state, accumulator, ahead
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "diagonal"])
@@ -75,6 +98,7 @@ def forward_kernel(
     TILE_K: tl.constexpr,
     CAUSAL: tl.constexpr,
     UNIT: tl.constexpr,
+    AHEAD: tl.constexpr,
     FLIP: tl.constexpr,
 ):
     """Grid: one program for each (matrix of q, tile of its rows).
@@ -101,14 +125,19 @@ def forward_kernel(
     state = softmax_start(TILE_Q)
     accumulator = tl.zeros([TILE_Q, BLOCK_DV], tl.float32)
     whole, end = key_range(first_row, k_len, diagonal, TILE_Q, TILE_K, CAUSAL)
+    ahead = ()
+    if AHEAD:
+        ahead = (products_of(q_tile, keys, 0, HEAD_DIM, BLOCK_D, TILE_K, True),)
+        # The tile that comes after the last whole one may not fill its rows: the second loop can look ahead to it.
+        whole = tl.maximum(whole - TILE_K, 0)
     for first_column in range(0, whole, TILE_K):
-        state, accumulator = forward_step(
-            state, accumulator, q_tile, keys, values, first_row, first_column, diagonal, scale,
+        state, accumulator, ahead = forward_step(
+            state, accumulator, ahead, q_tile, keys, values, first_row, first_column, diagonal, scale,
             HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, TILE_Q, TILE_K, CAUSAL, False,
         )  # fmt: skip
     for first_column in range(whole, end, TILE_K):
-        state, accumulator = forward_step(
-            state, accumulator, q_tile, keys, values, first_row, first_column, diagonal, scale,
+        state, accumulator, ahead = forward_step(
+            state, accumulator, ahead, q_tile, keys, values, first_row, first_column, diagonal, scale,
             HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, TILE_Q, TILE_K, CAUSAL, True,
         )  # fmt: skip
     normaliser, row_lse = softmax_finish(state, TOP)

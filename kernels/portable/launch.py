@@ -154,7 +154,7 @@ def describe_forward(
     work = geometry.q_len, geometry.q_matrices
     config = tuning.lookup("forward", arithmetic, geometry.block, q.device, *work)
     strides, unit = in_units([q, k, v, out])
-    constants = geometry.constants(config) | {"UNIT": unit, "FLIP": scale < 0}
+    constants = geometry.constants(config) | {"UNIT": unit, "AHEAD": config.ahead, "FLIP": scale < 0}
     if config.num_stages == 1 or not (in_vectors(k) and in_vectors(v)):
         # Without a pipeline k and v take turns in the same shared memory, and ptxas 12.8 computes the address of v's
         # tile from a register that was never set, unless both tiles have one width.
