@@ -4,50 +4,14 @@ Both passes recompute the probabilities from q, k and the saved log-sum-exp. Two
 atomic additions, and in exchange the same bits on every run, and no float32 buffer for dQ.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
 from .addresses import matrix, store_tile
 from .masks import key_range, query_range, visible
-from .operands import TOP, WEIGHT_UNIT, gradient_unit, joined, load_operand, product, split, transposed, unit_of
+from .operands import joined, load_operand, product, split, transposed
 from .softmax import weights_again
-
-
-class Scales(NamedTuple):
-    """Factors between what the products compute and what they stand for; plain ones unless inputs were rewritten.
-
-    score: from q @ k.T to base-2 scores. dp, delta: from dout @ v.T and from delta to score gradients in their unit.
-    dq, dk, dv: from the accumulated tiles to the gradients.
-    """
-
-    score: tl.tensor
-    dp: tl.tensor
-    delta: tl.tensor
-    dq: tl.tensor
-    dk: tl.tensor
-    dv: tl.tensor
-
-
-@triton.jit
-def scales_of(q_statistics, k_statistics, v_statistics, dout_statistics, dlse_bound, index, scale, score_scale):
-    """The factors for the group of matrices ``index``. Weights are scaled up by 2**TOP where inputs were rewritten."""
-    q_unit = unit_of(q_statistics, index)
-    k_unit = unit_of(k_statistics, index)
-    dout_unit = unit_of(dout_statistics, index)
-    step = gradient_unit(v_statistics, dout_statistics, dlse_bound, index)
-    shift = 1.0
-    if q_statistics is not None:
-        shift = WEIGHT_UNIT
-    return Scales(
-        score_scale * (q_unit * k_unit),
-        dout_unit * unit_of(v_statistics, index) / step * shift,
-        shift / step,
-        step * k_unit * scale,
-        step * q_unit * scale,
-        dout_unit * shift,
-    )
+from .units import TOP, scales_of, unit_of
 
 
 @triton.jit

@@ -5,8 +5,9 @@ import triton.language as tl
 
 from .addresses import matrix, store_tile
 from .masks import key_range, visible
-from .operands import TOP, load_operand, negated, product, split, transposed, unit_of
+from .operands import load_operand, negated, product, split, transposed
 from .softmax import softmax_finish, softmax_start, softmax_step
+from .units import TOP, unit_of
 
 SMALLEST: tl.constexpr = tl.constexpr(2.0**-126)
 

@@ -4,20 +4,13 @@ Tensor cores multiply 16-bit numbers twice as fast as TF32 ones, in either orien
 mantissa bits as TF32. So a float32 matrix is rewritten once as ``unit * (high + low)``: two float16 parts and a power
 of two. One part gives TF32's error; with both, ``high @ high + high @ low + low @ high`` gives float32's, since what it
 leaves out is 2**-22 of the result (Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022).
-
-``unit`` puts a matrix's largest element near 2**14, close under float16's limit of 65504, so that ``low`` stays normal
-for elements down to 2**-17 of the largest and keeps an absolute error of 2**-39 of the largest below that.
+Where ``unit`` comes from: `units`.
 """
 
 import triton
 import triton.language as tl
 
 from .addresses import Matrix, load_tile
-
-TOP: tl.constexpr = tl.constexpr(14)
-"""The exponent that the largest element of a rewritten matrix gets, and by which probabilities are scaled up."""
-WEIGHT_UNIT: tl.constexpr = tl.constexpr(2.0**-14)
-"""What one step of probabilities scaled up by 2**TOP stands for."""
 
 
 @triton.jit
@@ -88,37 +81,3 @@ def product(left, right, accumulator):
     else:
         partial = tl.dot(left[0], right[0], accumulator)
     return partial
-
-
-@triton.jit
-def power_of_two(exponent):
-    """2.0 ** exponent for an integer exponent, kept between the smallest and largest normal powers."""
-    biased = tl.minimum(tl.maximum(exponent, -126), 126) + 127
-    return (biased << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def exponent_of(value):
-    """floor(log2(value)) of a non-negative float32; -127 for zero and subnormal numbers."""
-    return (value.to(tl.int32, bitcast=True) >> 23) - 127
-
-
-@triton.jit
-def unit_of(statistics, index):
-    """What one step of a rewritten matrix stands for; 1 for a tensor that was not rewritten."""
-    unit = 1.0
-    if statistics is not None:
-        unit = power_of_two(exponent_of(tl.load(statistics + 2 * index)) - TOP)
-    return unit
-
-
-@triton.jit
-def gradient_unit(v_statistics, dout_statistics, dlse_bound, index):
-    """A unit in which no score gradient overflows: |p (dp - delta)| <= 2 max|dout row| max|v row| + max|dlse|."""
-    unit = 1.0
-    if v_statistics is not None:
-        bound = 2.0 * tl.load(v_statistics + 2 * index + 1) * tl.load(dout_statistics + 2 * index + 1)
-        if dlse_bound is not None:
-            bound += tl.load(dlse_bound + index)
-        unit = power_of_two(exponent_of(bound) - TOP)
-    return unit

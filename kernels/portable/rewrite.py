@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 
 from .addresses import load_tile, matrix, store_tile
-from .operands import TOP, exponent_of, part_of, power_of_two
+from .operands import part_of
+from .units import TOP, exponent_of, power_of_two
 
 
 @triton.jit

@@ -60,26 +60,26 @@ def test_the_interpreter_has_a_table_too():
     assert tuning.architecture_of(CPU) in tuning.TABLES
 
 
-def test_a_grid_too_small_for_the_device_gets_smaller_tiles(monkeypatch):
-    device = as_if_on(monkeypatch, (9, 0))
-    row = ("forward", "float32", 128)
-    usual, smaller = tuning.TABLES["sm_90"][row], tuning.SMALL_GRIDS["sm_90"][row]
-    assert usual.tile_q == 128
-    assert tuning.lookup(*row, device) == usual
-    assert tuning.lookup(*row, device, length=128 * 16, matrices=8) == smaller, "128 programs on 132 processors"
-    assert tuning.lookup(*row, device, length=128 * 16 + 1, matrices=8) == usual, "136 programs"
-    assert tuning.lookup("forward", "float32", 32, device, 128, 1) == tuning.TABLES["sm_90"]["forward", "float32", 32]
-    assert tuning.lookup(*row, CPU, 1, 1) == tuning.TABLES["sm_80"][row]
+SMALL_GRIDS = [(architecture, row) for architecture, table in tuning.SMALL_GRIDS.items() for row in table]
+CAPABILITIES = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0)}
 
 
-@pytest.mark.parametrize(
-    ("architecture", "row"), [(a, row) for a, table in tuning.SMALL_GRIDS.items() for row in table]
-)
-def test_rows_for_small_grids_make_more_programs(architecture, row):
-    programs = [
-        tables[architecture][row].programs(row[0], 1 << 12, 1) for tables in (tuning.TABLES, tuning.SMALL_GRIDS)
-    ]
-    assert programs[0] < programs[1]
+@pytest.mark.parametrize(("architecture", "row"), SMALL_GRIDS)
+def test_a_grid_too_small_for_the_device_gets_smaller_tiles(monkeypatch, architecture, row):
+    device = as_if_on(monkeypatch, CAPABILITIES[architecture])
+    name, arithmetic, head_dim = row
+    usual, smaller = (tables[architecture][row] for tables in (tuning.TABLES, tuning.SMALL_GRIDS))
+    tile = usual.tile_k if name == "dkdv" else usual.tile_q
+    assert tuning.lookup(name, arithmetic, head_dim, device) == usual
+    # The device has 132 processors.
+    assert tuning.lookup(name, arithmetic, head_dim, device, length=11 * tile, matrices=12) == usual
+    assert tuning.lookup(name, arithmetic, head_dim, device, length=10 * tile + 1, matrices=11) == smaller
+    assert smaller.programs(name, 10 * tile, 11) > usual.programs(name, 10 * tile, 11)
+
+
+def test_a_row_without_smaller_tiles_serves_every_grid(monkeypatch):
+    device = as_if_on(monkeypatch, (8, 0))
+    assert tuning.lookup("dq", "half", 64, device, length=1, matrices=1) == tuning.TABLES["sm_80"]["dq", "half", 64]
 
 
 def test_programs_divide_what_their_pass_writes():
