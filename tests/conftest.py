@@ -6,9 +6,11 @@ one. A test that takes ``flash_device`` runs the kernels, which are interpreted 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -25,6 +27,39 @@ if HAS_CUDA:
     os.environ.pop("TRITON_INTERPRET", None)
 else:
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def _patch_the_language_once_a_launch() -> None:
+    """Halve the interpreter's time, which it spends on patching `triton.language` for each call of a device function.
+
+    The first call from a module in a launch does it; the others would do the same to what is patched already.
+    """
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+    patched_for: set[int] = set()
+
+    def patch_once(function: Any) -> Any:
+        names = id(function.__globals__)
+        if names in patched_for:
+            return None
+        scope = patch(function)
+        if not patched_for:  # this is the kernel: what it returns to takes everything back
+            restore = scope.restore
+
+            def restore_and_forget() -> None:
+                patched_for.clear()
+                restore()
+
+            scope.restore = restore_and_forget
+        patched_for.add(names)
+        return scope
+
+    interpreter._patch_lang = patch_once
+
+
+if not HAS_CUDA and importlib.util.find_spec("triton"):
+    _patch_the_language_once_a_launch()
 
 # An example can take seconds, to interpret or to compile, and one in CI must fail for everybody or for nobody.
 hypothesis.settings.register_profile("here", deadline=None, max_examples=20, print_blob=True)
