@@ -40,22 +40,25 @@ def compiled(backend="aot_eager", dynamic=None, **settings):
     )
 
 
-CAUSAL = {"causal": True}
-WITH_LSE = {"causal": True, "return_lse": True}
-SCALED = {"causal": "top_left", "scale": -0.5}
+SETTINGS = {
+    "causal": {"causal": True},
+    "log_sum_exp": {"causal": True, "return_lse": True},
+    "scaled": {"causal": "top_left", "scale": -0.5},
+}
 
 
 # What "auto" chooses on a CPU is torch's own, and with the log-sum-exp tiled.
 @pytest.mark.parametrize(
     ("impl", "settings"),
     [
-        ("flash", CAUSAL),
-        ("flash", WITH_LSE),
-        ("flash", SCALED),
-        ("tiled", WITH_LSE),
-        ("naive", WITH_LSE),
-        ("auto", CAUSAL),
-        ("auto", SCALED),
+        pytest.param(impl, SETTINGS[name], id=f"{impl}-{name}")
+        for impl, names in {
+            "flash": SETTINGS,
+            "tiled": ["log_sum_exp"],
+            "naive": ["log_sum_exp"],
+            "auto": ["causal", "scaled"],
+        }.items()
+        for name in names
     ],
 )
 def test_one_graph_computes_what_eager_does(impl, device, settings):
@@ -67,7 +70,11 @@ def test_one_graph_computes_what_eager_does(impl, device, settings):
         torch.testing.assert_close(results[name], x, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("impl", ["flash", pytest.param("tiled", marks=pytest.mark.slow), "compiled"])
+# What is generated for tiled is long, and slow to compile for a CPU.
+TILED = pytest.param("tiled", marks=[pytest.mark.slow, pytest.mark.gpu])
+
+
+@pytest.mark.parametrize("impl", ["flash", TILED, "compiled"])
 def test_code_generated_from_the_graph(impl, device):
     inputs = make_inputs(SHAPES, device=device)
     settings = {"causal": True, "return_lse": True}
@@ -78,9 +85,7 @@ def test_code_generated_from_the_graph(impl, device):
     assert_within_budget(results, inputs, causal=True)
 
 
-@pytest.mark.parametrize(
-    ("impl", "return_lse"), [("flash", False), ("flash", True), ("naive", False), ("naive", True), ("auto", False)]
-)
+@pytest.mark.parametrize(("impl", "return_lse"), [("flash", True), ("naive", True), ("auto", False)])
 def test_one_graph_for_all_sizes(impl, device, return_lse):
     """Batch, heads and lengths vary and nothing is compiled again. (Tiled unrolls its loops over tiles.)"""
     attend = compiled(dynamic=True, causal=True, return_lse=return_lse, impl=impl)
@@ -93,11 +98,10 @@ def test_one_graph_for_all_sizes(impl, device, return_lse):
         assert_within_budget(results, inputs, causal=True)
 
 
-@pytest.mark.parametrize("impl", ["flash", "naive"])
-def test_a_length_marked_as_dynamic(impl, device):
-    attend = compiled(causal=True, return_lse=True, impl=impl)
+def test_a_length_marked_as_dynamic(flash_device):
+    attend = compiled(causal=True, return_lse=True, impl="flash")
     for length in (6, 17):
-        inputs = make_inputs(Shapes.of(2, q_len=length, d=16), device=device)
+        inputs = make_inputs(Shapes.of(2, q_len=length, d=16), device=flash_device)
         for x in inputs[:3]:
             torch._dynamo.mark_dynamic(x, 1)
         with torch.compiler.set_stance("default" if length == 6 else "fail_on_recompile"):
@@ -137,7 +141,7 @@ def test_a_module_in_a_compiled_model(impl, device):
 def test_the_compiled_implementation_outlasts_the_limit_on_recompiling(device):
     """It is one function, which torch compiles anew for each combination of settings, up to a limit."""
     with torch._dynamo.config.patch(recompile_limit=1):
-        for d, causal in ((4, False), (8, "top_left"), (16, "bottom_right")):
+        for d, causal in ((4, False), (8, "top_left")):
             q = torch.randn(1, 3, d, device=device)
             expected = attention(q, q, q, causal=causal, impl="naive")
             torch.testing.assert_close(attention(q, q, q, causal=causal, impl="compiled"), expected)
@@ -191,9 +195,10 @@ LAID_OUT = [(layout, name) for layout in LAYOUTS for name in ("heads", "no_heads
 LAID_OUT += [("contiguous", name) for name in ("five_axes", "no_keys", "no_queries")]
 
 
-@pytest.mark.parametrize(("layout", "shapes"), [(layout, OPERATOR_SHAPES[name]) for layout, name in LAID_OUT])
-def test_fake_results_look_like_real_ones(flash_device, layout, shapes):
+@pytest.mark.parametrize(("layout", "name"), LAID_OUT)
+def test_fake_results_look_like_real_ones(flash_device, layout, name):
     """Shape, dtype and strides: compiled code addresses the real ones by what the fake ones said."""
+    shapes = OPERATOR_SHAPES[name]
     if layout == "packed":
         shapes = shapes._replace(k=(*shapes.k[:-2], *shapes.q[-2:]), v=(*shapes.v[:-2], shapes.q[-2], shapes.v[-1]))
     inputs = make_inputs(shapes, dtype=torch.float16, device=flash_device, layout=layout)
