@@ -23,9 +23,9 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 16
 	@echo "VENV=active takes the environment that \$$PYTHON runs in, and adds to it only what is missing."
 
-test: ## pytest; on the GPU where there is one, else with the Triton kernels interpreted
+test: ## pytest in parallel; on the GPU where there is one, else with the Triton kernels interpreted
 	$(environment) test
-	$(python) -m pytest $(ARGS)
+	$(python) -m pytest -n auto --dist loadgroup $(ARGS)
 
 bench: ## the attention benchmark; ARGS=--help lists its options
 	$(environment) bench

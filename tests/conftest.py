@@ -6,9 +6,11 @@ one. A test that takes ``flash_device`` runs the kernels, which are interpreted 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -16,9 +18,16 @@ import torch
 
 HAS_CUDA = torch.cuda.is_available()
 
-# The tests compute little at a time: threads of torch's own would only get into the way of pytest's workers.
+# The tests compute little at a time: threads of torch's own, here and in the programs that tests run, would only get
+# into the way of pytest's workers.
 if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
+
+MOST_WORKERS = 8
+"""Of pytest, unless a number is given: each takes most of a GiB, and seconds to start."""
+MOST_WORKERS_ON_A_GPU = 4
+"""They share the GPU and its memory; what they gain there is that kernels are compiled side by side."""
 
 # Triton decides when it is imported, so this comes before anything that imports it.
 if HAS_CUDA:
@@ -26,10 +35,50 @@ if HAS_CUDA:
 else:
     os.environ["TRITON_INTERPRET"] = "1"
 
+
+def _patch_the_language_once_a_launch() -> None:
+    """Halve the interpreter's time, which it spends on patching `triton.language` for each call of a device function.
+
+    The first call from a module in a launch does it; the others would do the same to what is patched already.
+    """
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+    patched_for: set[int] = set()
+
+    def patch_once(function: Any) -> Any:
+        names = id(function.__globals__)
+        if names in patched_for:
+            return None
+        scope = patch(function)
+        if not patched_for:  # this is the kernel: what it returns to takes everything back
+            restore = scope.restore
+
+            def restore_and_forget() -> None:
+                patched_for.clear()
+                restore()
+
+            scope.restore = restore_and_forget
+        patched_for.add(names)
+        return scope
+
+    interpreter._patch_lang = patch_once
+
+
+if not HAS_CUDA and importlib.util.find_spec("triton"):
+    _patch_the_language_once_a_launch()
+
 # An example can take seconds, to interpret or to compile, and one in CI must fail for everybody or for nobody.
 hypothesis.settings.register_profile("here", deadline=None, max_examples=20, print_blob=True)
 hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("here"), derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """What ``-n auto`` means: as many workers as there are cores to use, up to a limit."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MOST_WORKERS_ON_A_GPU if HAS_CUDA else MOST_WORKERS)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

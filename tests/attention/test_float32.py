@@ -25,16 +25,20 @@ SHAPES = {
     "heads": Shapes.of(1, q_len=70, k_len=100, d=64, dv=40, q_heads=4, kv_heads=2),
     "no_heads": Shapes.of(2, q_len=129, d=16),
 }
-SHAPE_PARAMS = [pytest.param(shapes, id=name) for name, shapes in SHAPES.items()]
+PRECISIONS = [
+    ("highest", "heads", True),
+    ("highest", "no_heads", False),
+    ("high", "heads", False),
+    ("high", "no_heads", True),
+    ("medium", "no_heads", True),
+]
 for_each_implementation = pytest.mark.parametrize("impl", ["flash", "tiled"])
 
 
 @for_each_implementation
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("shapes", SHAPE_PARAMS)
-@pytest.mark.parametrize("matmul_precision", ["highest", "high", "medium"], indirect=True)
+@pytest.mark.parametrize(("matmul_precision", "shapes", "causal"), PRECISIONS, indirect=["matmul_precision"])
 def test_the_precision_setting_is_met(impl, device, matmul_precision, shapes, causal):
-    inputs = make_inputs(shapes, device=device)
+    inputs = make_inputs(SHAPES[shapes], device=device)
     with poisoned_memory():
         results = evaluate(partial(attention, causal=causal, impl=impl, return_lse=True), inputs)
     assert_within_budget(results, inputs, causal=causal, eps=None if matmul_precision == "highest" else TF32_EPS)

@@ -39,18 +39,17 @@ def same(results, expected):
 
 
 @for_each_function
-@pytest.mark.parametrize("shapes", [HEADS, NO_HEADS], ids=["heads", "no_heads"])
 @pytest.mark.parametrize(
-    ("arguments", "settings"),
+    ("shapes", "arguments", "settings"),
     [
-        ((), {}),
-        ((False,), {}),
-        ((True,), {"causal": True}),
-        (("top_left",), {"causal": "top_left"}),
-        ((True, 0.3), {"causal": True, "scale": 0.3}),
-        ((AttentionSpec(Causal.TOP_LEFT, -1.0),), {"causal": "top_left", "scale": -1.0}),
-        ((True, None, True), {"causal": True, "return_lse": True}),
-        (("bottom_right", 2, True), {"causal": True, "scale": 2.0, "return_lse": True}),
+        (NO_HEADS, (), {}),
+        (HEADS, (False,), {}),
+        (NO_HEADS, (True,), {"causal": True}),
+        (HEADS, ("top_left",), {"causal": "top_left"}),
+        (NO_HEADS, (True, 0.3), {"causal": True, "scale": 0.3}),
+        (HEADS, (AttentionSpec(Causal.TOP_LEFT, -1.0),), {"causal": "top_left", "scale": -1.0}),
+        (NO_HEADS, (True, None, True), {"causal": True, "return_lse": True}),
+        (HEADS, ("bottom_right", 2, True), {"causal": True, "scale": 2.0, "return_lse": True}),
     ],
 )
 def test_apply_takes_what_attention_takes(impl, function, device, shapes, arguments, settings):

@@ -225,12 +225,26 @@ def test_threads_on_different_devices():
 
 
 def needs_memory(gibibytes):
+    torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     if free < gibibytes * 2**30:
         pytest.skip(f"needs {gibibytes} GiB of free GPU memory")
 
 
-@pytest.mark.slow
+@pytest.fixture
+def _leaves_no_memory_behind():
+    """What this process keeps for its own next tensors, other workers of pytest cannot have."""
+    yield
+    torch.cuda.empty_cache()
+
+
+def fills_the_gpu(test):
+    """One such test at a time, on one worker of pytest: two together would not find the memory that each needs."""
+    test = pytest.mark.usefixtures("_leaves_no_memory_behind")(test)
+    return pytest.mark.slow(pytest.mark.xdist_group("memory")(test))
+
+
+@fills_the_gpu
 @for_each_dtype
 @pytest.mark.parametrize("causal", [False, True])
 def test_rows_more_than_two_billion_elements_apart(causal, dtype):
@@ -249,7 +263,7 @@ def test_rows_more_than_two_billion_elements_apart(causal, dtype):
     assert_within_budget(evaluate(attend, Inputs(*views, dense.dlse)), dense, causal=causal)
 
 
-@pytest.mark.slow
+@fills_the_gpu
 @pytest.mark.parametrize(("dtype", "gibibytes"), [(torch.bfloat16, 50), (torch.float32, 120)])
 def test_tensors_of_more_than_two_billion_elements(dtype, gibibytes):
     """A batch so large that its last entries start beyond 2**31, checked at both ends and around the limit."""

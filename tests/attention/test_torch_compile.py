@@ -40,9 +40,26 @@ def compiled(backend="aot_eager", dynamic=None, **settings):
     )
 
 
-@pytest.mark.parametrize("impl", ["flash", "tiled", "naive", "auto"])
+SETTINGS = {
+    "causal": {"causal": True},
+    "log_sum_exp": {"causal": True, "return_lse": True},
+    "scaled": {"causal": "top_left", "scale": -0.5},
+}
+
+
+# What "auto" chooses on a CPU is torch's own, and with the log-sum-exp tiled.
 @pytest.mark.parametrize(
-    "settings", [{"causal": True}, {"causal": True, "return_lse": True}, {"causal": "top_left", "scale": -0.5}]
+    ("impl", "settings"),
+    [
+        pytest.param(impl, SETTINGS[name], id=f"{impl}-{name}")
+        for impl, names in {
+            "flash": SETTINGS,
+            "tiled": ["log_sum_exp"],
+            "naive": ["log_sum_exp"],
+            "auto": ["causal", "scaled"],
+        }.items()
+        for name in names
+    ],
 )
 def test_one_graph_computes_what_eager_does(impl, device, settings):
     inputs = make_inputs(SHAPES, dtype=torch.float32 if impl == "naive" else torch.float16, device=device)
@@ -53,7 +70,11 @@ def test_one_graph_computes_what_eager_does(impl, device, settings):
         torch.testing.assert_close(results[name], x, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("impl", ["flash", pytest.param("tiled", marks=pytest.mark.slow), "compiled"])
+# What is generated for tiled is long, and slow to compile for a CPU.
+TILED = pytest.param("tiled", marks=[pytest.mark.slow, pytest.mark.gpu])
+
+
+@pytest.mark.parametrize("impl", ["flash", TILED, "compiled"])
 def test_code_generated_from_the_graph(impl, device):
     inputs = make_inputs(SHAPES, device=device)
     settings = {"causal": True, "return_lse": True}
@@ -64,26 +85,23 @@ def test_code_generated_from_the_graph(impl, device):
     assert_within_budget(results, inputs, causal=True)
 
 
-@pytest.mark.parametrize(
-    ("impl", "return_lse"), [("flash", False), ("flash", True), ("naive", False), ("naive", True), ("auto", False)]
-)
+@pytest.mark.parametrize(("impl", "return_lse"), [("flash", True), ("naive", True), ("auto", False)])
 def test_one_graph_for_all_sizes(impl, device, return_lse):
     """Batch, heads and lengths vary and nothing is compiled again. (Tiled unrolls its loops over tiles.)"""
     attend = compiled(dynamic=True, causal=True, return_lse=return_lse, impl=impl)
     # No two sizes are equal: torch takes sizes that are for one and the same.
-    for batch, kv_heads, q_len, k_len in ((3, 2, 5, 10), (4, 3, 7, 12), (7, 3, 8, 24)):
-        shapes = Shapes.of(batch, q_len=q_len, k_len=k_len, d=16, q_heads=3 * kv_heads, kv_heads=kv_heads)
+    for batch, kv_heads, q_len, k_len in ((3, 2, 5, 10), (5, 3, 8, 24)):
+        shapes = Shapes.of(batch, q_len=q_len, k_len=k_len, d=16, q_heads=2 * kv_heads, kv_heads=kv_heads)
         inputs = make_inputs(shapes, dtype=torch.float32 if impl == "naive" else torch.float16, device=device)
         with torch.compiler.set_stance("default" if batch == 3 else "fail_on_recompile"):
             results = evaluate(attend, inputs)
         assert_within_budget(results, inputs, causal=True)
 
 
-@pytest.mark.parametrize("impl", ["flash", "naive"])
-def test_a_length_marked_as_dynamic(impl, device):
-    attend = compiled(causal=True, return_lse=True, impl=impl)
-    for length in (6, 11, 17):
-        inputs = make_inputs(Shapes.of(2, q_len=length, d=16), device=device)
+def test_a_length_marked_as_dynamic(flash_device):
+    attend = compiled(causal=True, return_lse=True, impl="flash")
+    for length in (6, 17):
+        inputs = make_inputs(Shapes.of(2, q_len=length, d=16), device=flash_device)
         for x in inputs[:3]:
             torch._dynamo.mark_dynamic(x, 1)
         with torch.compiler.set_stance("default" if length == 6 else "fail_on_recompile"):
@@ -100,7 +118,7 @@ def evaluate_leaves(attend, inputs):
     return dict(zip(("out", "lse", "dq", "dk", "dv"), (out.detach(), lse.detach(), *gradients), strict=True))
 
 
-@pytest.mark.parametrize("impl", ["flash", "tiled"])
+@pytest.mark.parametrize("impl", ["flash", "auto"])
 def test_a_module_in_a_compiled_model(impl, device):
     class Model(torch.nn.Module):
         def __init__(self):
@@ -123,7 +141,7 @@ def test_a_module_in_a_compiled_model(impl, device):
 def test_the_compiled_implementation_outlasts_the_limit_on_recompiling(device):
     """It is one function, which torch compiles anew for each combination of settings, up to a limit."""
     with torch._dynamo.config.patch(recompile_limit=1):
-        for d, causal in ((4, False), (8, "top_left"), (16, "bottom_right")):
+        for d, causal in ((4, False), (8, "top_left")):
             q = torch.randn(1, 3, d, device=device)
             expected = attention(q, q, q, causal=causal, impl="naive")
             torch.testing.assert_close(attention(q, q, q, causal=causal, impl="compiled"), expected)
@@ -135,7 +153,7 @@ CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 OPERATOR_SHAPES = {
     "heads": SHAPES,
     "no_heads": Shapes.of(2, q_len=5, d=16),
-    "five_axes": Shapes.of(2, 3, q_len=5, d=16, q_heads=2, kv_heads=1),
+    "five_axes": Shapes.of(1, 2, q_len=5, d=16, q_heads=2, kv_heads=1),
     "no_keys": Shapes.of(2, q_len=5, k_len=0, d=16),
     "no_queries": Shapes.of(2, q_len=0, k_len=5, d=16),
 }
@@ -157,31 +175,30 @@ def test_the_forward_operator_is_sound(flash_device, shapes):
     torch.library.opcheck(FORWARD, forward_arguments(inputs), test_utils=CHECKS)
 
 
-@pytest.mark.parametrize("with_dlse", [False, True])
 @pytest.mark.parametrize("shapes", SHAPE_PARAMS)
-def test_the_backward_operator_is_sound(flash_device, shapes, with_dlse):
+def test_the_backward_operator_is_sound(flash_device, shapes):
     inputs = make_inputs(shapes, dtype=torch.float16, device=flash_device)
-    torch.library.opcheck(BACKWARD, backward_arguments(inputs, with_dlse=with_dlse), test_utils=CHECKS)
+    torch.library.opcheck(BACKWARD, backward_arguments(inputs), test_utils=CHECKS)
 
 
 def metadata(results):
     return [(x.shape, x.dtype, x.stride(), x.device) for x in results]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_the_operators_are_sound_for_each_kind_of_arithmetic(flash_device, dtype):
-    inputs = make_inputs(Shapes.of(1, q_len=3, d=16), dtype=dtype, device=flash_device)
+def test_the_operators_are_sound_in_float32_and_without_a_gradient_of_the_log_sum_exp(flash_device):
+    inputs = make_inputs(Shapes.of(1, q_len=3, d=16), device=flash_device)
     torch.library.opcheck(FORWARD, forward_arguments(inputs), test_utils=CHECKS)
-    torch.library.opcheck(BACKWARD, backward_arguments(inputs), test_utils=CHECKS)
+    torch.library.opcheck(BACKWARD, backward_arguments(inputs, with_dlse=False), test_utils=CHECKS)
 
 
 LAID_OUT = [(layout, name) for layout in LAYOUTS for name in ("heads", "no_heads")]
 LAID_OUT += [("contiguous", name) for name in ("five_axes", "no_keys", "no_queries")]
 
 
-@pytest.mark.parametrize(("layout", "shapes"), [(layout, OPERATOR_SHAPES[name]) for layout, name in LAID_OUT])
-def test_fake_results_look_like_real_ones(flash_device, layout, shapes):
+@pytest.mark.parametrize(("layout", "name"), LAID_OUT)
+def test_fake_results_look_like_real_ones(flash_device, layout, name):
     """Shape, dtype and strides: compiled code addresses the real ones by what the fake ones said."""
+    shapes = OPERATOR_SHAPES[name]
     if layout == "packed":
         shapes = shapes._replace(k=(*shapes.k[:-2], *shapes.q[-2:]), v=(*shapes.v[:-2], shapes.q[-2], shapes.v[-1]))
     inputs = make_inputs(shapes, dtype=torch.float16, device=flash_device, layout=layout)

@@ -24,12 +24,12 @@ class Case:
 
 
 def lengths() -> list[Case]:
-    """One more and one less than a tile, alone and against other lengths, under every mask."""
+    """One more and one less than a tile, alone and against other lengths, under every mask that is another one."""
     pairs = [(1, 1), (63, 63), (127, 127), (129, 129), (63, 129), (1, 127), (129, 63), (127, 1)]
     return [
         Case(f"lengths-{q_len}x{k_len}-{causal or 'full'}", Shapes.of(1, q_len=q_len, k_len=k_len, d=16), causal)
         for q_len, k_len in pairs
-        for causal in (False, "top_left", "bottom_right")
+        for causal in ((False, "top_left") if q_len == k_len else (False, "top_left", "bottom_right"))
     ]
 
 
@@ -55,9 +55,8 @@ def axes() -> list[Case]:
         "multi_query": Shapes.of(2, **size, q_heads=4, kv_heads=1),
     }
     return [
-        Case(f"axes-{name}-{'causal' if causal else 'full'}", shape, causal)
-        for name, shape in shapes.items()
-        for causal in (False, True)
+        *[Case(f"axes-{name}-causal", shape, True) for name, shape in shapes.items()],
+        Case("axes-grouped-full", shapes["grouped"]),
     ]
 
 
@@ -68,14 +67,15 @@ def scales() -> list[Case]:
 
 
 def layouts() -> list[Case]:
-    """Every arrangement in memory, with heads in groups and with no head axis."""
+    """Every arrangement in memory with heads in groups, and those that are another one without a head axis."""
     heads = Shapes.of(2, q_len=35, k_len=35, d=24, dv=40, q_heads=4, kv_heads=2)
     no_heads = Shapes.of(3, q_len=35, k_len=35, d=20)
-    shapes = {"heads": heads, "no_heads": no_heads}
     return [
-        Case(f"layout-{layout}-{name}", shape, "top_left", layout=layout)
-        for layout in LAYOUTS
-        for name, shape in shapes.items()
+        *[Case(f"layout-{layout}-heads", heads, "top_left", layout=layout) for layout in LAYOUTS],
+        *[
+            Case(f"layout-{layout}-no_heads", no_heads, "top_left", layout=layout)
+            for layout in ("length_before_heads", "column_major", "kv_shared_by_heads", "packed")
+        ],
     ]
 
 
@@ -87,9 +87,8 @@ def blind_rows() -> list[Case]:
         "no_keys": Shapes.of(2, q_len=5, k_len=0, d=16, q_heads=2),
     }
     return [
-        Case(f"blind-{name}{'' if scale is None else '-scaled'}", shape, "bottom_right", scale)
-        for name, shape in shapes.items()
-        for scale in (None, -1.0)
+        *[Case(f"blind-{name}", shape, "bottom_right") for name, shape in shapes.items()],
+        *[Case(f"blind-{name}-negated", shapes[name], "bottom_right", -1.0) for name in ("some_tiles", "grouped")],
     ]
 
 
@@ -114,9 +113,10 @@ CASE_PARAMS = [pytest.param(case, id=case.name) for case in CASES]
 
 
 ALL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# The budget is made from naive, so all that it can show there is a NaN: one dtype is enough.
 IMPLEMENTATIONS = [
     pytest.param(impl, dtype, id=f"{impl}-{str(dtype).removeprefix('torch.')}")
-    for impl, dtypes in {"flash": ALL[:3], "tiled": ALL, "naive": ALL[:3]}.items()
+    for impl, dtypes in {"flash": ALL[:3], "tiled": ALL, "naive": ALL[:1]}.items()
     for dtype in dtypes
 ]
 
@@ -132,10 +132,9 @@ def test_values_and_gradients_are_within_the_budget(impl, dtype, device, case):
 
 
 @pytest.mark.parametrize("case", CASE_PARAMS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_the_implementation_chosen_is_within_the_budget(dtype, device, case):
+def test_the_implementation_chosen_is_within_the_budget(device, case):
     """Without a log-sum-exp, which torch's own does not return."""
-    inputs = make_inputs(case.shapes, dtype=dtype, device=device, layout=case.layout)
+    inputs = make_inputs(case.shapes, device=device, layout=case.layout)
     results = evaluate(partial(attention, causal=case.causal, scale=case.scale), inputs)
     assert_within_budget(results, inputs, causal=case.causal, scale=case.scale)
 
@@ -149,7 +148,7 @@ def sees_keys(case: Case) -> bool:
 
 
 @pytest.mark.parametrize("case", [case for case in CASE_PARAMS if expressible_by_sdpa(case.values[0])])
-@pytest.mark.parametrize("dtype", ALL[:3])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_torch_s_own_computes_the_same(dtype, device, case):
     """That it is called rightly: the mask's alignment, the scale, groups of heads, any axes."""
     inputs = make_inputs(case.shapes, dtype=dtype, device=device, layout=case.layout)
@@ -157,7 +156,7 @@ def test_torch_s_own_computes_the_same(dtype, device, case):
     assert_within_budget(results, inputs, causal=case.causal, scale=case.scale)
 
 
-COMPILED = ("lengths-63x129-top_left", "axes-grouped-causal", "blind-some_tiles", "empty-keys-full")
+COMPILED = ("blind-grouped-negated", "empty-keys-full")
 
 
 @pytest.mark.parametrize("case", [case for case in CASE_PARAMS if case.id in COMPILED])

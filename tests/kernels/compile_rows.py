@@ -3,6 +3,9 @@
 Run as a program of its own, because kernels defined under TRITON_INTERPRET cannot be compiled:
 
     python tests/kernels/compile_rows.py sm_90 --passes dq dkdv --arithmetics half tf32 --masks bottom_right none
+
+Head dimensions that share a configuration are compiled at the two ends alone, unless --all-rows is given: what is
+between them needs less than the widest.
 """
 
 from __future__ import annotations
@@ -75,10 +78,15 @@ def compile_row(
     }
 
 
-def rows_of(architecture: str, unlike: str | None) -> dict[tuning.Row, tuning.TileConfig]:
-    """A table's rows, less those that another table has too."""
+def rows_of(architecture: str, unlike: str | None, every: bool) -> dict[tuning.Row, tuning.TileConfig]:
+    """A table's rows, less those that another table has too and, unless ``every``, those between two of their like."""
     others = tuning.TABLES[unlike] if unlike else {}
-    return {row: config for row, config in tuning.TABLES[architecture].items() if others.get(row) != config}
+    own = {row: config for row, config in tuning.TABLES[architecture].items() if others.get(row) != config}
+    alike: dict[tuple[object, ...], list[tuning.Row]] = {}
+    for row, config in own.items():
+        alike.setdefault((*row[:2], config), []).append(row)
+    ends = {row for rows in alike.values() for row in (min(rows), max(rows))}
+    return {row: config for row, config in own.items() if every or row in ends}
 
 
 def main(arguments: Iterable[str]) -> None:
@@ -88,11 +96,13 @@ def main(arguments: Iterable[str]) -> None:
     parser.add_argument("--passes", nargs="+", choices=KERNELS, default=[*KERNELS])
     parser.add_argument("--arithmetics", nargs="+", choices=("half", "tf32", "float32"), default=["half", "float32"])
     parser.add_argument("--masks", nargs="+", choices=("none", "bottom_right"), default=["bottom_right"])
+    parser.add_argument("--head-dims", nargs="+", type=int, default=[16, 32, 64, 128, 256])
+    parser.add_argument("--all-rows", action="store_true", help="also head dimensions between two of one configuration")
     options = parser.parse_args([*arguments])
     compiled = [
         compile_row(int(options.architecture.removeprefix("sm_")), row, config, arithmetic, mask)
-        for row, config in rows_of(options.architecture, options.unlike).items()
-        if row[0] in options.passes
+        for row, config in rows_of(options.architecture, options.unlike, options.all_rows).items()
+        if row[0] in options.passes and row[2] in options.head_dims
         for arithmetic in options.arithmetics
         if row[1] == ("half" if arithmetic == "tf32" else arithmetic)
         for mask in options.masks

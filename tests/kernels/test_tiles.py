@@ -14,6 +14,7 @@ from cs336_systems.kernels.tuning import TileConfig
 from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs, poisoned_memory
 
 TILES = [(16, 16), (16, 64), (64, 16), (32, 128), (128, 32)]
+MASKS = [False, "top_left", "bottom_right"]
 SHAPES = {
     "longer_queries": Shapes.of(1, q_len=75, k_len=49, d=16, q_heads=2, kv_heads=1),
     "longer_keys": Shapes.of(1, q_len=33, k_len=130, d=20, dv=40),
@@ -21,11 +22,20 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("causal", [False, "top_left", "bottom_right"])
-@pytest.mark.parametrize("shapes", [pytest.param(shapes, id=name) for name, shapes in SHAPES.items()])
-@pytest.mark.parametrize("tile", TILES)
-def test_results_are_within_the_budget_for_every_tile(flash_device, tile, shapes, causal, dtype):
+def tilings():
+    """Every tile with every mask in both dtypes. Shapes take turns: each meets every tile, mask and dtype too."""
+    cases = []
+    for row, tile in enumerate(TILES):
+        for column, causal in enumerate(MASKS):
+            for turn, dtype in enumerate([torch.float16, torch.float32]):
+                name = [*SHAPES][(row + column + turn) % len(SHAPES)]
+                case = f"{tile[0]}x{tile[1]}-{causal or 'full'}-{str(dtype).removeprefix('torch.')}-{name}"
+                cases.append(pytest.param(tile, causal, dtype, SHAPES[name], id=case))
+    return cases
+
+
+@pytest.mark.parametrize(("tile", "causal", "dtype", "shapes"), tilings())
+def test_results_are_within_the_budget_for_every_tile(flash_device, tile, causal, dtype, shapes):
     inputs = make_inputs(shapes, dtype=dtype, device=flash_device)
     config = TileConfig(*tile, 4, 2)
     with tuning.pin(forward=config, dq=config, dkdv=config), poisoned_memory():

@@ -1,0 +1,29 @@
+"""What an implementation of attention is held to: inputs of any layout, a float64 oracle, and an error budget.
+
+>>> inputs = make_inputs(Shapes.of(2, q_len=100, d=64), layout="padded_rows")
+>>> assert_within_budget(evaluate(my_attention, inputs), inputs)
+"""
+
+from .budget import TF32_EPS, Finding, assert_within_budget, compare, difference
+from .evaluation import Attend, Results, evaluate, poisoned_memory
+from .inputs import LAYOUTS, Inputs, Shapes, make_inputs
+from .oracle import naive_results, oracle, terms
+
+__all__ = [
+    "LAYOUTS",
+    "TF32_EPS",
+    "Attend",
+    "Finding",
+    "Inputs",
+    "Results",
+    "Shapes",
+    "assert_within_budget",
+    "compare",
+    "difference",
+    "evaluate",
+    "make_inputs",
+    "naive_results",
+    "oracle",
+    "poisoned_memory",
+    "terms",
+]

@@ -1,0 +1,188 @@
+"""Calls of the portable kernels: what their plans depend on, and what is launched, where and how often."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+import triton
+
+from cs336_systems.attention import attention
+from cs336_systems.kernels import launching, tuning
+from cs336_systems.kernels.portable import launch as portable
+from cs336_systems.kernels.portable.inputs import Input
+from cs336_systems.kernels.tuning import TileConfig
+from cs336_systems.testing import LAYOUTS, TF32_EPS, Shapes, assert_within_budget, evaluate, make_inputs
+
+SHAPES = Shapes.of(2, q_len=17, k_len=17, d=32, q_heads=2)
+ROUNDS = 1 if launching.INTERPRETED else 2
+"""How often a series of calls is made: what is remembered of a compiled launch is used from the second time on, and of
+an interpreted one there is only its plan, which the call after it would find already."""
+VARIATIONS = {
+    "layout": [({"layout": layout}, {}) for layout in LAYOUTS],
+    "mask": [({}, {"causal": causal}) for causal in (False, "top_left", "bottom_right", True)],
+    "scale": [({}, {"scale": scale}) for scale in (None, 1.0, -1.0, 0.0, 1e-3)],
+    "dtype": [({"dtype": dtype}, {}) for dtype in (torch.float32, torch.float16)],
+    "heads": [({"shapes": SHAPES._replace(k=(2, heads, 17, 32), v=(2, heads, 17, 32))}, {}) for heads in (2, 1)],
+    "batch": [
+        ({"shapes": Shapes.of(*leading, q_len=17, d=32)}, {}) for leading in ((4,), (2, 2), (1, 4), (4, 1), (1,))
+    ],
+    "lengths": [
+        ({"shapes": Shapes.of(1, q_len=q, k_len=k, d=32)}, {"causal": True}) for q, k in ((17, 16), (16, 17), (1, 1))
+    ],
+    "widths": [
+        ({"shapes": Shapes.of(1, q_len=17, d=d, dv=dv)}, {}) for d, dv in ((32, 16), (16, 32), (24, 24), (17, 17))
+    ],
+}
+
+
+@pytest.mark.parametrize("what", VARIATIONS)
+def test_calls_that_differ_in_one_thing_do_not_share_a_launch(flash_device, what):
+    """Each is made among the others, and then again, so that it finds whatever the first ones left."""
+    calls = []
+    for inputs, settings in VARIATIONS[what]:
+        made = make_inputs(**{"shapes": SHAPES, "dtype": torch.float16} | inputs, device=flash_device)
+        calls.append((made, settings))
+    for _ in range(ROUNDS):
+        for inputs, settings in calls:
+            results = evaluate(partial(attention, impl="flash", return_lse=True, **settings), inputs)
+            assert_within_budget(results, inputs, **settings)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout", "dlse"])
+def test_the_alignment_of_each_tensor_counts(flash_device, name):
+    """Vectors of 16 bytes are read from addresses that allow it alone."""
+    inputs = make_inputs(SHAPES, dtype=torch.float16, device=flash_device)
+    x = getattr(inputs, name)
+    moved = inputs._replace(**{name: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)})
+    assert getattr(moved, name).data_ptr() % 16 != 0
+    attend = partial(attention, causal=True, impl="flash", return_lse=True)
+    for made in (inputs, moved) * ROUNDS:
+        assert_within_budget(evaluate(attend, made), made, causal=True)
+
+
+@pytest.mark.parametrize("return_lse", [(True, False), (False, True)])
+def test_a_gradient_of_the_log_sum_exp_or_none(flash_device, return_lse):
+    inputs = make_inputs(SHAPES, dtype=torch.float16, device=flash_device)
+    for with_lse in return_lse * ROUNDS:
+        results = evaluate(partial(attention, impl="flash", return_lse=with_lse), inputs)
+        assert ("lse" in results) == with_lse
+        assert_within_budget(results, inputs)
+
+
+def test_the_layout_of_the_incoming_gradient_counts(flash_device):
+    inputs = make_inputs(SHAPES, dtype=torch.float16, device=flash_device)
+    arrangements = (
+        lambda x: x,
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda x: torch.cat([x, x], dim=-1)[..., : x.shape[-1]],
+        lambda x: x[:1].expand(x.shape),
+    )
+    for _ in range(ROUNDS):
+        for arrange in arrangements:
+            made = inputs._replace(dout=arrange(inputs.dout))
+            assert_within_budget(evaluate(partial(attention, impl="flash"), made), made)
+
+
+def test_precisions_do_not_share_a_launch(flash_device):
+    inputs = make_inputs(SHAPES, device=flash_device)
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision in ("highest", "high") * ROUNDS:
+            torch.set_float32_matmul_precision(precision)
+            results = evaluate(partial(attention, impl="flash", return_lse=True), inputs)
+            torch.set_float32_matmul_precision("highest")
+            assert_within_budget(results, inputs, eps=None if precision == "highest" else TF32_EPS)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
+def described(monkeypatch):
+    """The names of the attention kernels described from here on, in order."""
+    names = []
+
+    def watch(name):
+        describe = getattr(portable, f"describe_{name}")
+
+        def describe_and_note(*args):
+            names.append(name)
+            return describe(*args)
+
+        monkeypatch.setattr(portable, f"describe_{name}", describe_and_note)
+
+    for name in ("forward", "dq", "dkdv"):
+        watch(name)
+    return names
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_kernels_are_launched_while_the_device_of_their_tensors_is_current(monkeypatch, flash_device, described, dtype):
+    @contextmanager
+    def noted(device):
+        described.append(f"on {device.type}")
+        yield
+        described.append("and back")
+
+    monkeypatch.setattr(portable, "on_device", noted)
+    inputs = make_inputs(Shapes.of(1, q_len=6, k_len=13, d=17), dtype=dtype, device=flash_device)
+    evaluate(partial(attention, impl="flash"), inputs)
+    there = f"on {flash_device.type}"
+    assert described == [there, "forward", "and back", there, "dq", "dkdv", "and back"]
+
+
+@pytest.mark.parametrize(
+    ("d", "dv", "stages", "blocks"),
+    [
+        pytest.param(64, 32, 2, (64, 32), id="pipelined"),
+        pytest.param(64, 32, 1, (64, 64), id="one_stage"),
+        pytest.param(40, 24, 2, (64, 64), id="rows_not_read_in_vectors"),
+    ],
+)
+def test_tiles_of_k_and_v_have_one_width_without_a_pipeline(d, dv, stages, blocks):
+    """Else ptxas 12.8 takes the address of v's tile from a register that was never set."""
+    q, k, v = (torch.empty(1, 64, width, dtype=torch.float16, device="meta") for width in (d, d, dv))
+    out, lse = torch.empty(1, 64, dv, device="meta"), torch.empty(1, 64, device="meta")
+    with tuning.pin(forward=TileConfig(64, 64, 4, stages)):
+        described = portable.describe_forward([Input(x, None, ()) for x in (q, k, v)], out, lse, "none", 1.0, "half")
+    assert (described.constants["BLOCK_D"], described.constants["BLOCK_DV"]) == blocks
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_launches_are_described_once(described, dtype):
+    """Fresh tensors of the same metadata are launched on without deriving anything: what is kept has no address."""
+    attend = partial(attention, impl="flash", return_lse=True)
+    for _ in range(3):
+        inputs = make_inputs(Shapes.of(3, q_len=19, k_len=23, d=32), dtype=dtype, device="cuda")
+        assert_within_budget(evaluate(attend, inputs), inputs)
+        assert described == ["forward", "dq", "dkdv"]
+
+
+@pytest.mark.gpu
+def test_launches_that_were_forgotten_are_described_anew(monkeypatch, described):
+    monkeypatch.setattr(launching, "MOST_PLANS", 2)
+    for _ in range(2):
+        for length in (18, 34, 66):
+            inputs = make_inputs(Shapes.of(1, q_len=length, d=32), dtype=torch.float16, device="cuda")
+            assert_within_budget(evaluate(partial(attention, impl="flash", return_lse=True), inputs), inputs)
+    assert len(described) > 3 * 3
+
+
+@pytest.mark.gpu
+def test_hooks_see_every_launch():
+    """As profilers hang themselves into Triton."""
+    inputs = make_inputs(SHAPES, dtype=torch.float16, device="cuda")
+    attend = partial(attention, impl="flash")
+    evaluate(attend, inputs)
+    seen = []
+    chain = triton.knobs.runtime.launch_enter_hook
+    chain.add(seen.append)
+    try:
+        for _ in range(2):
+            evaluate(attend, inputs)
+    finally:
+        chain.remove(seen.append)
+    assert len(seen) == 2 * 3
