@@ -11,6 +11,7 @@ between them needs less than the widest.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -67,7 +68,7 @@ def compile_row(
         "arithmetic": arithmetic,
         "head_dim": head_dim,
         "mask": mask,
-        "config": [config.tile_q, config.tile_k, config.num_warps, config.num_stages],
+        "config": [*dataclasses.astuple(config)],
         "registers": report.registers,
         "spilled": report.spill_stores + report.spill_loads,
         "shared": report.shared,
@@ -78,15 +79,21 @@ def compile_row(
     }
 
 
-def rows_of(architecture: str, unlike: str | None, every: bool) -> dict[tuning.Row, tuning.TileConfig]:
-    """A table's rows, less those that another table has too and, unless ``every``, those between two of their like."""
+def rows_of(architecture: str, unlike: str | None, every: bool) -> list[tuple[tuning.Row, tuning.TileConfig]]:
+    """An architecture's rows, and those for small grids, less those that another architecture has too."""
     others = tuning.TABLES[unlike] if unlike else {}
     own = {row: config for row, config in tuning.TABLES[architecture].items() if others.get(row) != config}
+    tables = own, tuning.SMALL_GRIDS.get(architecture, {})
+    return [pair for table in tables for pair in (table if every else ends_of(table)).items()]
+
+
+def ends_of(table: dict[tuning.Row, tuning.TileConfig]) -> dict[tuning.Row, tuning.TileConfig]:
+    """A table without the rows between two of their like."""
     alike: dict[tuple[object, ...], list[tuning.Row]] = {}
-    for row, config in own.items():
+    for row, config in table.items():
         alike.setdefault((*row[:2], config), []).append(row)
     ends = {row for rows in alike.values() for row in (min(rows), max(rows))}
-    return {row: config for row, config in own.items() if every or row in ends}
+    return {row: config for row, config in table.items() if row in ends}
 
 
 def main(arguments: Iterable[str]) -> None:
@@ -101,7 +108,7 @@ def main(arguments: Iterable[str]) -> None:
     options = parser.parse_args([*arguments])
     compiled = [
         compile_row(int(options.architecture.removeprefix("sm_")), row, config, arithmetic, mask)
-        for row, config in rows_of(options.architecture, options.unlike, options.all_rows).items()
+        for row, config in rows_of(options.architecture, options.unlike, options.all_rows)
         if row[0] in options.passes and row[2] in options.head_dims
         for arithmetic in options.arithmetics
         if row[1] == ("half" if arithmetic == "tf32" else arithmetic)

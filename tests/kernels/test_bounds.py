@@ -71,7 +71,7 @@ def test_every_address_is_in_a_tensor(flash_device, watch, lengths, widths, caus
     (q_len, k_len), (d, dv) = lengths, widths
     shapes = Shapes.of(1, q_len=q_len, k_len=k_len, d=d, dv=dv, q_heads=2, kv_heads=1)
     inputs = make_inputs(shapes, dtype=dtype, device=flash_device)
-    tile = TileConfig(16, 16, 4, 1)
+    tile = TileConfig(16, 16, 4, 1, ahead=causal)
     with tuning.pin(forward=tile, dq=tile, dkdv=tile):
         evaluate(partial(attention, causal=causal, impl="flash", return_lse=True), inputs)
     assert watch.checked > 0
