@@ -57,12 +57,17 @@ def launch_of(name: str, arithmetic: tuning.Arithmetic, head_dim: int, mask: str
 
 
 def compile_row(
-    capability: int, row: tuning.Row, config: tuning.TileConfig, arithmetic: tuning.Arithmetic, mask: str
+    capability: int,
+    row: tuning.Row,
+    config: tuning.TileConfig,
+    arithmetic: tuning.Arithmetic,
+    mask: str,
+    width: int | None = None,
 ) -> dict[str, Any]:
-    """What the compiler made of one row, which ``arithmetic`` uses."""
+    """What the compiler made of one row, which ``arithmetic`` uses, for heads as wide as the row's or ``width``."""
     name, _, head_dim = row
     with tuning.pin(**{name: config}):
-        report = compile_for(capability, KERNELS[name], launch_of(name, arithmetic, head_dim, mask))
+        report = compile_for(capability, KERNELS[name], launch_of(name, arithmetic, width or head_dim, mask))
     return {
         "pass": name,
         "arithmetic": arithmetic,
@@ -75,6 +80,7 @@ def compile_row(
         "warnings": list(report.warnings),
         "multiplies": re.search(MATRIX_INSTRUCTIONS, report.ptx) is not None,
         "stores": "st.global" in report.ptx,
+        "reads_single_elements": "ld.global.b16" in report.ptx,
         "on_small_chips": tuning.TABLES["sm_86"][row] == config,
     }
 
@@ -104,10 +110,11 @@ def main(arguments: Iterable[str]) -> None:
     parser.add_argument("--arithmetics", nargs="+", choices=("half", "tf32", "float32"), default=["half", "float32"])
     parser.add_argument("--masks", nargs="+", choices=("none", "bottom_right"), default=["bottom_right"])
     parser.add_argument("--head-dims", nargs="+", type=int, default=[16, 32, 64, 128, 256])
+    parser.add_argument("--width", type=int, help="of the heads, in place of the row's")
     parser.add_argument("--all-rows", action="store_true", help="also head dimensions between two of one configuration")
     options = parser.parse_args([*arguments])
     compiled = [
-        compile_row(int(options.architecture.removeprefix("sm_")), row, config, arithmetic, mask)
+        compile_row(int(options.architecture.removeprefix("sm_")), row, config, arithmetic, mask, options.width)
         for row, config in rows_of(options.architecture, options.unlike, options.all_rows)
         if row[0] in options.passes and row[2] in options.head_dims
         for arithmetic in options.arithmetics

@@ -135,6 +135,15 @@ def test_rows_for_little_shared_memory_fit_it():
     assert not found, "\n".join([*found, table(rows)])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [40, 36, 34])
+def test_heads_of_an_even_width_are_not_read_element_by_element(width):
+    """Their rows start on 16, 8 or 4 bytes, which the kernels have to tell Triton."""
+    rows = compile_rows("sm_90", "--arithmetics", "half", "--head-dims", "64", "--width", str(width))
+    assert len(rows) == 3
+    assert not any(row["reads_single_elements"] for row in rows), table(rows)
+
+
 def test_problems_are_found():
     good = {"pass": "dq", "arithmetic": "half", "head_dim": 64, "mask": "none", "config": [64, 64, 4, 1]}
     good |= {"registers": 128, "spilled": 8, "shared": 1024, "warnings": ["(C7519)"]}
