@@ -63,19 +63,25 @@ class DeviceLostError(RuntimeError):
 
 
 class CellRun:
-    """One cell under way. `measure()` never raises for what a provider does; an interruption passes through."""
+    """One cell under way. `measure()` never raises for what a provider does; an interruption passes through.
+
+    `on_step` is told who is about to do what. `condemned` gives the reason, if there is one, why a provider must not be
+    tried because it would end the process.
+    """
 
     def __init__(
         self,
         problem: Problem,
         settings: CellSettings,
         history: SeriesHistory,
-        on_step: Callable[[str], None],
+        on_step: Callable[[str, str], None],
+        condemned: Callable[[str], str | None] = lambda name: None,
     ) -> None:
         self._problem = problem
         self._settings = settings
         self._history = history
         self._on_step = on_step
+        self._condemned = condemned
         self._result = CellResult()
         self._contenders: dict[str, Contender] = {}
         self._baseline_output: torch.Tensor | None = None
@@ -132,13 +138,15 @@ class CellRun:
         problem, settings = self._problem, self._settings
         refusal = provider.refusal(problem, which)
         outcome = Outcome(Status.UNSUPPORTED, refusal) if refusal else None
+        if outcome is None and (fatal := self._condemned(provider.name)):
+            outcome = Outcome(Status.ERROR, fatal)
         outcome = outcome or self._history.verdict(problem, provider.name, which, settings.max_seconds)
         outcome = outcome or (would_not_fit(problem, which, settings.device) if provider.quadratic else None)
         self._result.measurements[provider.name, which] = Measurement(outcome or OK)
         return outcome is None
 
     def _first_forward(self, provider: Provider, tensors: Tensors) -> None:
-        self._on_step(f"{provider.name}: first call")
+        self._on_step(provider.name, "first call")
         device = self._settings.device
         laid_out = tensors.laid_out(provider.layout, head_axis=self._problem.heads > 0)
         contender = Contender(provider, self._problem, laid_out, device)
@@ -151,7 +159,7 @@ class CellRun:
             self._result.differences[provider.name] = relative_difference(output, self._baseline_output)
 
     def _first_pass(self, provider: Provider, which: Pass) -> None:
-        self._on_step(f"{provider.name}: first {which}")
+        self._on_step(provider.name, f"first {which}")
         contender, settings = self._contenders[provider.name], self._settings
         with contender.ready(which) as run:
             run()
@@ -183,9 +191,10 @@ class CellRun:
 
     def _fail(self, provider: Provider, passes: Sequence[Pass], failure: Exception, texts: Sequence[str]) -> None:
         outcome = outcome_of(failure, refusals=provider.refusals)
-        if isinstance(failure, RuntimeError) and any(phrase in str(failure) for phrase in provider.refusal_phrases):
+        if outcome.status is Status.ERROR and any(phrase in str(failure) for phrase in provider.refusal_phrases):
             # torch says in warnings why each of its kernels was passed over.
-            reasons = [text for text in texts if "not used because" not in text and "runtime disabled" not in text]
+            spoken = texts if provider.warns_why else ()
+            reasons = [text for text in spoken if "not used because" not in text and "runtime disabled" not in text]
             outcome = Outcome(Status.UNSUPPORTED, "; ".join(reasons) or str(failure).partition("\n")[0])
         for which in passes:
             key = (provider.name, which)
@@ -214,7 +223,7 @@ class CellRun:
             method=settings.method,
             on_error=on_error,
             on_measurement=lambda name, index: self._on_step(
-                f"{name}: {which}, round {index + 1}/{settings.method.rounds}"
+                name, f"{which}, round {index + 1}/{settings.method.rounds}"
             ),
         )
         for name, rounds in times.items():

@@ -6,7 +6,9 @@ import csv
 import dataclasses
 import importlib.util
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import types
@@ -187,6 +189,60 @@ def test_a_lost_device_stops_the_sweep_which_goes_on_with_the_next_cell(tmp_path
     calls.seen.clear()
     assert benchmark.main(["--resume", str(tmp_path), "--no-plots", "--device", "cpu"]) == 0
     assert {length for _, length in calls.seen} == {64}
+
+
+SWEEP_THAT_DIES = """
+import os, sys
+from benchmarks import attention as benchmark
+from benchmarks.attention_provider import Provider
+import torch.nn.functional as F
+
+def bind(name):
+    def attend(q, k, v):
+        if (name, q.shape[-2]) == ("other", 32):
+            os._exit(11)
+        return F.scaled_dot_product_attention(q, k, v)
+    return lambda problem: attend
+
+benchmark.all_providers = lambda device: [Provider(n, "ours", bind(n)) for n in ("naive", "other")]
+sys.exit(benchmark.main(sys.argv[1:]))
+"""
+
+
+def test_a_provider_that_ends_the_process_is_given_up_after_the_second_time(tmp_path):
+    command = [sys.executable, "-c", SWEEP_THAT_DIES, *SWEEP, "--full", "--rounds", "1", "--output", str(tmp_path)]
+    root = Path(benchmark.__file__).parents[1]
+    ends = [subprocess.run([*command, "--no-plots"], cwd=root, check=False).returncode for _ in range(3)]
+    assert ends == [11, 11, 0]
+    rows = results(tmp_path)
+    assert len(rows) == 2 * 2 * 3
+    failed = [row for row in rows if row["status"] != "ok"]
+    assert {(row["implementation"], row["length"], row["status"]) for row in failed} == {("other", "32", "error")}
+    assert failed[0]["reason"] == "2 processes ended while it ran here"
+
+
+def test_a_time_limit_ends_the_sweep_as_an_interruption_does(tmp_path, calls):
+    def terminate(name: str, length: int) -> None:
+        if (name, length) == ("other", 64):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    calls.trouble = terminate
+    assert benchmark.main([*SWEEP, "--no-plots", "--output", str(tmp_path)]) == 130
+    assert {row["length"] for row in results(tmp_path)} == {"32"}
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_peers_may_lie_in_a_folder_of_their_own(tmp_path, calls, monkeypatch, capsys):
+    (tmp_path / "peers" / "inner").mkdir(parents=True)
+    (tmp_path / "peers" / "inner.pth").write_text("inner\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    peers = ["--peers", str(tmp_path / "peers")]
+    assert benchmark.main([*SWEEP, "--no-plots", "--output", str(tmp_path / "results"), *peers]) == 0
+    assert sys.path[-2:] == [str(tmp_path / "peers"), str(tmp_path / "peers" / "inner")]
+    with pytest.raises(SystemExit):
+        benchmark.main([*SWEEP, "--peers", str(tmp_path / "nowhere")])
+    assert "--peers must be a folder" in capsys.readouterr().err
 
 
 def test_a_wrong_result_and_warnings_are_noted(tmp_path, calls, monkeypatch, capsys):
