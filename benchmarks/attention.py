@@ -33,10 +33,9 @@ from benchmarks.attention_options import RunOptions, parse
 from benchmarks.attention_peers import PEER_DISTRIBUTIONS
 from benchmarks.attention_plan import Plan, dry_run, headline, method_notes
 from benchmarks.attention_presets import Problem, SweepConfiguration
-from benchmarks.attention_provider import GROUPS
 from benchmarks.attention_providers import all_providers
-from benchmarks.attention_report import Report
-from benchmarks.attention_rows import RowMaker, summary
+from benchmarks.attention_report import Report, draw
+from benchmarks.attention_rows import RowMaker, rows_from_csv, summary
 from cs336_systems.profiling.environment import Environment, collect_environment
 from cs336_systems.profiling.memory import release_memory
 from cs336_systems.profiling.progress import Progress
@@ -188,8 +187,7 @@ def run(plan: Plan, options: RunOptions) -> int:
     except SweepStoppedError as error:
         progress.note(str(error))
         status = 3
-    groups = {provider.name: GROUPS.index(provider.group) for provider in plan.providers}
-    report = Report(store.rows, environment, groups, plan.missing, method_notes(plan))
+    report = Report(store.rows, environment, plan.missing, method_notes(plan))
     for path in report.write(folder, plots=options.plots):
         progress.note(f"wrote {path}")
     return status
@@ -233,6 +231,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if importlib.util.find_spec(module) is None:
             print(f"attention.py needs {module}: pip install 'cs336_systems[bench]'", file=sys.stderr)
             return 2
+    if options.redraw is not None:
+        for path in draw(options.redraw, rows_from_csv(options.redraw / "results.csv")):
+            print(f"wrote {path}")
+        return 0
     try:
         with torch_settings(configuration, options.device):
             plan = Plan.make(configuration, options.device, all_providers(options.device))

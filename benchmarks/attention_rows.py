@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -55,6 +58,14 @@ COLUMNS = (
     "date",
 )
 
+_INTEGERS = {"batch", "heads", "kv_heads", "length", "head_dim", "rounds", "seed"}
+_NUMBERS = {"median_ms", "min_ms", "max_ms", "std_ms", "tflops", "speedup_over_naive", "speedup_over_reference"} | {
+    *("held_mib", "peak_mib", "difference_from_naive", "probe_ms")
+}
+_FLAGS = {"tf32", "dirty"}
+_TEXTS = {"reason", "warning"}
+"""Columns in which an empty field is an empty text, and not one that is not there."""
+
 # Relative difference between two right answers, with room to spare: a few roundings of the dtype. What is beyond was
 # computed otherwise, with another mask, scale or layout, and its time is no answer to the same question.
 _PLAUSIBLE_DIFFERENCE = {"bfloat16": 4e-2, "float16": 5e-3, "float32": 1e-4}
@@ -101,7 +112,7 @@ class RowMaker:
             "speedup_over_reference": _speedup(measurement, result.measurements.get((reference, which))),
             "held_mib": None if memory is None else memory.held_mib,
             "peak_mib": None if memory is None else memory.peak_mib,
-            "memory_method": None if memory is None else memory.method,
+            "memory_method": None if memory is None else memory.method or None,
             "difference_from_naive": _finite(result.differences.get(name)),
             "probe_ms": measurement.probe_ms,
             "device": environment.device,
@@ -147,6 +158,26 @@ class RowMaker:
         if difference is not None and not difference <= allowed:
             found.append(f"the output differs from {BASELINE}'s by {difference:.1g} of its norm")
         return found
+
+
+def rows_from_csv(path: Path) -> list[Row]:
+    """The rows that `results.csv` was written of. Raises ValueError where a field is not what its column holds."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return [{column: _value(column, line.get(column) or "") for column in COLUMNS} for line in csv.DictReader(file)]
+
+
+def _value(column: str, text: str) -> Any:
+    if column in _TEXTS:
+        return text
+    if not text:
+        return None
+    if column in _INTEGERS:
+        return int(text)
+    if column in _NUMBERS:
+        return float(text)
+    if column in _FLAGS:
+        return text == "True"
+    return [float(item) for item in text.split(";")] if column == "round_ms" else text
 
 
 def _speedup(measurement: Measurement, baseline: Measurement | None) -> float | None:

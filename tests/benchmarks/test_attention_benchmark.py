@@ -25,7 +25,7 @@ from benchmarks.attention_plan import Plan
 from benchmarks.attention_presets import Problem
 from benchmarks.attention_provider import Provider
 from benchmarks.attention_report import Report
-from benchmarks.attention_rows import COLUMNS
+from benchmarks.attention_rows import COLUMNS, rows_from_csv
 from cs336_systems.profiling.environment import collect_environment
 from cs336_systems.profiling.sweep import RowStore, read_configuration
 from cs336_systems.profiling.timing import TimingMethod
@@ -260,6 +260,28 @@ def test_rounds_that_differ_too_much_are_noted(tmp_path, calls, monkeypatch, cap
     assert all("something else was running" in row["warning"] for row in results(tmp_path))
 
 
+def test_plots_are_drawn_again_from_the_table_alone(tmp_path, calls, capsys):
+    assert benchmark.main([*SWEEP, "--output", str(tmp_path / "a")]) == 0
+    drawn = {path.name: path.read_bytes() for path in (tmp_path / "a").glob("*.png")}
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a" / "results.csv").rename(tmp_path / "b" / "results.csv")
+    calls.seen.clear()
+    assert benchmark.main(["--redraw", str(tmp_path / "b")]) == 0
+    assert {path.name: path.read_bytes() for path in (tmp_path / "b").glob("*.png")} == drawn
+    assert calls.seen == []
+    with pytest.raises(SystemExit):
+        benchmark.main(["--redraw", str(tmp_path / "a")])
+    assert "--redraw must be a folder with a results.csv" in capsys.readouterr().err
+
+
+def test_rows_are_read_back_as_they_were_written(tmp_path, calls):
+    assert benchmark.main([*SWEEP, "--no-plots", "--output", str(tmp_path)]) == 0
+    stored = RowStore.open(tmp_path, read_configuration(tmp_path)).rows
+    for read, row in zip(rows_from_csv(tmp_path / "results.csv"), stored, strict=True):
+        assert read.keys() == row.keys()
+        assert {name: (read[name], row[name]) for name in row if read[name] != row[name]} == {}
+
+
 def test_a_dry_run_measures_and_writes_nothing(tmp_path, calls, capsys):
     assert benchmark.main([*SWEEP, "--dry-run", "--output", str(tmp_path / "new")]) == 0
     assert not (tmp_path / "new").exists()
@@ -310,7 +332,7 @@ def test_rows_of_several_commits_are_told(tmp_path, calls):
     assert benchmark.main([*SWEEP, "--no-plots", "--commit", "f00", "--output", str(tmp_path)]) == 0
     rows = RowStore.open(tmp_path, read_configuration(tmp_path)).rows
     rows[0]["commit"] = "ba2"
-    report = Report(rows, collect_environment("cpu"), {"naive": 0, "other": 0}, {}, [])
+    report = Report(rows, collect_environment("cpu"), {}, [])
     assert "measured at several commits: ba2, f00" in report.tables()
 
 
