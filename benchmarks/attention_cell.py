@@ -6,6 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -13,7 +14,6 @@ from benchmarks.attention_contender import Contender, Tensors, relative_differen
 from benchmarks.attention_guards import SeriesHistory, would_not_fit
 from benchmarks.attention_presets import Problem
 from benchmarks.attention_provider import Provider
-from benchmarks.attention_providers import BASELINE
 from cs336_systems.profiling.flops import Pass
 from cs336_systems.profiling.memory import MemoryReading, release_memory, without_frames
 from cs336_systems.profiling.sweep import OK, Outcome, Status, outcome_of
@@ -48,12 +48,22 @@ class Measurement:
     probe_ms: float | None = None
 
 
+class Difference(NamedTuple):
+    """How far a pass's results are from another provider's, relative in the Frobenius norm, and whose those are.
+
+    The results are the output of the forward pass, or the gradients of the others, of which the farthest counts.
+    """
+
+    value: float
+    provider: str
+
+
 @dataclass
 class CellResult:
-    """What came of a cell. `differences` are relative to the baseline's output, in the Frobenius norm."""
+    """What came of a cell."""
 
     measurements: dict[tuple[str, Pass], Measurement] = field(default_factory=dict)
-    differences: dict[str, float] = field(default_factory=dict)
+    differences: dict[tuple[str, Pass], Difference] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     device_lost: bool = False
 
@@ -84,7 +94,7 @@ class CellRun:
         self._condemned = condemned
         self._result = CellResult()
         self._contenders: dict[str, Contender] = {}
-        self._baseline_output: torch.Tensor | None = None
+        self._expected: dict[bool, tuple[str, tuple[torch.Tensor, ...]]] = {}
 
     def measure(self, providers: Sequence[Provider]) -> CellResult:
         """Measure every provider. What it cannot do is an outcome of the result."""
@@ -153,14 +163,14 @@ class CellRun:
         output = contender.output()
         synchronize(device)
         self._contenders[provider.name] = contender
-        if provider.name == BASELINE:
-            self._baseline_output = output
-        if self._baseline_output is not None:
-            self._result.differences[provider.name] = relative_difference(output, self._baseline_output)
+        if "forward" in self._settings.passes:
+            self._compare(provider.name, ["forward"], (output,))
 
     def _first_pass(self, provider: Provider, which: Pass) -> None:
         self._on_step(provider.name, f"first {which}")
         contender, settings = self._contenders[provider.name], self._settings
+        if which != "forward" and (provider.name, which) not in self._result.differences:
+            self._compare(provider.name, [w for w in settings.passes if w != "forward"], contender.gradients())
         with contender.ready(which) as run:
             run()
             probe_ms = call_milliseconds(run, settings.device)
@@ -170,6 +180,13 @@ class CellRun:
             limit = f"more than the {settings.max_seconds:g} s allowed"
             outcome = Outcome(Status.SKIPPED, f"one call takes {probe_ms * 1e-3:.1f} s, {limit}")
         self._result.measurements[provider.name, which] = Measurement(outcome, memory=memory, probe_ms=probe_ms)
+
+    def _compare(self, name: str, passes: Sequence[Pass], results: tuple[torch.Tensor, ...]) -> None:
+        """Note how far the results are from those of the first provider that had any: the baseline, where it did."""
+        theirs, expected = self._expected.setdefault("forward" in passes, (name, results))
+        difference = Difference(relative_difference(results, expected), theirs)
+        for which in passes:
+            self._result.differences[name, which] = difference
 
     def _attempt(
         self,

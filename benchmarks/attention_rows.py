@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.attention_cell import CellResult, Measurement
+from benchmarks.attention_cell import CellResult, Difference, Measurement
 from benchmarks.attention_presets import Problem, SweepConfiguration
 from benchmarks.attention_provider import Provider
 from benchmarks.attention_providers import BASELINE, reference_name
@@ -42,7 +42,8 @@ COLUMNS = (
     "held_mib",
     "peak_mib",
     "memory_method",
-    "difference_from_naive",
+    "difference",
+    "difference_from",
     "warning",
     "probe_ms",
     "round_ms",
@@ -60,7 +61,7 @@ COLUMNS = (
 
 _INTEGERS = {"batch", "heads", "kv_heads", "length", "head_dim", "rounds", "seed"}
 _NUMBERS = {"median_ms", "min_ms", "max_ms", "std_ms", "tflops", "speedup_over_naive", "speedup_over_reference"} | {
-    *("held_mib", "peak_mib", "difference_from_naive", "probe_ms")
+    *("held_mib", "peak_mib", "difference", "probe_ms")
 }
 _FLAGS = {"tf32", "dirty"}
 _TEXTS = {"reason", "warning"}
@@ -70,6 +71,8 @@ _TEXTS = {"reason", "warning"}
 # computed otherwise, with another mask, scale or layout, and its time is no answer to the same question.
 _PLAUSIBLE_DIFFERENCE = {"bfloat16": 4e-2, "float16": 5e-3, "float32": 1e-4}
 _PLAUSIBLE_DIFFERENCE_TF32 = 5e-3
+# Gradients go through more roundings than outputs do.
+_MORE_IN_GRADIENTS = 2.0
 _PLAUSIBLE_SPREAD = 2.0
 
 
@@ -94,6 +97,7 @@ class RowMaker:
         environment = self._environment
         reference = reference_name(problem, self._device)
         memory, outcome = measurement.memory, measurement.outcome
+        difference = result.differences.get((name, which))
         row: Row = {
             "preset": self._configuration.preset,
             "implementation": name,
@@ -113,7 +117,8 @@ class RowMaker:
             "held_mib": None if memory is None else memory.held_mib,
             "peak_mib": None if memory is None else memory.peak_mib,
             "memory_method": None if memory is None else memory.method or None,
-            "difference_from_naive": _finite(result.differences.get(name)),
+            "difference": None if difference is None else _finite(difference.value),
+            "difference_from": None if difference is None else difference.provider,
             "probe_ms": measurement.probe_ms,
             "device": environment.device,
             "torch": environment.torch,
@@ -127,7 +132,7 @@ class RowMaker:
             "date": environment.date,
         }
         row.update(self._time_columns(problem, which, measurement))
-        row["warning"] = "; ".join(self._warnings(problem, row, result.differences.get(name)))
+        row["warning"] = "; ".join(self._warnings(problem, row, difference))
         return row
 
     def _time_columns(self, problem: Problem, which: Pass, measurement: Measurement) -> Row:
@@ -144,7 +149,7 @@ class RowMaker:
             "round_ms": list(times.milliseconds),
         }
 
-    def _warnings(self, problem: Problem, row: Row, difference: float | None) -> list[str]:
+    def _warnings(self, problem: Problem, row: Row, difference: Difference | None) -> list[str]:
         found = []
         tf32 = self._configuration.tf32
         if row["status"] == Status.OK.value and row["tflops"] is not None:
@@ -155,8 +160,11 @@ class RowMaker:
                 found.append(f"the slowest round took {spread:.1f} times the fastest: something else was running")
         loose = tf32 and problem.dtype == "float32"
         allowed = _PLAUSIBLE_DIFFERENCE_TF32 if loose else _PLAUSIBLE_DIFFERENCE[problem.dtype]
-        if difference is not None and not difference <= allowed:
-            found.append(f"the output differs from {BASELINE}'s by {difference:.1g} of its norm")
+        if row["pass"] != "forward":
+            allowed *= _MORE_IN_GRADIENTS
+        if difference is not None and not difference.value <= allowed:
+            results = "output differs" if row["pass"] == "forward" else "gradients differ"
+            found.append(f"the {results} from {difference.provider}'s by {difference.value:.1g} of the norm")
         return found
 
 
@@ -186,9 +194,9 @@ def _speedup(measurement: Measurement, baseline: Measurement | None) -> float | 
     return measurement.times.speedup_over(baseline.times)
 
 
-def _finite(value: float | None) -> float | None:
+def _finite(value: float) -> float | None:
     """The value, or None where JSON has no number for it; the warning then says what was wrong."""
-    return value if value is not None and value < float("inf") else None
+    return value if value < float("inf") else None
 
 
 def summary(rows: Sequence[Row]) -> str:

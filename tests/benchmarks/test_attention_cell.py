@@ -72,7 +72,7 @@ def test_every_pass_of_every_provider_is_measured():
         assert len(measurement.times.milliseconds) == 3
         assert measurement.times.minimum > 0
         assert measurement.probe_ms is not None
-    assert result.differences == {"naive": 0.0, "other": 0.0}
+    assert result.differences == dict.fromkeys(result.measurements, (0.0, "naive"))
     memory = result.measurements["other", "backward"].memory
     assert memory is not None
     assert memory.held_bytes is not None
@@ -98,7 +98,8 @@ def test_layouts_hold_the_same_values(layout, heads):
 
     result = measured(provider("naive"), provider("other", bind, layout=layout), problem=problem)
     assert statuses(result, "other") == ["ok"] * 3
-    assert result.differences["other"] == pytest.approx(0, abs=1e-6)
+    assert result.differences["other", "forward"].value == pytest.approx(0, abs=1e-6)
+    assert result.differences["other", "backward"].value == pytest.approx(0, abs=1e-6)
     count = max(1, heads)
     expected = {"as given": (2, 32, 8) if heads == 0 else (2, count, 32, 8), "heads first": (2, count, 32, 8)}
     assert set(shapes) == {expected.get(layout, (2, 32, count, 8))}
@@ -109,7 +110,25 @@ def test_a_provider_that_is_wrong_shows():
         return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=not problem.causal)
 
     result = measured(provider("naive"), provider("unmasked", bind))
-    assert result.differences["unmasked"] > 0.1
+    for which in PASSES:
+        assert result.differences["unmasked", which].value > 0.1
+
+
+def test_wrong_gradients_show():
+    def bind(problem: Problem):
+        return lambda q, k, v: right(problem)(q, k.detach() + 0 * k, v)
+
+    result = measured(provider("naive"), provider("forgetful", bind))
+    assert result.differences["forgetful", "forward"].value == 0
+    assert result.differences["forgetful", "backward"].value == pytest.approx(1.0)
+    assert result.differences["forgetful", "both"] == result.differences["forgetful", "backward"]
+
+
+def test_the_first_that_can_is_what_others_are_compared_with():
+    oom = failing(lambda: torch.OutOfMemoryError("CUDA out of memory"))
+    result = measured(provider("naive", oom), provider("second"), provider("third"))
+    assert {difference.provider for difference in result.differences.values()} == {"second"}
+    assert {name for name, _ in result.differences} == {"second", "third"}
 
 
 def test_running_out_of_memory_is_a_status_and_the_others_go_on():
@@ -308,4 +327,5 @@ def test_a_cell_on_a_gpu():
     assert flash is not None
     assert flash.held_bytes is not None
     assert output <= flash.held_bytes <= output + 2 * 4 * 512 * 4 + 4096  # the output, the log-sum-exp, and rounding
-    assert result.differences["flash"] < 0.04
+    assert result.differences["flash", "forward"].value < 0.04
+    assert result.differences["flash", "backward"].value < 0.08
