@@ -6,63 +6,26 @@ import csv
 import dataclasses
 import importlib.util
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
 import torch
 import torch._functorch.config as functorch_config
-import torch.nn.functional as F
 
 from benchmarks import attention as benchmark
-from benchmarks import attention_cell, attention_rows
-from benchmarks.attention_plan import Plan
+from benchmarks import attention_rows
 from benchmarks.attention_presets import Problem
 from benchmarks.attention_provider import Provider
 from benchmarks.attention_report import Report
 from benchmarks.attention_rows import COLUMNS, rows_from_csv
 from cs336_systems.profiling.environment import collect_environment
 from cs336_systems.profiling.sweep import RowStore, read_configuration
-from cs336_systems.profiling.timing import TimingMethod
 
 SWEEP = ["--lengths", "32", "64", "--dims", "8", "--batch", "1", "--heads", "2", "--rounds", "2", "--device", "cpu"]
-
-
-@pytest.fixture(autouse=True)
-def _short_measurements(monkeypatch):
-    quick = TimingMethod(rounds=2, warmup_ms=0, repetitions_ms=0, pause_ms=0)
-    usual = TimingMethod(rounds=2)
-    monkeypatch.setattr(Plan, "method", property(lambda plan: quick if plan.device.type == "cpu" else usual))
-    monkeypatch.setattr(attention_rows, "_PLAUSIBLE_SPREAD", 1e9)  # whatever else runs beside the tests
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """Two providers that compute attention in place of all others: who was called, and the trouble to make then."""
-    seen: list[tuple[str, int]] = []
-
-    hook = types.SimpleNamespace(seen=seen, trouble=lambda name, length: None, providers=[])
-
-    def make(name: str) -> Provider:
-        def bind(problem: Problem):
-            def attend(q, k, v):
-                seen.append((name, problem.length))
-                hook.trouble(name, problem.length)
-                return F.scaled_dot_product_attention(q, k, v, is_causal=problem.causal)
-
-            return attend
-
-        return Provider(name=name, group="ours", bind=bind)
-
-    absent = dataclasses.replace(make("fa9"), group="peers", missing="not installed")
-    hook.providers = [make("naive"), make("other"), absent]
-    monkeypatch.setattr(benchmark, "all_providers", lambda device: hook.providers)
-    return hook
+pytestmark = pytest.mark.usefixtures("short_measurements")
 
 
 def results(folder: Path) -> list[dict[str, str]]:
@@ -115,43 +78,6 @@ def test_a_whole_sweep_of_what_is_really_there(tmp_path, capsys):
     assert "held-mib-backward-float32-causal.png" in plots
 
 
-def test_an_interrupted_sweep_keeps_finished_cells_and_is_resumed(tmp_path, calls, capsys):
-    def interrupt(name: str, length: int) -> None:
-        if (name, length) == ("other", 64):
-            raise KeyboardInterrupt
-
-    calls.trouble = interrupt
-    assert benchmark.main([*SWEEP, "--no-plots", "--output", str(tmp_path)]) == 130
-    assert {row["length"] for row in results(tmp_path)} == {"32"}
-    assert f"--resume {tmp_path}" in capsys.readouterr().err
-    before = results(tmp_path)
-
-    calls.trouble = lambda name, length: None
-    calls.seen.clear()
-    assert benchmark.main(["--resume", str(tmp_path), "--no-plots", "--device", "cpu"]) == 0
-    assert {length for _, length in calls.seen} == {64}
-    after = results(tmp_path)
-    assert after[: len(before)] == before
-    assert {row["length"] for row in after} == {"32", "64"}
-    assert "[2/2]" in capsys.readouterr().err
-
-
-def test_the_same_output_continues_and_a_finished_sweep_measures_nothing(tmp_path, calls):
-    arguments = [*SWEEP, "--no-plots", "--output", str(tmp_path)]
-    assert benchmark.main(arguments) == 0
-    calls.seen.clear()
-    assert benchmark.main(arguments) == 0
-    assert calls.seen == []
-
-
-def test_another_configuration_in_the_same_folder_is_an_error(tmp_path, calls, capsys):
-    assert benchmark.main([*SWEEP, "--no-plots", "--output", str(tmp_path)]) == 0
-    assert benchmark.main([*SWEEP, "--no-plots", "--output", str(tmp_path), "--seed", "9"]) == 2
-    assert "seed was 0 and is now 9" in capsys.readouterr().err
-    assert benchmark.main(["--resume", str(tmp_path), "--impl", "other", "--device", "cpu"]) == 2
-    assert "measured was ['naive', 'other'] and is now ['other']" in capsys.readouterr().err
-
-
 def test_memory_that_runs_out_is_a_status_and_longer_lengths_are_skipped(tmp_path, calls):
     def run_out(name: str, length: int) -> None:
         if name == "naive":
@@ -168,70 +94,6 @@ def test_memory_that_runs_out_is_a_status_and_longer_lengths_are_skipped(tmp_pat
     tables = (tmp_path / "tables.md").read_text()
     assert "- naive: skipped: memory ran out at length 32 of the same series (3 times)" in tables
     assert "| oom |" in re.sub(" +", " ", tables)
-
-
-def test_a_lost_device_stops_the_sweep_which_goes_on_with_the_next_cell(tmp_path, calls, monkeypatch, capsys):
-    lost: list[int] = []
-
-    def break_down(name: str, length: int) -> None:
-        if (name, length) == ("other", 32):
-            lost.append(length)
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    def synchronize(device: object) -> None:
-        if lost:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    calls.trouble = break_down
-    monkeypatch.setattr(attention_cell, "synchronize", synchronize)
-    assert benchmark.main([*SWEEP, "--no-plots", "--output", str(tmp_path)]) == 3
-    assert "--resume" in capsys.readouterr().err
-    lost.clear()
-    calls.seen.clear()
-    assert benchmark.main(["--resume", str(tmp_path), "--no-plots", "--device", "cpu"]) == 0
-    assert {length for _, length in calls.seen} == {64}
-
-
-SWEEP_THAT_DIES = """
-import os, sys
-from benchmarks import attention as benchmark
-from benchmarks.attention_provider import Provider
-import torch.nn.functional as F
-
-def bind(name):
-    def attend(q, k, v):
-        if (name, q.shape[-2]) == ("other", 32):
-            os._exit(11)
-        return F.scaled_dot_product_attention(q, k, v)
-    return lambda problem: attend
-
-benchmark.all_providers = lambda device: [Provider(n, "ours", bind(n)) for n in ("naive", "other")]
-sys.exit(benchmark.main(sys.argv[1:]))
-"""
-
-
-def test_a_provider_that_ends_the_process_is_given_up_after_the_second_time(tmp_path):
-    command = [sys.executable, "-c", SWEEP_THAT_DIES, *SWEEP, "--full", "--rounds", "1", "--output", str(tmp_path)]
-    root = Path(benchmark.__file__).parents[1]
-    ends = [subprocess.run([*command, "--no-plots"], cwd=root, check=False).returncode for _ in range(3)]
-    assert ends == [11, 11, 0]
-    rows = results(tmp_path)
-    assert len(rows) == 2 * 2 * 3
-    failed = [row for row in rows if row["status"] != "ok"]
-    assert {(row["implementation"], row["length"], row["status"]) for row in failed} == {("other", "32", "error")}
-    assert failed[0]["reason"] == "2 processes ended while it ran here"
-
-
-def test_a_time_limit_ends_the_sweep_as_an_interruption_does(tmp_path, calls):
-    def terminate(name: str, length: int) -> None:
-        if (name, length) == ("other", 64):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    before = signal.getsignal(signal.SIGTERM)
-    calls.trouble = terminate
-    assert benchmark.main([*SWEEP, "--no-plots", "--output", str(tmp_path)]) == 130
-    assert {row["length"] for row in results(tmp_path)} == {"32"}
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_peers_may_lie_in_a_folder_of_their_own(tmp_path, calls, monkeypatch, capsys):
