@@ -17,8 +17,10 @@ _ELEMENT_BYTES: dict[str, int] = {"half": 2, "float32": 4}
 # Float32 numbers that a thread may hold in accumulators and scores; it has 255 registers, and more are spilled.
 _MOST_NUMBERS_A_THREAD: dict[str, float] = {"half": 288.0, "float32": 192.0}
 _FEWEST_NUMBERS_A_THREAD = 4.0
-# The rows of a tile from which Hopper's matrix instructions are used, which read both operands from shared memory.
-_WARP_GROUP_ROWS = 64
+# Elements of one streamed tile for each thread. Beyond, a compilation takes up to a minute, and its kernel spills.
+_MOST_STREAMED_A_THREAD = 128.0
+# From so many rows and warps on Hopper's matrix instructions are used, which read both operands from shared memory.
+_WARP_GROUP_ROWS, _WARP_GROUP_WARPS = 64, 4
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ def shared_bytes_at_least(row: Row, config: TileConfig, capability: tuple[int, i
     streamed = row.streamed(config) * width
     if config.num_stages == 1:
         return streamed
-    if capability[0] == 9 and row.kept(config) >= _WARP_GROUP_ROWS:
+    in_groups = row.kept(config) >= _WARP_GROUP_ROWS and config.num_warps >= _WARP_GROUP_WARPS
+    if capability[0] == 9 and in_groups:
         return kept + 2 * streamed * config.num_stages
     return 2 * streamed * (config.num_stages - 1)
 
@@ -79,6 +82,7 @@ def candidates(row: Row, now: TileConfig, capability: tuple[int, int], shared_li
         numbers = numbers_a_thread(row, config)
         return (
             _FEWEST_NUMBERS_A_THREAD <= numbers <= _MOST_NUMBERS_A_THREAD[row.arithmetic]
+            and row.streamed(config) * row.head_dim <= _MOST_STREAMED_A_THREAD * 32 * config.num_warps
             and shared_bytes_at_least(row, config, capability) <= shared_limit
         )
 

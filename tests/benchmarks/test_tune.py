@@ -25,22 +25,27 @@ NOW = TileConfig(64, 64, 4, 3)
 
 @pytest.mark.parametrize(
     ("row", "tiles", "compiled_kib"),
-    [  # what Triton 3.7 takes for sm_90 at head dimension 128
-        (("forward", "half"), (128, 128, 8, 2), 160),
-        (("forward", "half"), (64, 128, 4, 3), 208),
-        (("forward", "float32"), (64, 32, 8, 3), 132),
-        (("forward", "half"), (128, 128, 8, 1), 64),
-        (("dq", "half"), (128, 64, 8, 4), 192),
-        (("dq", "float32"), (64, 64, 8, 2), 196),
-        (("dkdv", "half"), (128, 64, 8, 4), 291),
-        (("dkdv", "float32"), (64, 32, 8, 3), 169),
-        (("dkdv", "float32"), (64, 64, 8, 1), 132),
+    [  # what Triton 3.7 takes for sm_90
+        (("forward", "half", 128), (128, 128, 8, 2), 160),
+        (("forward", "half", 128), (64, 128, 4, 3), 208),
+        (("forward", "float32", 128), (64, 32, 8, 3), 132),
+        (("forward", "half", 128), (128, 128, 8, 1), 64),
+        (("forward", "float32", 64), (64, 64, 2, 5), 144),
+        (("forward", "half", 32), (64, 64, 2, 5), 36),
+        (("dq", "half", 128), (128, 64, 8, 4), 192),
+        (("dq", "float32", 128), (64, 64, 8, 2), 196),
+        (("dq", "float32", 128), (64, 16, 2, 3), 100),
+        (("dq", "float32", 16), (32, 16, 4, 3), 8),
+        (("dkdv", "half", 128), (128, 64, 8, 4), 291),
+        (("dkdv", "half", 256), (16, 64, 8, 5), 144),
+        (("dkdv", "float32", 128), (64, 32, 8, 3), 169),
+        (("dkdv", "float32", 128), (64, 64, 8, 1), 132),
     ],
 )
 def test_the_bound_of_shared_memory_is_one(row, tiles, compiled_kib):
-    bound = shared_bytes_at_least(Row(*row, 128), TileConfig(*tiles), HOPPER)
+    bound = shared_bytes_at_least(Row(*row), TileConfig(*tiles), HOPPER)
     assert bound <= compiled_kib * KIB
-    if tiles[3] > 1 and row[0] == "forward":
+    if tiles[3] > 1 and tiles[2] >= 4 and row[0] == "forward":
         assert bound >= 0.9 * compiled_kib * KIB  # and close, where the tile is Hopper's
 
 
