@@ -34,7 +34,7 @@ import torch
 import triton
 
 from benchmarks.processes import run_jobs
-from benchmarks.tune_candidates import Row, candidates, programs
+from benchmarks.tune_candidates import Row, candidates
 from benchmarks.tune_trial import MASKS, Problem, Trial, check, check_ragged, inputs_of, milliseconds
 from cs336_systems.kernels import tuning
 from cs336_systems.kernels.tuning import TileConfig
@@ -43,7 +43,19 @@ from cs336_systems.profiling.sweep import outcome_of
 from cs336_systems.profiling.timing import RoundTimes, TimingMethod, interleave
 
 COLUMNS = (
-    *("pass", "arithmetic", "head_dim", "batch", "heads", "length", "tile_q", "tile_k", "num_warps", "num_stages"),
+    *(
+        "pass",
+        "arithmetic",
+        "head_dim",
+        "batch",
+        "heads",
+        "length",
+        "tile_q",
+        "tile_k",
+        "num_warps",
+        "num_stages",
+        "ahead",
+    ),
     *("programs", "stage", "mask", "milliseconds", "status"),
 )
 FIRST = TimingMethod(rounds=1, warmup_ms=3.0, repetitions_ms=10.0, pause_ms=20.0)
@@ -65,7 +77,7 @@ class Log:
     def add(self, trial: Trial, stage: str, *, mask: str = "", ms: float | None = None, status: str = "ok") -> None:
         """One measurement, or what kept it from being made."""
         problem, row = trial.problem, trial.problem.row
-        grid = programs(row, trial.config, problem.batch, problem.heads, problem.length)
+        grid = trial.config.programs(row.name, *problem.work)
         shape = (problem.batch, problem.heads, problem.length)
         tiles = dataclasses.astuple(trial.config)
         time_or_nothing = "" if ms is None else f"{ms:.6f}"
@@ -129,7 +141,7 @@ def search(
 ) -> TileConfig | None:
     """The best configuration of one row on one problem, with the best few printed; None if nothing was measured."""
     row, device = problem.row, torch.device("cuda", torch.cuda.current_device())
-    now = tuning.lookup(row.name, row.arithmetic, row.head_dim, device)
+    now = tuning.lookup(row.name, row.arithmetic, row.head_dim, device, *problem.work)
     limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
     configs = candidates(row, now, torch.cuda.get_device_capability(device), limit)[: options.most]
     trials = [Trial(problem, config, dict(others)) for config in configs]
@@ -151,6 +163,7 @@ def search(
     for config in ranked:
         wrong = _verdict(Trial(problem, config, dict(others)), log, options)
         if not wrong:
+            print(f"# for {table_of(problem, device)}:")
             print(f"{row}: TileConfig{dataclasses.astuple(config)},", flush=True)
             return config
         print(f"# {dataclasses.astuple(config)} is out: {wrong}", flush=True)
@@ -164,11 +177,19 @@ def _verdict(trial: Trial, log: Log, options: argparse.Namespace) -> str:
     return reason
 
 
+def table_of(problem: Problem, device: torch.device) -> str:
+    """The table that a row found on this problem belongs to: small grids get rows of their own."""
+    row = problem.row
+    usual = tuning.lookup(row.name, row.arithmetic, row.head_dim, device)
+    few = usual.programs(row.name, *problem.work) < tuning.processors_of(device)
+    return "SMALL_GRIDS" if few else "TABLES"
+
+
 def line(problem: Problem, config: TileConfig, final: Mapping[TileConfig, Times], now: TileConfig) -> str:
     """A finalist for people: configuration, times, programs, and its speed-up over the table's row."""
     times = final[config]
-    grid = programs(problem.row, config, problem.batch, problem.heads, problem.length)
-    text = f"#   {dataclasses.astuple(config)!s:20} {grid:6} programs"
+    grid = config.programs(problem.row.name, *problem.work)
+    text = f"#   {dataclasses.astuple(config)!s:26} {grid:6} programs"
     text += "".join(f"  {mask} {times[mask].median:.4f} ms" for mask in MASKS)
     if now in final:
         gains = [times[mask].speedup_over(final[now][mask]) for mask in MASKS]

@@ -43,11 +43,6 @@ class Row:
         return config.tile_q if self.name == "dkdv" else config.tile_k
 
 
-def programs(row: Row, config: TileConfig, batch: int, heads: int, length: int) -> int:
-    """Programs of the pass's grid on q, k and v of (batch, heads, length, d)."""
-    return batch * heads * math.ceil(length / row.kept(config))
-
-
 def shared_bytes_at_least(row: Row, config: TileConfig, capability: tuple[int, int]) -> int:
     """A lower bound of the shared memory that a program takes.
 
@@ -67,9 +62,10 @@ def shared_bytes_at_least(row: Row, config: TileConfig, capability: tuple[int, i
 
 
 def numbers_a_thread(row: Row, config: TileConfig) -> float:
-    """Float32 numbers of the accumulators and of one tile of scores, for each thread of a program."""
+    """Float32 numbers of the accumulators and of the scores, for each thread of a program."""
     accumulated = row.kept(config) * row.head_dim * (2 if row.name == "dkdv" else 1)
-    return (accumulated + config.tile_q * config.tile_k) / (32 * config.num_warps)
+    scores = config.tile_q * config.tile_k * (2 if config.ahead else 1)
+    return (accumulated + scores) / (32 * config.num_warps)
 
 
 def candidates(row: Row, now: TileConfig, capability: tuple[int, int], shared_limit: int) -> list[TileConfig]:
@@ -88,7 +84,9 @@ def candidates(row: Row, now: TileConfig, capability: tuple[int, int], shared_li
 
     def distance(config: TileConfig) -> float:
         tiles = abs(math.log2(config.tile_q / now.tile_q)) + abs(math.log2(config.tile_k / now.tile_k))
-        return tiles + abs(math.log2(config.num_warps / now.num_warps)) + abs(config.num_stages - now.num_stages) / 2
+        options = abs(math.log2(config.num_warps / now.num_warps)) + abs(config.num_stages - now.num_stages) / 2
+        return tiles + options + abs(config.ahead - now.ahead) / 2
 
-    every = (TileConfig(*values) for values in itertools.product(TILES, TILES, WARPS, STAGES))
+    ahead = (False, True) if row.name == "forward" else (False,)
+    every = (TileConfig(*values) for values in itertools.product(TILES, TILES, WARPS, STAGES, ahead))
     return [now, *sorted((config for config in every if config != now and may_fit(config)), key=distance)]

@@ -40,6 +40,11 @@ class Problem:
         """The shape of q, k and v."""
         return self.batch, self.heads, self.length, self.row.head_dim
 
+    @property
+    def work(self) -> tuple[int, int]:
+        """The length of a matrix and how many there are, as the table's look-up takes them."""
+        return self.length, self.batch * self.heads
+
 
 @dataclass(frozen=True)
 class Trial:

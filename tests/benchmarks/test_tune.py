@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import tune, tune_trial
 from benchmarks.processes import Finished
-from benchmarks.tune_candidates import Row, candidates, numbers_a_thread, programs, shared_bytes_at_least
+from benchmarks.tune_candidates import Row, candidates, numbers_a_thread, shared_bytes_at_least
 from benchmarks.tune_trial import MASKS, Problem, Trial, check, check_ragged
 from cs336_systems.kernels import tuning
 from cs336_systems.kernels.launching import INTERPRETED
@@ -68,10 +68,11 @@ def test_less_shared_memory_leaves_fewer():
     assert len(candidates(row, NOW, (8, 6), 99 * KIB)) < len(candidates(row, NOW, HOPPER, 227 * KIB))
 
 
-def test_programs_are_those_of_the_kept_tile():
-    config = TileConfig(64, 128, 4, 2)
-    assert programs(ROW, config, 2, 4, 1000) == 2 * 4 * 16
-    assert programs(Row("dkdv", "half", 64), config, 2, 4, 1000) == 2 * 4 * 8
+def test_scores_a_step_ahead_are_tried_in_the_forward_alone():
+    assert {config.ahead for config in candidates(ROW, NOW, HOPPER, 227 * KIB)} == {False, True}
+    assert not any(config.ahead for config in candidates(Row("dq", "half", 64), NOW, HOPPER, 227 * KIB))
+    usual, ahead = TileConfig(64, 128, 4, 2), TileConfig(64, 128, 4, 2, ahead=True)
+    assert numbers_a_thread(ROW, ahead) - numbers_a_thread(ROW, usual) == 64 * 128 / 128
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the kernels are not interpreted")
@@ -125,6 +126,7 @@ def gpu(monkeypatch):
     properties = SimpleNamespace(shared_memory_per_block_optin=227 * KIB, name="NVIDIA H200", multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(tuning, "lookup", lambda *row: NOW)
+    monkeypatch.setattr(tuning, "processors_of", lambda device: properties.multi_processor_count)
     monkeypatch.setattr(tune, "inputs_of", lambda problem, device: ())
     monkeypatch.setattr(tune.time, "sleep", lambda seconds: None)
     state = SimpleNamespace(checks=lambda trial: "", ragged=lambda trial: "", times=lambda trial: trial.config.tile_q)
@@ -234,3 +236,9 @@ def test_a_small_search_on_a_gpu(tmp_path, capsys):
     assert '("forward", "half", 64): TileConfig(' in printed
     assert '("dkdv", "half", 64): TileConfig(' in printed
     assert (tmp_path / "measurements.csv").read_text().count(",final,") >= 2 * len(MASKS)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("length", "table"), [(64 * 11, "TABLES"), (64 * 10, "SMALL_GRIDS")])
+def test_rows_found_on_few_programs_are_for_small_grids(length, table):
+    assert tune.table_of(Problem(ROW, batch=3, heads=4, length=length), torch.device("cuda", 0)) == table
