@@ -128,7 +128,8 @@ def _why_not_flash(problem: Problem) -> str | None:
     if widest > MOST_HEAD_DIM:
         return f"its head dimensions go up to {MOST_HEAD_DIM}; got {widest}"
     if problem.device.type == "cpu" and interpreting():
-        return None
+        # It multiplies the bit patterns of bfloat16 numbers as if they were integers.
+        return "Triton's interpreter computes wrong bfloat16 products" if problem.dtype == torch.bfloat16 else None
     if problem.device.type != "cuda":
         return f"it needs tensors on a CUDA GPU (or TRITON_INTERPRET=1 to run on a CPU, slowly); got {problem.device}"
     if interpreting():

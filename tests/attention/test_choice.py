@@ -166,6 +166,14 @@ def test_interpreted_kernels_take_no_gpu_tensors(monkeypatch):
     assert reason == "TRITON_INTERPRET is set, so its kernels run on CPU tensors alone; got cuda"
 
 
+def test_interpreted_kernels_take_no_bfloat16(monkeypatch):
+    """The interpreter multiplies bit patterns: if its products become right, the refusal can go, and tests can run."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert explain(*tensors()).passed_over[FLASH] == "'sdpa' comes before it on cpu"
+    reason = explain(*tensors(dtype=torch.bfloat16)).passed_over[FLASH]
+    assert reason == "Triton's interpreter computes wrong bfloat16 products"
+
+
 def test_without_triton_there_is_no_flash(monkeypatch, compiled_kernels):
     monkeypatch.setattr(choose, "TRITON_IS_INSTALLED", False)
     explanation = choose.explain(on_gpu(monkeypatch))

@@ -1,0 +1,46 @@
+"""The page that tells what a run of the tests showed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+RUN = """
+import pytest
+
+@pytest.mark.parametrize("n", range(3))
+def test_good(n):
+    assert n < {limit}
+
+@pytest.mark.skip(reason="needs a unicorn")
+def test_skipped():
+    pass
+"""
+
+
+def summary_of(folder: Path, limit: int) -> subprocess.CompletedProcess[str]:
+    """The page of a run in which tests from `limit` on fail."""
+    test = folder / "test_it.py"
+    test.write_text(RUN.format(limit=limit))
+    pytest_run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={folder}", str(test)]
+    subprocess.run([*pytest_run, "--junitxml", str(folder / "run.xml")], cwd=folder, capture_output=True, check=False)
+    script = [sys.executable, str(ROOT / "tools" / "test_summary.py"), str(folder / "run.xml"), "--commit", "abc"]
+    return subprocess.run([*script, "--command", "pytest -q"], capture_output=True, text=True, check=False)
+
+
+def test_a_run_without_failures(tmp_path):
+    finished = summary_of(tmp_path, limit=3)
+    assert finished.returncode == 0, finished.stderr
+    assert "`pytest -q`: **3 passed, 0 failed, 1 skipped**" in finished.stdout
+    assert "- 1: needs a unicorn" in finished.stdout
+    assert "commit abc." in finished.stdout
+    assert "Failed" not in finished.stdout
+
+
+def test_failures_are_named_and_told_by_the_exit_status(tmp_path):
+    finished = summary_of(tmp_path, limit=1)
+    assert finished.returncode == 1
+    assert "**1 passed, 2 failed, 1 skipped**" in finished.stdout
+    assert "- `test_it::test_good[2]`" in finished.stdout
