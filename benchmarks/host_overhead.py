@@ -3,8 +3,8 @@
     python benchmarks/host_overhead.py --length 256
 
 Many calls are made in a row without waiting for the device; the median over several such batches is shown for every
-implementation beside torch's `scaled_dot_product_attention`, with and without gradients. On a CPU a call computes
-before it returns, so there the figure is the whole time of a call.
+implementation beside torch's `scaled_dot_product_attention`: of the forward pass without and with its graph recorded,
+and of the backward pass. On a CPU a call computes before it returns, so there the figure is the whole time of a call.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 if not __package__:
@@ -30,6 +30,9 @@ from cs336_systems.profiling.timing import RoundTimes, TimingMethod, interleave,
 
 REFERENCE = "torch"
 IMPLEMENTATIONS = ("auto", "flash", "sdpa", "compiled", "naive", "tiled")
+
+COLUMNS = {"forward": "forward, µs", "recorded": "with its graph, µs", "backward": "backward, µs"}
+"""What is measured, and how the table names it."""
 
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -49,7 +52,18 @@ def host_milliseconds(call: Callable[[], object], device: torch.device, calls: i
     return elapsed * 1e3 / calls
 
 
-def contenders(tensors: Sequence[torch.Tensor], causal: bool) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
+def call_of(candidate: Call, tensors: Sequence[torch.Tensor], what: str) -> Callable[[], object]:
+    """A function of which one call is a forward pass, or a backward pass on a graph that is kept."""
+    if what != "backward":
+        return functools.partial(candidate, *tensors)
+    output = candidate(*tensors)
+    gradient = torch.randn_like(output)
+    return lambda: torch.autograd.grad(output, tensors, gradient, retain_graph=True)
+
+
+def contenders(
+    tensors: Sequence[torch.Tensor], causal: bool, what: str
+) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
     """A call without arguments for each implementation that can do it, warmed up, and why the others cannot."""
     candidates: dict[str, Call] = {REFERENCE: functools.partial(F.scaled_dot_product_attention, is_causal=causal)}
     for name in IMPLEMENTATIONS:
@@ -57,8 +71,8 @@ def contenders(tensors: Sequence[torch.Tensor], causal: bool) -> tuple[dict[str,
     ready: dict[str, Callable[[], object]] = {}
     refused: dict[str, str] = {}
     for name, candidate in candidates.items():
-        call = functools.partial(candidate, *tensors)
         try:
+            call = call_of(candidate, tensors, what)
             for _ in range(3):
                 call()
         except ValueError as error:
@@ -68,13 +82,13 @@ def contenders(tensors: Sequence[torch.Tensor], causal: bool) -> tuple[dict[str,
     return ready, refused
 
 
-def measure(options: argparse.Namespace, requires_grad: bool) -> tuple[dict[str, RoundTimes], dict[str, str]]:
-    """Host time by implementation, interleaved, and the reasons of those that were left out."""
+def measure(options: argparse.Namespace, what: str) -> tuple[dict[str, RoundTimes], dict[str, str]]:
+    """Host time of one of `COLUMNS` by implementation, interleaved, and the reasons of those that were left out."""
     shape = (options.batch, options.heads, options.length, options.dim)
     generator = torch.Generator(options.device).manual_seed(0)
     draw = functools.partial(torch.randn, shape, generator=generator, device=options.device, dtype=options.dtype)
-    tensors = [draw(requires_grad=requires_grad) for _ in range(3)]
-    ready, refused = contenders(tensors, options.causal)
+    tensors = [draw(requires_grad=what != "forward") for _ in range(3)]
+    ready, refused = contenders(tensors, options.causal, what)
     measurements = {
         name: functools.partial(host_milliseconds, call, options.device, options.calls) for name, call in ready.items()
     }
@@ -82,19 +96,20 @@ def measure(options: argparse.Namespace, requires_grad: bool) -> tuple[dict[str,
     return interleave(measurements, method=method), refused
 
 
-def table(inference: dict[str, RoundTimes], training: dict[str, RoundTimes]) -> str:
-    """Microseconds a call, and as a multiple of torch's, without and with gradients."""
+def table(measured: Mapping[str, Mapping[str, RoundTimes]]) -> str:
+    """Microseconds a call by implementation, and as a multiple of torch's, for each of `COLUMNS` that was measured."""
     lines = []
-    for name in inference:
+    for name in dict.fromkeys(name for times in measured.values() for name in times):
         line = [name]
-        for times in (inference, training):
+        for times in measured.values():
             if name not in times or REFERENCE not in times:
                 line += [ABSENT, ABSENT]
                 continue
             ratio = 1 / times[name].speedup_over(times[REFERENCE])
             line += [format_number(times[name].median * 1e3), f"{ratio:.2f} ×"]
         lines.append(line)
-    return markdown_table(["implementation", "µs", "of torch's", "µs with gradients", "of torch's"], lines)
+    headers = [header for what in measured for header in (COLUMNS[what], "of torch's")]
+    return markdown_table(["implementation", *headers], lines)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -116,15 +131,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print the table."""
     options = parse(arguments)
-    inference, refused = measure(options, requires_grad=False)
-    training, refused_training = measure(options, requires_grad=True)
+    measured, refused = dict[str, dict[str, RoundTimes]](), dict[str, str]()
+    for what in COLUMNS:
+        measured[what], why_not = measure(options, what)
+        for name, reason in why_not.items():
+            refused.setdefault(name, f"{COLUMNS[what].removesuffix(', µs')}: {reason}")
     shape = (options.batch, options.heads, options.length, options.dim)
     print(f"Host time of one eager call, {options.device}, {options.dtype}, q {shape}, torch {torch.__version__}")
     if options.device.type != "cuda":
         print("Not on a GPU: a call computes before it returns, so this is its whole time.")
-    print(table(inference, training))
-    for name, reason in (refused_training | refused).items():
-        print(f"{name}: not measured{'' if name in refused else ' with gradients'}: {reason}")
+    print(table(measured))
+    for name, reason in refused.items():
+        print(f"{name} was not measured, {reason}")
     return 0
 
 

@@ -18,7 +18,7 @@ def test_the_table_has_every_implementation_that_can_do_it(monkeypatch, capsys):
     printed = capsys.readouterr().out
     for name in ("| torch ", "| sdpa ", "| naive "):
         assert name in printed
-    assert "imaginary: not measured:" in printed
+    assert "imaginary was not measured, forward: impl must be one of" in printed
     assert "Not on a GPU" in printed
 
 
@@ -31,9 +31,18 @@ def test_a_call_is_a_share_of_a_batch_of_calls():
 
 def test_ratios_are_within_rounds_and_above_one_when_slower():
     torchs, ours = RoundTimes((0.010, 0.020)), RoundTimes((0.015, 0.030))
-    text = host_overhead.table({"torch": torchs, "ours": ours}, {"torch": torchs, "ours": torchs})
+    text = host_overhead.table({"forward": {"torch": torchs, "ours": ours}, "backward": {"torch": torchs}})
     line = [cell.strip() for cell in text.splitlines()[3].split("|")[1:-1]]
-    assert line == ["ours", "22.5", "1.50 ×", "15.0", "1.00 ×"]
+    assert line == ["ours", "22.5", "1.50 ×", "–", "–"]
+
+
+def test_a_backward_pass_is_one_call_each():
+    tensors = [torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3)]
+    ready, refused = host_overhead.contenders(tensors, True, "backward")
+    assert refused.keys() <= {"flash"}
+    for name, call in ready.items():
+        gradients = call()
+        assert [x.shape for x in gradients] == [x.shape for x in tensors], name
 
 
 def test_defaults():
