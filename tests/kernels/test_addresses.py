@@ -14,9 +14,19 @@ FAR = 2**30 + 24  # twice this fits no 32 bits, once it does
 
 
 @triton.jit(do_not_specialize=["index", "first_row"])
-def distances_kernel(pointer, distances, index, sizes, strides, first_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def distances_kernel(
+    pointer,
+    distances,
+    index,
+    sizes,
+    strides,
+    first_row,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UNIT: tl.constexpr,
+):
     """Bytes from the tensor's first element to each of a tile."""
-    source = matrix(pointer, index, sizes, strides, 0, ())
+    source = matrix(pointer, index, sizes, strides, 0, (), UNIT)
     pointers = tile_pointers(source, first_row, ROWS, COLUMNS)
     offsets = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tl.store(distances + offsets, pointers.to(tl.int64) - pointer.to(tl.int64))
@@ -30,17 +40,18 @@ def distances_kernel(pointer, distances, index, sizes, strides, first_row, ROWS:
         pytest.param((2, 4), (96, FAR, 32, 1), id="heads"),
         pytest.param((2, 2, 2), (FAR, 640, 96, 32, 1), id="first_of_three_axes"),
         pytest.param((7,), (96, FAR, 1), id="rows"),
-        pytest.param((7,), (96, 1, FAR), id="columns"),
+        pytest.param((7,), (96, 8, FAR), id="columns"),
         pytest.param((7,), (2**33, 2**32, 2**31), id="strides_beyond_32_bits"),
         pytest.param((2, 4), (0, 96, 32, 1), id="expanded"),
     ],
 )
-@pytest.mark.parametrize("first_row", [0, 48])
-def test_distances_within_a_tensor(flash_device, sizes, strides, first_row):
+@pytest.mark.parametrize(("first_row", "unit"), [(0, 1), (48, 1), (48, 8)])
+def test_distances_within_a_tensor(flash_device, sizes, strides, first_row, unit):
     x = torch.empty(1, dtype=torch.float16, device=flash_device)
     index = 6
     distances = torch.empty(ROWS, COLUMNS, dtype=torch.int64, device=flash_device)
-    distances_kernel[(1,)](x, distances, index, (0, *sizes[1:]), strides, first_row, ROWS, COLUMNS)
+    in_units = (*[stride // unit for stride in strides[:-1]], strides[-1])
+    distances_kernel[(1,)](x, distances, index, (0, *sizes[1:]), in_units, first_row, ROWS, COLUMNS, unit)
     where = 0
     for size, stride in zip(reversed(sizes), reversed(strides[:-2]), strict=True):
         index, position = divmod(index, size)
