@@ -12,7 +12,10 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import re
+import signal
+import site
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,16 +33,18 @@ from benchmarks.attention_options import RunOptions, parse
 from benchmarks.attention_peers import PEER_DISTRIBUTIONS
 from benchmarks.attention_plan import Plan, dry_run, headline, method_notes
 from benchmarks.attention_presets import Problem, SweepConfiguration
-from benchmarks.attention_provider import GROUPS
 from benchmarks.attention_providers import all_providers
-from benchmarks.attention_report import Report
-from benchmarks.attention_rows import RowMaker, summary
+from benchmarks.attention_report import Report, draw
+from benchmarks.attention_rows import RowMaker, rows_from_csv, summary
 from cs336_systems.profiling.environment import Environment, collect_environment
 from cs336_systems.profiling.memory import release_memory
 from cs336_systems.profiling.progress import Progress
-from cs336_systems.profiling.sweep import Row, RowStore
+from cs336_systems.profiling.sweep import DeathLog, Row, RowStore
 
 NOT_A_NUMBER = float("nan")
+
+# One may have been the machine, or whoever ended the process.
+_DEATHS_ALLOWED = 2
 
 
 class SweepStoppedError(RuntimeError):
@@ -55,6 +60,7 @@ class Sweep:
         self._progress = progress
         self._maker = RowMaker(plan.configuration, environment, plan.device)
         self._history = SeriesHistory(store.rows)
+        self._deaths = DeathLog(store.folder)
         self._noted: set[str] = set()
         self._settings = CellSettings(
             device=plan.device,
@@ -83,7 +89,19 @@ class Sweep:
         if any(provider.compiles for provider in self._plan.providers):
             # A second shape would make the compiler try dynamic shapes, and a ninth leave the function uncompiled.
             torch.compiler.reset()
-        result = CellRun(problem, self._settings, self._history, self._progress.step).measure(self._plan.providers)
+
+        def on_step(name: str, what: str) -> None:
+            self._deaths.begin(_attempt(problem, name))
+            self._progress.step(f"{name}: {what}")
+
+        def condemned(name: str) -> str | None:
+            deaths = self._deaths.deaths(_attempt(problem, name))
+            return f"{deaths} processes ended while it ran here" if deaths >= _DEATHS_ALLOWED else None
+
+        try:
+            result = CellRun(problem, self._settings, self._history, on_step, condemned).measure(self._plan.providers)
+        finally:
+            self._deaths.end()
         rows = self._maker.rows(problem, self._plan.providers, result)
         self._store.append(problem.key, rows)
         for row in rows:
@@ -98,6 +116,10 @@ class Sweep:
         if result.device_lost:
             raise SweepStoppedError("the device was lost; the cell is stored, so --resume goes on with the next one")
         release_memory(self._plan.device)
+
+
+def _attempt(problem: Problem, name: str) -> str:
+    return f"{problem.key}: {name}"
 
 
 def drive(sweep: Sweep, plan: Plan) -> None:
@@ -157,18 +179,31 @@ def run(plan: Plan, options: RunOptions) -> int:
         progress.note(f"note: the load average is {environment.load_average:.1f}: other programs make these times long")
     status = 0
     try:
-        drive(Sweep(plan, environment, store, progress), plan)
+        with termination_as_interruption():
+            drive(Sweep(plan, environment, store, progress), plan)
     except KeyboardInterrupt:
         progress.note(f"interrupted; finished cells are kept, go on with --resume {folder}")
         status = 130
     except SweepStoppedError as error:
         progress.note(str(error))
         status = 3
-    groups = {provider.name: GROUPS.index(provider.group) for provider in plan.providers}
-    report = Report(store.rows, environment, groups, plan.missing, method_notes(plan))
+    report = Report(store.rows, environment, plan.missing, method_notes(plan))
     for path in report.write(folder, plots=options.plots):
         progress.note(f"wrote {path}")
     return status
+
+
+@contextmanager
+def termination_as_interruption() -> Iterator[None]:
+    """Let what a time limit sends (SIGTERM) end the sweep as Ctrl-C does: with its tables written."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may say what signals do
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -190,10 +225,16 @@ def torch_settings(configuration: SweepConfiguration, device: torch.device) -> I
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit status is 0, 2 for what cannot be done, 3 for a lost device, 130 when interrupted."""
     configuration, options = parse(arguments)
+    if options.peers is not None:
+        site.addsitedir(str(options.peers))
     for module in ("matplotlib", "pandas"):
         if importlib.util.find_spec(module) is None:
             print(f"attention.py needs {module}: pip install 'cs336_systems[bench]'", file=sys.stderr)
             return 2
+    if options.redraw is not None:
+        for path in draw(options.redraw, rows_from_csv(options.redraw / "results.csv")):
+            print(f"wrote {path}")
+        return 0
     try:
         with torch_settings(configuration, options.device):
             plan = Plan.make(configuration, options.device, all_providers(options.device))

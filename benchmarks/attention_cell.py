@@ -6,6 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -13,7 +14,6 @@ from benchmarks.attention_contender import Contender, Tensors, relative_differen
 from benchmarks.attention_guards import SeriesHistory, would_not_fit
 from benchmarks.attention_presets import Problem
 from benchmarks.attention_provider import Provider
-from benchmarks.attention_providers import BASELINE
 from cs336_systems.profiling.flops import Pass
 from cs336_systems.profiling.memory import MemoryReading, release_memory, without_frames
 from cs336_systems.profiling.sweep import OK, Outcome, Status, outcome_of
@@ -48,12 +48,22 @@ class Measurement:
     probe_ms: float | None = None
 
 
+class Difference(NamedTuple):
+    """How far a pass's results are from another provider's, relative in the Frobenius norm, and whose those are.
+
+    The results are the output of the forward pass, or the gradients of the others, of which the farthest counts.
+    """
+
+    value: float
+    provider: str
+
+
 @dataclass
 class CellResult:
-    """What came of a cell. `differences` are relative to the baseline's output, in the Frobenius norm."""
+    """What came of a cell."""
 
     measurements: dict[tuple[str, Pass], Measurement] = field(default_factory=dict)
-    differences: dict[str, float] = field(default_factory=dict)
+    differences: dict[tuple[str, Pass], Difference] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     device_lost: bool = False
 
@@ -63,22 +73,28 @@ class DeviceLostError(RuntimeError):
 
 
 class CellRun:
-    """One cell under way. `measure()` never raises for what a provider does; an interruption passes through."""
+    """One cell under way. `measure()` never raises for what a provider does; an interruption passes through.
+
+    `on_step` is told who is about to do what. `condemned` gives the reason, if there is one, why a provider must not be
+    tried because it would end the process.
+    """
 
     def __init__(
         self,
         problem: Problem,
         settings: CellSettings,
         history: SeriesHistory,
-        on_step: Callable[[str], None],
+        on_step: Callable[[str, str], None],
+        condemned: Callable[[str], str | None] = lambda name: None,
     ) -> None:
         self._problem = problem
         self._settings = settings
         self._history = history
         self._on_step = on_step
+        self._condemned = condemned
         self._result = CellResult()
         self._contenders: dict[str, Contender] = {}
-        self._baseline_output: torch.Tensor | None = None
+        self._expected: dict[bool, tuple[str, tuple[torch.Tensor, ...]]] = {}
 
     def measure(self, providers: Sequence[Provider]) -> CellResult:
         """Measure every provider. What it cannot do is an outcome of the result."""
@@ -132,27 +148,29 @@ class CellRun:
         problem, settings = self._problem, self._settings
         refusal = provider.refusal(problem, which)
         outcome = Outcome(Status.UNSUPPORTED, refusal) if refusal else None
+        if outcome is None and (fatal := self._condemned(provider.name)):
+            outcome = Outcome(Status.ERROR, fatal)
         outcome = outcome or self._history.verdict(problem, provider.name, which, settings.max_seconds)
         outcome = outcome or (would_not_fit(problem, which, settings.device) if provider.quadratic else None)
         self._result.measurements[provider.name, which] = Measurement(outcome or OK)
         return outcome is None
 
     def _first_forward(self, provider: Provider, tensors: Tensors) -> None:
-        self._on_step(f"{provider.name}: first call")
+        self._on_step(provider.name, "first call")
         device = self._settings.device
         laid_out = tensors.laid_out(provider.layout, head_axis=self._problem.heads > 0)
         contender = Contender(provider, self._problem, laid_out, device)
         output = contender.output()
         synchronize(device)
         self._contenders[provider.name] = contender
-        if provider.name == BASELINE:
-            self._baseline_output = output
-        if self._baseline_output is not None:
-            self._result.differences[provider.name] = relative_difference(output, self._baseline_output)
+        if "forward" in self._settings.passes:
+            self._compare(provider.name, ["forward"], (output,))
 
     def _first_pass(self, provider: Provider, which: Pass) -> None:
-        self._on_step(f"{provider.name}: first {which}")
+        self._on_step(provider.name, f"first {which}")
         contender, settings = self._contenders[provider.name], self._settings
+        if which != "forward" and (provider.name, which) not in self._result.differences:
+            self._compare(provider.name, [w for w in settings.passes if w != "forward"], contender.gradients())
         with contender.ready(which) as run:
             run()
             probe_ms = call_milliseconds(run, settings.device)
@@ -162,6 +180,13 @@ class CellRun:
             limit = f"more than the {settings.max_seconds:g} s allowed"
             outcome = Outcome(Status.SKIPPED, f"one call takes {probe_ms * 1e-3:.1f} s, {limit}")
         self._result.measurements[provider.name, which] = Measurement(outcome, memory=memory, probe_ms=probe_ms)
+
+    def _compare(self, name: str, passes: Sequence[Pass], results: tuple[torch.Tensor, ...]) -> None:
+        """Note how far the results are from those of the first provider that had any: the baseline, where it did."""
+        theirs, expected = self._expected.setdefault("forward" in passes, (name, results))
+        difference = Difference(relative_difference(results, expected), theirs)
+        for which in passes:
+            self._result.differences[name, which] = difference
 
     def _attempt(
         self,
@@ -183,9 +208,10 @@ class CellRun:
 
     def _fail(self, provider: Provider, passes: Sequence[Pass], failure: Exception, texts: Sequence[str]) -> None:
         outcome = outcome_of(failure, refusals=provider.refusals)
-        if isinstance(failure, RuntimeError) and any(phrase in str(failure) for phrase in provider.refusal_phrases):
+        if outcome.status is Status.ERROR and any(phrase in str(failure) for phrase in provider.refusal_phrases):
             # torch says in warnings why each of its kernels was passed over.
-            reasons = [text for text in texts if "not used because" not in text and "runtime disabled" not in text]
+            spoken = texts if provider.warns_why else ()
+            reasons = [text for text in spoken if "not used because" not in text and "runtime disabled" not in text]
             outcome = Outcome(Status.UNSUPPORTED, "; ".join(reasons) or str(failure).partition("\n")[0])
         for which in passes:
             key = (provider.name, which)
@@ -214,7 +240,7 @@ class CellRun:
             method=settings.method,
             on_error=on_error,
             on_measurement=lambda name, index: self._on_step(
-                f"{name}: {which}, round {index + 1}/{settings.method.rounds}"
+                name, f"{which}, round {index + 1}/{settings.method.rounds}"
             ),
         )
         for name, rounds in times.items():

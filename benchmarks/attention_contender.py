@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -74,10 +74,17 @@ class Contender:
     def output(self) -> torch.Tensor:
         """The forward pass's output, with the axes in the problem's order: (batch, heads, length, d)."""
         with self.provider.context(), torch.no_grad():
-            output = self._forward()
+            return self._in_order(self._forward())
+
+    def gradients(self) -> tuple[torch.Tensor, ...]:
+        """The gradients of q, k and v, with the axes in the same order."""
+        with self.provider.context():
+            return tuple(self._in_order(gradient) for gradient in self._backward(self._forward()))
+
+    def _in_order(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.provider.layout == "length first":
-            return output.transpose(1, 2)
-        return output.unsqueeze(1) if output.dim() == 3 else output
+            return tensor.transpose(1, 2)
+        return tensor.unsqueeze(1) if tensor.dim() == 3 else tensor
 
     def memory(self, which: Pass) -> MemoryReading:
         """Memory held and at the peak: of the forward alone, or of forward and backward."""
@@ -103,8 +110,11 @@ class Contender:
         return torch.autograd.grad(output, self._inputs, self._tensors.output_gradient, retain_graph=retain_graph)
 
 
-def relative_difference(output: torch.Tensor, baseline: torch.Tensor) -> float:
-    """‖output − baseline‖ / ‖baseline‖, computed in float32; infinite for what is not a number."""
-    difference = (output.float() - baseline.float()).norm()
-    ratio = float(difference / baseline.float().norm().clamp_min(torch.finfo(torch.float32).tiny))
-    return ratio if ratio == ratio else float("inf")
+def relative_difference(tensors: Sequence[torch.Tensor], baseline: Sequence[torch.Tensor]) -> float:
+    """The largest ‖tensor − baseline‖ / ‖baseline‖, computed in float32; infinite for what is not a number."""
+    ratios = []
+    for tensor, expected in zip(tensors, baseline, strict=True):
+        difference = (tensor.float() - expected.float()).norm()
+        ratio = float(difference / expected.float().norm().clamp_min(torch.finfo(torch.float32).tiny))
+        ratios.append(ratio if ratio == ratio else float("inf"))
+    return max(ratios)

@@ -50,6 +50,8 @@ class RunOptions:
     dry_run: bool
     plots: bool
     commit: str | None
+    peers: Path | None = None
+    redraw: Path | None = None
 
 
 def _epilog() -> str:
@@ -98,11 +100,20 @@ def build_parser() -> argparse.ArgumentParser:
     )
     how.add_argument("--seed", type=int, help="seed of the random inputs (default: 0)")
     how.add_argument("--tf32", action="store_true", default=None, help="let float32 products use TF32")
+    how.add_argument(
+        "--peers",
+        type=Path,
+        metavar="FOLDER",
+        help="where other libraries were installed with `pip install --target FOLDER`, if not into this environment",
+    )
     where = parser.add_argument_group("results")
     where.add_argument("--output", type=Path, metavar="FOLDER", help="default: results/attention/<device>-<date>")
     where.add_argument("--resume", type=Path, metavar="FOLDER", help="go on with the sweep in this folder, as it was")
     where.add_argument("--dry-run", action="store_true", help="list the cells and who would be measured, then stop")
     where.add_argument("--no-plots", action="store_true", help="tables only")
+    where.add_argument(
+        "--redraw", type=Path, metavar="FOLDER", help="draw the plots of this folder's results.csv again, then stop"
+    )
     where.add_argument("--commit", help="the commit to record where the checkout is not in a git repository")
     return parser
 
@@ -113,6 +124,10 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[SweepConfiguration, R
     given = parser.parse_args(arguments)
     if given.resume is not None and given.output is not None and given.resume != given.output:
         parser.error("--resume and --output name different folders; --resume alone is enough")
+    if given.peers is not None and not given.peers.is_dir():
+        parser.error(f"--peers must be a folder; got {given.peers}")
+    if given.redraw is not None and not (given.redraw / "results.csv").exists():
+        parser.error(f"--redraw must be a folder with a results.csv; got {given.redraw}")
     device = given.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device {device}: torch finds no CUDA device")
@@ -128,6 +143,8 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[SweepConfiguration, R
         dry_run=given.dry_run,
         plots=not given.no_plots,
         commit=given.commit,
+        peers=given.peers,
+        redraw=given.redraw,
     )
     return configuration, options
 

@@ -52,6 +52,7 @@ class Plan:
             "device": environment.device,
             "torch": environment.torch,
             "triton": environment.triton,
+            "packages": environment.packages,
         }
 
 

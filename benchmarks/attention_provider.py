@@ -33,8 +33,9 @@ class Provider:
 
     `bind` makes the function that is timed, for one problem; what it prepares is not timed. `context` is entered
     around measurements. `missing` says why the provider cannot be used on this machine at all, `refusal` why it cannot
-    do one problem and pass. A call that raises one of `refusals`, or a RuntimeError with one of `refusal_phrases` in
-    it, has said the same. `quadratic` tells that it keeps tensors of length × length.
+    do one problem and pass. A call that raises one of `refusals`, or any exception with one of `refusal_phrases` in its
+    message, has said the same; with `warns_why` the reasons are the warnings before it. `quadratic` tells that it keeps
+    tensors of length × length.
     """
 
     name: str
@@ -47,4 +48,5 @@ class Provider:
     refusal: Callable[[Problem, Pass], str | None] = accepts_all
     refusals: tuple[type[Exception], ...] = (NotImplementedError,)
     refusal_phrases: tuple[str, ...] = ()
+    warns_why: bool = False
     context: Callable[[], AbstractContextManager[object]] = nullcontext

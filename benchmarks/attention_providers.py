@@ -55,6 +55,7 @@ def _torch_backend(name: str, backend: SDPBackend) -> Provider:
         bind=_bind_sdpa,
         quadratic=backend is SDPBackend.MATH,
         refusal_phrases=("No available kernel", "No viable backend"),
+        warns_why=True,
         context=lambda: sdpa_kernel(backend),
     )
 

@@ -6,6 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from benchmarks.attention_provider import GROUPS
+from benchmarks.attention_providers import all_providers
 from benchmarks.attention_rows import COLUMNS
 from cs336_systems.profiling.environment import Environment
 from cs336_systems.profiling.plots import Axes, Panel, Series, save_panels
@@ -37,14 +41,10 @@ METRICS = (
 
 @dataclass(frozen=True)
 class Report:
-    """What a report is made of: the rows, where they were measured, who was measured and who was not there.
-
-    `implementations` has the number of its group for each name, as plots want it.
-    """
+    """What a report is made of: the rows, where they were measured, who was not there and how was measured."""
 
     rows: Sequence[Row]
     environment: Environment
-    implementations: Mapping[str, int]
     missing: dict[str, str]
     method: Sequence[str]
 
@@ -54,7 +54,7 @@ class Report:
         write_csv(written[0], self.rows, COLUMNS)
         written[1].write_text(self.tables(), encoding="utf-8")
         written[2].write_text(self.long_table(), encoding="utf-8")
-        return written + (self._draw(folder) if plots else [])
+        return written + (draw(folder, self.rows) if plots else [])
 
     def tables(self) -> str:
         """The Markdown page: environment, method, what did not run, and a lengths × dimensions matrix per metric."""
@@ -69,9 +69,9 @@ class Report:
             told = [row for row in self.rows if row[column]]
             states = [f"{row['implementation']}: {row['status']}: {row[column]}" for row in told]
             parts += [title, "\n".join(f"- {text}" for text in collected(states))] if told else []
-        for dtype, mask in self._groups():
+        for dtype, mask in _groups(self.rows):
             parts.append(f"## {dtype}, {mask}")
-            for metric, which, rows in self._sections(dtype, mask):
+            for metric, which, rows in _sections(self.rows, dtype, mask):
                 parts += [f"### {_title(metric, which)}, {metric.unit}", _matrix(rows, metric)]
         return "\n\n".join(parts) + "\n"
 
@@ -79,43 +79,59 @@ class Report:
         """Every row as a line of one Markdown table."""
         return "# Attention benchmark, row by row\n\n" + _long_table(self.rows) + "\n"
 
-    def _groups(self) -> list[tuple[str, str]]:
-        return list(dict.fromkeys((row["dtype"], row["mask"]) for row in self.rows))
 
-    def _sections(self, dtype: str, mask: str) -> Iterable[tuple[Metric, str, list[Row]]]:
-        group = [row for row in self.rows if (row["dtype"], row["mask"]) == (dtype, mask)]
-        for metric in METRICS:
-            shown = [row for row in group if row["pass"] in metric.passes]
-            if metric.column == "held_mib":
-                # The same figure stands in the rows of both passes that have a backward: one table is enough.
-                shown = [row for row in shown if row["pass"] == shown[0]["pass"]]
-            for which in dict.fromkeys(row["pass"] for row in shown):
-                rows = [row for row in shown if row["pass"] == which]
-                if any(row[metric.column] is not None for row in rows):
-                    yield metric, which, rows
+def draw(folder: Path, rows: Sequence[Row]) -> list[Path]:
+    """Draw every metric of the rows against length into PNG files in `folder`; return their paths."""
+    # All that there are, so that one that is measured in two sweeps looks the same in the figures of both.
+    known = {provider.name: GROUPS.index(provider.group) for provider in all_providers(torch.device("cpu"))}
+    labels = known | {row["implementation"]: 0 for row in rows if row["implementation"] not in known}
+    paths = []
+    for dtype, mask in _groups(rows):
+        for metric, which, shown in _sections(rows, dtype, mask):
+            path = folder / f"{metric.column.replace('_', '-')}-{which}-{dtype}-{mask}.png"
+            panels = [_panel(shown, metric, dim, labels) for dim in dict.fromkeys(row["head_dim"] for row in shown)]
+            axes = Axes(_length_label(shown), f"{metric.title} ({metric.unit})", metric.logarithmic, metric.level)
+            title = f"{_title(metric, which)}: {dtype}, {mask}, {shown[0]['device']}"
+            if save_panels(path, panels, title=title, axes=axes, labels=labels):
+                paths.append(path)
+    return paths
 
-    def _draw(self, folder: Path) -> list[Path]:
-        paths = []
-        for dtype, mask in self._groups():
-            for metric, which, rows in self._sections(dtype, mask):
-                path = folder / f"{metric.column.replace('_', '-')}-{which}-{dtype}-{mask}.png"
-                panels = [self._panel(rows, metric, dim) for dim in dict.fromkeys(row["head_dim"] for row in rows)]
-                axes = Axes("length", f"{metric.title} ({metric.unit})", metric.logarithmic, metric.level)
-                title = f"{_title(metric, which)}: {dtype}, {mask} mask, {self.environment.device}"
-                if save_panels(path, panels, title=title, axes=axes, labels=self.implementations):
-                    paths.append(path)
-        return paths
 
-    def _panel(self, rows: Sequence[Row], metric: Metric, head_dim: int) -> Panel:
-        series = []
-        for name in self.implementations:
-            points = sorted(
-                (row["length"], row[metric.column])
-                for row in rows
-                if row["implementation"] == name and row["head_dim"] == head_dim and row[metric.column]
-            )
-            series.append(Series(name, tuple(x for x, _ in points), tuple(y for _, y in points)))
-        return Panel(f"head dimension {head_dim}", tuple(series))
+def _panel(rows: Sequence[Row], metric: Metric, head_dim: int, labels: Mapping[str, int]) -> Panel:
+    rows = [row for row in rows if row["head_dim"] == head_dim]
+    series = []
+    for name in labels:
+        points = sorted(
+            (row["length"], row[metric.column]) for row in rows if row["implementation"] == name and row[metric.column]
+        )
+        series.append(Series(name, tuple(x for x, _ in points), tuple(y for _, y in points)))
+    heads, kv_heads = rows[0]["heads"], rows[0]["kv_heads"]
+    shape = f", {heads} heads" if heads else ""
+    return Panel(f"d {head_dim}{shape}" + (f", {kv_heads} of k and v" if kv_heads != heads else ""), tuple(series))
+
+
+def _length_label(rows: Sequence[Row]) -> str:
+    batches, tokens = {row["batch"] for row in rows}, {row["batch"] * row["length"] for row in rows}
+    if len(batches) == 1:
+        return f"length (batch {batches.pop()})"
+    return f"length (batch = {tokens.pop():,} / length)" if len(tokens) == 1 else "length"
+
+
+def _groups(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    return list(dict.fromkeys((row["dtype"], row["mask"]) for row in rows))
+
+
+def _sections(rows: Sequence[Row], dtype: str, mask: str) -> Iterable[tuple[Metric, str, list[Row]]]:
+    group = [row for row in rows if (row["dtype"], row["mask"]) == (dtype, mask)]
+    for metric in METRICS:
+        shown = [row for row in group if row["pass"] in metric.passes]
+        if metric.column == "held_mib":
+            # The same figure stands in the rows of both passes that have a backward: one table is enough.
+            shown = [row for row in shown if row["pass"] == shown[0]["pass"]]
+        for which in dict.fromkeys(row["pass"] for row in shown):
+            of_pass = [row for row in shown if row["pass"] == which]
+            if any(row[metric.column] is not None for row in of_pass):
+                yield metric, which, of_pass
 
 
 def _title(metric: Metric, which: str) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.attention_cell import CellResult, Measurement
+from benchmarks.attention_cell import CellResult, Difference, Measurement
 from benchmarks.attention_presets import Problem, SweepConfiguration
 from benchmarks.attention_provider import Provider
 from benchmarks.attention_providers import BASELINE, reference_name
@@ -39,7 +42,8 @@ COLUMNS = (
     "held_mib",
     "peak_mib",
     "memory_method",
-    "difference_from_naive",
+    "difference",
+    "difference_from",
     "warning",
     "probe_ms",
     "round_ms",
@@ -55,10 +59,20 @@ COLUMNS = (
     "date",
 )
 
+_INTEGERS = {"batch", "heads", "kv_heads", "length", "head_dim", "rounds", "seed"}
+_NUMBERS = {"median_ms", "min_ms", "max_ms", "std_ms", "tflops", "speedup_over_naive", "speedup_over_reference"} | {
+    *("held_mib", "peak_mib", "difference", "probe_ms")
+}
+_FLAGS = {"tf32", "dirty"}
+_TEXTS = {"reason", "warning"}
+"""Columns in which an empty field is an empty text, and not one that is not there."""
+
 # Relative difference between two right answers, with room to spare: a few roundings of the dtype. What is beyond was
 # computed otherwise, with another mask, scale or layout, and its time is no answer to the same question.
 _PLAUSIBLE_DIFFERENCE = {"bfloat16": 4e-2, "float16": 5e-3, "float32": 1e-4}
 _PLAUSIBLE_DIFFERENCE_TF32 = 5e-3
+# Gradients go through more roundings than outputs do.
+_MORE_IN_GRADIENTS = 2.0
 _PLAUSIBLE_SPREAD = 2.0
 
 
@@ -83,6 +97,7 @@ class RowMaker:
         environment = self._environment
         reference = reference_name(problem, self._device)
         memory, outcome = measurement.memory, measurement.outcome
+        difference = result.differences.get((name, which))
         row: Row = {
             "preset": self._configuration.preset,
             "implementation": name,
@@ -101,8 +116,9 @@ class RowMaker:
             "speedup_over_reference": _speedup(measurement, result.measurements.get((reference, which))),
             "held_mib": None if memory is None else memory.held_mib,
             "peak_mib": None if memory is None else memory.peak_mib,
-            "memory_method": None if memory is None else memory.method,
-            "difference_from_naive": _finite(result.differences.get(name)),
+            "memory_method": None if memory is None else memory.method or None,
+            "difference": None if difference is None else _finite(difference.value),
+            "difference_from": None if difference is None else difference.provider,
             "probe_ms": measurement.probe_ms,
             "device": environment.device,
             "torch": environment.torch,
@@ -116,7 +132,7 @@ class RowMaker:
             "date": environment.date,
         }
         row.update(self._time_columns(problem, which, measurement))
-        row["warning"] = "; ".join(self._warnings(problem, row, result.differences.get(name)))
+        row["warning"] = "; ".join(self._warnings(problem, row, difference))
         return row
 
     def _time_columns(self, problem: Problem, which: Pass, measurement: Measurement) -> Row:
@@ -133,7 +149,7 @@ class RowMaker:
             "round_ms": list(times.milliseconds),
         }
 
-    def _warnings(self, problem: Problem, row: Row, difference: float | None) -> list[str]:
+    def _warnings(self, problem: Problem, row: Row, difference: Difference | None) -> list[str]:
         found = []
         tf32 = self._configuration.tf32
         if row["status"] == Status.OK.value and row["tflops"] is not None:
@@ -144,9 +160,32 @@ class RowMaker:
                 found.append(f"the slowest round took {spread:.1f} times the fastest: something else was running")
         loose = tf32 and problem.dtype == "float32"
         allowed = _PLAUSIBLE_DIFFERENCE_TF32 if loose else _PLAUSIBLE_DIFFERENCE[problem.dtype]
-        if difference is not None and not difference <= allowed:
-            found.append(f"the output differs from {BASELINE}'s by {difference:.1g} of its norm")
+        if row["pass"] != "forward":
+            allowed *= _MORE_IN_GRADIENTS
+        if difference is not None and not difference.value <= allowed:
+            results = "output differs" if row["pass"] == "forward" else "gradients differ"
+            found.append(f"the {results} from {difference.provider}'s by {difference.value:.1g} of the norm")
         return found
+
+
+def rows_from_csv(path: Path) -> list[Row]:
+    """The rows that `results.csv` was written of. Raises ValueError where a field is not what its column holds."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return [{column: _value(column, line.get(column) or "") for column in COLUMNS} for line in csv.DictReader(file)]
+
+
+def _value(column: str, text: str) -> Any:
+    if column in _TEXTS:
+        return text
+    if not text:
+        return None
+    if column in _INTEGERS:
+        return int(text)
+    if column in _NUMBERS:
+        return float(text)
+    if column in _FLAGS:
+        return text == "True"
+    return [float(item) for item in text.split(";")] if column == "round_ms" else text
 
 
 def _speedup(measurement: Measurement, baseline: Measurement | None) -> float | None:
@@ -155,9 +194,9 @@ def _speedup(measurement: Measurement, baseline: Measurement | None) -> float | 
     return measurement.times.speedup_over(baseline.times)
 
 
-def _finite(value: float | None) -> float | None:
+def _finite(value: float) -> float | None:
     """The value, or None where JSON has no number for it; the warning then says what was wrong."""
-    return value if value is not None and value < float("inf") else None
+    return value if value < float("inf") else None
 
 
 def summary(rows: Sequence[Row]) -> str:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from benchmarks.attention_presets import DTYPE_ALIASES, DTYPES
 from cs336_systems.attention import attention
 from cs336_systems.profiling.memory import collection_paused
-from cs336_systems.profiling.report import format_number, markdown_table
+from cs336_systems.profiling.report import ABSENT, format_number, markdown_table
 from cs336_systems.profiling.timing import RoundTimes, TimingMethod, interleave, synchronize
 
 REFERENCE = "torch"
@@ -88,6 +88,9 @@ def table(inference: dict[str, RoundTimes], training: dict[str, RoundTimes]) -> 
     for name in inference:
         line = [name]
         for times in (inference, training):
+            if name not in times or REFERENCE not in times:
+                line += [ABSENT, ABSENT]
+                continue
             ratio = 1 / times[name].speedup_over(times[REFERENCE])
             line += [format_number(times[name].median * 1e3), f"{ratio:.2f} ×"]
         lines.append(line)
@@ -114,14 +117,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print the table."""
     options = parse(arguments)
     inference, refused = measure(options, requires_grad=False)
-    training, _ = measure(options, requires_grad=True)
+    training, refused_training = measure(options, requires_grad=True)
     shape = (options.batch, options.heads, options.length, options.dim)
     print(f"Host time of one eager call, {options.device}, {options.dtype}, q {shape}, torch {torch.__version__}")
     if options.device.type != "cuda":
         print("Not on a GPU: a call computes before it returns, so this is its whole time.")
     print(table(inference, training))
-    for name, reason in refused.items():
-        print(f"{name}: not measured: {reason}")
+    for name, reason in (refused_training | refused).items():
+        print(f"{name}: not measured{'' if name in refused else ' with gradients'}: {reason}")
     return 0
 
 

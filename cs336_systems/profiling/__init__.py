@@ -6,12 +6,21 @@ from cs336_systems.profiling.memory import MemoryReading, available_bytes, forwa
 from cs336_systems.profiling.plots import Axes, Panel, Series, save_panels
 from cs336_systems.profiling.progress import Progress
 from cs336_systems.profiling.report import format_number, markdown_table
-from cs336_systems.profiling.sweep import ConfigurationMismatchError, Outcome, RowStore, Status, outcome_of, write_csv
+from cs336_systems.profiling.sweep import (
+    ConfigurationMismatchError,
+    DeathLog,
+    Outcome,
+    RowStore,
+    Status,
+    outcome_of,
+    write_csv,
+)
 from cs336_systems.profiling.timing import RoundTimes, TimingMethod, compare, interleave, measure_ms, rotated
 
 __all__ = [
     "Axes",
     "ConfigurationMismatchError",
+    "DeathLog",
     "Environment",
     "MemoryReading",
     "Outcome",

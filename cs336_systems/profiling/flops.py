@@ -101,7 +101,7 @@ def implausible_rate(rate: float, device_name: str, dtype: str, *, tf32: bool) -
     """A sentence when `rate` (TFLOP/s) is above the device's peak for the dtype; None when it is not, or none is known.
 
     Such a rate means that the time is wrong, that something else was computed, or that the arithmetic was not what the
-    dtype says. Float32 products split into several TF32 products pass the plain float32 peak honestly.
+    dtype says. Float32 products made of several products of narrower numbers pass the plain float32 peak honestly.
     """
     peak = device_peak(device_name)
     limit = None if peak is None else peak.of(dtype, tf32=tf32)
@@ -110,5 +110,5 @@ def implausible_rate(rate: float, device_name: str, dtype: str, *, tf32: bool) -
     arithmetic = f"{dtype} with TF32" if dtype == "float32" and tf32 else dtype
     sentence = f"{rate:.0f} TFLOP/s is above the {limit:.0f} TFLOP/s that {device_name} can reach in {arithmetic}"
     if dtype == "float32" and not tf32:
-        sentence += " outside its matrix units: the products ran as TF32, one or several for each"
+        sentence += " outside its matrix units: the products ran on these, in narrower numbers, one or several for each"
     return sentence

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Dark enough for thin lines on white. Neighbours in the list stay apart for every kind of colour vision.
+# Dark enough for thin lines on white. Those that resemble one another in hue differ in lightness, and stand far apart.
 _COLOURS = (
-    *("#0060a8", "#c44e00", "#00805e", "#a8326e", "#8a6d00", "#5b3fa8"),
-    *("#2b93c4", "#444444", "#7a3b1e", "#d62828", "#5c8a00", "#a877c4"),
+    *("#6b6b6b", "#8a6d00", "#5c8a00", "#0060a8", "#2b93c4", "#c44e00"),
+    *("#00805e", "#a8326e", "#7a3b1e", "#5b3fa8", "#111111", "#a877c4"),
 )
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "h", "p")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
@@ -22,6 +22,7 @@ _INK = "#1a1a1a"
 _GRID = "#d4d4d4"
 _PAPER = "#ffffff"
 _LEGEND_ENTRY_INCHES = 1.4
+_LEAST_LOGARITHMIC_RANGE = 8.0
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ def save_panels(path: Path, panels: Sequence[Panel], *, title: str, axes: Axes, 
         "axes.facecolor": _PAPER,
         "figure.facecolor": _PAPER,
         "savefig.facecolor": _PAPER,
+        "figure.constrained_layout.w_pad": 0.08,
+        "figure.constrained_layout.h_pad": 0.06,
     }
     columns = min(4, len(drawn))
     rows = -(-len(drawn) // columns)
@@ -94,9 +97,8 @@ def save_panels(path: Path, panels: Sequence[Panel], *, title: str, axes: Axes, 
         try:
             for place, panel in zip(grid.flat, drawn, strict=False):
                 _draw(place, panel, axes, labels)
-            if not axes.logarithmic:
-                # The panels share this axis, and a limit set before all are drawn would hold for the later ones.
-                grid[0][0].set_ylim(bottom=0)
+            # The panels share this axis, and a limit set before all are drawn would hold for the later ones.
+            _scale_y(grid[0][0], [y for panel in drawn for series in panel.series for y in series.y], axes.logarithmic)
             for place in list(grid.flat)[len(drawn) :]:
                 place.set_visible(False)
             for line in grid:
@@ -112,10 +114,11 @@ def save_panels(path: Path, panels: Sequence[Panel], *, title: str, axes: Axes, 
 def _draw(place: Any, panel: Panel, axes: Axes, labels: Mapping[str, int]) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-    for series in panel.series:
-        if not series.x:
-            continue
+    shown = [series for series in panel.series if series.x]
+    for position, series in enumerate(shown):
         index = list(labels).index(series.label)
+        # Of lines that coincide, each later one is thinner, so that those below it still show.
+        thinning = 1 - position / max(1, len(shown) - 1)
         place.plot(
             series.x,
             series.y,
@@ -123,26 +126,41 @@ def _draw(place: Any, panel: Panel, axes: Axes, labels: Mapping[str, int]) -> No
             color=_COLOURS[index % len(_COLOURS)],
             marker=_MARKERS[index % len(_MARKERS)],
             linestyle=_DASHES[labels[series.label] % len(_DASHES)],
-            markersize=4.5,
-            linewidth=1.6,
+            markersize=4 + 1.5 * thinning,
+            linewidth=1.4 + 0.7 * thinning,
         )
     if axes.level is not None:
         place.axhline(axes.level, color=_INK, linewidth=0.8)
     place.set_title(panel.title, fontsize=10)
     place.set_xlabel(axes.x_label)
     place.set_xscale("log", base=2)
-    ticks = sorted({x for series in panel.series for x in series.x})
+    ticks = sorted({x for series in shown for x in series.x})
     place.xaxis.set_major_locator(FixedLocator(ticks))
     place.xaxis.set_minor_locator(NullLocator())
     place.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short_count(x)))
     place.tick_params(axis="x", labelrotation=45 if len(ticks) > 6 else 0)
-    if axes.logarithmic:
-        place.set_yscale("log")
-        place.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     place.grid(True, which="major", color=_GRID, linewidth=0.6)
     place.set_axisbelow(True)
     for side in ("top", "right"):
         place.spines[side].set_visible(False)
+
+
+def _scale_y(place: Any, values: Sequence[float], logarithmic: bool) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    if not logarithmic:
+        place.set_ylim(bottom=0)
+        return
+    place.set_yscale("log")
+    # Over few decades powers of ten alone would leave an axis with one number on it, or none.
+    steps = (1.0, 2.0, 5.0) if max(values) <= 1000 * min(values) else (1.0,)
+    if max(values) < _LEAST_LOGARITHMIC_RANGE * min(values):
+        # Equal values would otherwise be drawn apart, on an axis of hundredths.
+        middle = (max(values) * min(values)) ** 0.5
+        place.set_ylim(middle / _LEAST_LOGARITHMIC_RANGE**0.5, middle * _LEAST_LOGARITHMIC_RANGE**0.5)
+    place.yaxis.set_major_locator(LogLocator(subs=steps, numticks=99))
+    place.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    place.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _legend(figure: Any, grid: Any, labels: Mapping[str, int]) -> None:
@@ -151,11 +169,12 @@ def _legend(figure: Any, grid: Any, labels: Mapping[str, int]) -> None:
         for handle, label in zip(*place.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     ordered = [label for label in labels if label in handles]
+    lines = -(-len(ordered) * _LEGEND_ENTRY_INCHES // figure.get_figwidth())
     figure.legend(
         [handles[label] for label in ordered],
         ordered,
         loc="outside lower center",
-        ncols=min(len(ordered), int(figure.get_figwidth() / _LEGEND_ENTRY_INCHES)),
+        ncols=int(-(-len(ordered) // lines)),
         frameon=False,
     )
 

@@ -22,6 +22,7 @@ Row = dict[str, Any]
 
 JOURNAL = "journal.jsonl"
 CONFIGURATION = "configuration.json"
+UNDER_WAY = "under-way.json"
 
 _LONGEST_REASON = 300
 
@@ -115,6 +116,45 @@ class RowStore:
             journal.flush()
             os.fsync(journal.fileno())
         self._cells[cell] = list(rows)
+
+
+class DeathLog:
+    """Remembers in a folder what was under way when a process ended without having a chance to say so.
+
+    What ends a process (a segmentation fault, an abort in a library) cannot be caught in it. So what is begun is noted
+    in a file, and a note that is still there when the folder is opened again counts as one death.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / UNDER_WAY
+        self._deaths: dict[str, int] = {}
+        if self._path.exists():
+            stored = json.loads(self._path.read_text() or "{}")
+            self._deaths = stored.get("deaths", {})
+            dead = stored.get("under_way")
+            if dead is not None:
+                self._deaths[dead] = self._deaths.get(dead, 0) + 1
+        self._note(None)
+
+    def begin(self, what: str) -> None:
+        """Note what is about to be done, in place of what was noted before."""
+        self._note(what)
+
+    def end(self) -> None:
+        """Nothing is under way any more; a process that ends from here on has not died of it."""
+        self._note(None)
+
+    def deaths(self, what: str) -> int:
+        """How many processes ended while this was under way."""
+        return self._deaths.get(what, 0)
+
+    def _note(self, what: str | None) -> None:
+        if what is None and not self._deaths:
+            self._path.unlink(missing_ok=True)
+            return
+        written = self._path.with_suffix(".tmp")
+        written.write_text(json.dumps({"under_way": what, "deaths": self._deaths}))
+        written.replace(self._path)
 
 
 def read_configuration(folder: Path) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def provider(name: str, bind=right, **fields) -> Provider:
 def measured(
     *providers: Provider, problem: Problem = PROBLEM, settings: CellSettings = SETTINGS, rows=()
 ) -> CellResult:
-    return CellRun(problem, settings, SeriesHistory(rows), lambda step: None).measure(providers)
+    return CellRun(problem, settings, SeriesHistory(rows), lambda name, step: None).measure(providers)
 
 
 def statuses(result: CellResult, name: str) -> list[str]:
@@ -72,7 +72,7 @@ def test_every_pass_of_every_provider_is_measured():
         assert len(measurement.times.milliseconds) == 3
         assert measurement.times.minimum > 0
         assert measurement.probe_ms is not None
-    assert result.differences == {"naive": 0.0, "other": 0.0}
+    assert result.differences == dict.fromkeys(result.measurements, (0.0, "naive"))
     memory = result.measurements["other", "backward"].memory
     assert memory is not None
     assert memory.held_bytes is not None
@@ -98,7 +98,8 @@ def test_layouts_hold_the_same_values(layout, heads):
 
     result = measured(provider("naive"), provider("other", bind, layout=layout), problem=problem)
     assert statuses(result, "other") == ["ok"] * 3
-    assert result.differences["other"] == pytest.approx(0, abs=1e-6)
+    assert result.differences["other", "forward"].value == pytest.approx(0, abs=1e-6)
+    assert result.differences["other", "backward"].value == pytest.approx(0, abs=1e-6)
     count = max(1, heads)
     expected = {"as given": (2, 32, 8) if heads == 0 else (2, count, 32, 8), "heads first": (2, count, 32, 8)}
     assert set(shapes) == {expected.get(layout, (2, 32, count, 8))}
@@ -109,7 +110,25 @@ def test_a_provider_that_is_wrong_shows():
         return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=not problem.causal)
 
     result = measured(provider("naive"), provider("unmasked", bind))
-    assert result.differences["unmasked"] > 0.1
+    for which in PASSES:
+        assert result.differences["unmasked", which].value > 0.1
+
+
+def test_wrong_gradients_show():
+    def bind(problem: Problem):
+        return lambda q, k, v: right(problem)(q, k.detach() + 0 * k, v)
+
+    result = measured(provider("naive"), provider("forgetful", bind))
+    assert result.differences["forgetful", "forward"].value == 0
+    assert result.differences["forgetful", "backward"].value == pytest.approx(1.0)
+    assert result.differences["forgetful", "both"] == result.differences["forgetful", "backward"]
+
+
+def test_the_first_that_can_is_what_others_are_compared_with():
+    oom = failing(lambda: torch.OutOfMemoryError("CUDA out of memory"))
+    result = measured(provider("naive", oom), provider("second"), provider("third"))
+    assert {difference.provider for difference in result.differences.values()} == {"second"}
+    assert {name for name, _ in result.differences} == {"second", "third"}
 
 
 def test_running_out_of_memory_is_a_status_and_the_others_go_on():
@@ -156,7 +175,7 @@ def test_a_refusal_by_phrase_gives_the_warnings_as_its_reason():
 
         return attend
 
-    result = measured(provider("torch-flash", bind, refusal_phrases=("No available kernel",)))
+    result = measured(provider("torch-flash", bind, refusal_phrases=("No available kernel",), warns_why=True))
     outcome = result.measurements["torch-flash", "both"].outcome
     assert outcome.status is Status.UNSUPPORTED
     assert outcome.reason == "Expected query to be of dtype half."
@@ -166,6 +185,37 @@ def test_a_refusal_by_phrase_without_warnings_gives_the_message():
     refuses = failing(lambda: RuntimeError("No available kernel. Aborting execution.\nmore"))
     result = measured(provider("torch-flash", refuses, refusal_phrases=("No available kernel",)))
     assert result.measurements["torch-flash", "forward"].outcome.reason == "No available kernel. Aborting execution."
+
+
+def test_a_refusal_by_phrase_in_any_exception():
+    """FlashAttention-4 asserts what it can do, and warns of things that have nothing to do with it."""
+
+    def bind(problem: Problem):
+        def attend(q, k, v):
+            warnings.warn("Argument aux_data cannot be converted", stacklevel=1)
+            raise AssertionError("(head_dim, head_dim_v)=(20, 20) is not supported on SM90.")
+
+        return attend
+
+    result = measured(provider("fa4", bind, refusal_phrases=("not supported",)), provider("other", bind))
+    outcome = result.measurements["fa4", "backward"].outcome
+    assert (outcome.status, outcome.reason) == (
+        Status.UNSUPPORTED,
+        "(head_dim, head_dim_v)=(20, 20) is not supported on SM90.",
+    )
+    assert statuses(result, "other") == ["error"] * 3
+
+
+def test_a_provider_that_would_end_the_process_is_not_called():
+    called: list[str] = []
+    fatal = provider("fatal", failing(KeyboardInterrupt, lambda q: bool(called.append("fatal")) or True))
+    reasons = {"fatal": "2 processes ended while it ran here"}
+    run = CellRun(PROBLEM, SETTINGS, SeriesHistory([]), lambda name, step: None, reasons.get)
+    result = run.measure([provider("naive"), fatal])
+    assert called == []
+    assert statuses(result, "fatal") == ["error"] * 3
+    assert result.measurements["fatal", "forward"].outcome.reason == reasons["fatal"]
+    assert statuses(result, "naive") == ["ok"] * 3
 
 
 def test_a_refusal_in_advance_is_for_its_pass_alone():
@@ -249,7 +299,8 @@ def test_an_interruption_passes_through():
 
 def test_steps_are_told():
     steps: list[str] = []
-    CellRun(PROBLEM, SETTINGS, SeriesHistory([]), steps.append).measure([provider("naive"), provider("other")])
+    told = CellRun(PROBLEM, SETTINGS, SeriesHistory([]), lambda name, step: steps.append(f"{name}: {step}"))
+    told.measure([provider("naive"), provider("other")])
     assert steps[:4] == ["naive: first call", "naive: first forward", "naive: first backward", "naive: first both"]
     assert "other: forward, round 1/3" in steps
     rounds = [step.partition(":")[0] for step in steps if "forward, round" in step]
@@ -265,7 +316,7 @@ def test_a_cell_on_a_gpu():
     problem = Problem("bfloat16", "causal", batch=2, heads=4, kv_heads=4, length=512, head_dim=64)
     settings = dataclasses.replace(SETTINGS, device=device, method=TimingMethod(rounds=2))
     providers = [p for p in all_providers(device) if p.name in ("naive", "flash", "torch-flash")]
-    result = CellRun(problem, settings, SeriesHistory([]), lambda step: None).measure(providers)
+    result = CellRun(problem, settings, SeriesHistory([]), lambda name, step: None).measure(providers)
     for measurement in result.measurements.values():
         assert str(measurement.outcome) == "ok"
         assert measurement.memory is not None
@@ -276,4 +327,5 @@ def test_a_cell_on_a_gpu():
     assert flash is not None
     assert flash.held_bytes is not None
     assert output <= flash.held_bytes <= output + 2 * 4 * 512 * 4 + 4096  # the output, the log-sum-exp, and rounding
-    assert result.differences["flash"] < 0.04
+    assert result.differences["flash", "forward"].value < 0.04
+    assert result.differences["flash", "backward"].value < 0.08

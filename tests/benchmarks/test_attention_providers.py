@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 import types
 import warnings
@@ -88,7 +89,12 @@ def no_peers(monkeypatch):
     """A machine on which no peer is installed."""
     for module in MODULES:
         monkeypatch.setitem(sys.modules, module, None)  # importing it raises ModuleNotFoundError
+    on_capability(monkeypatch, 9, 0)
     return monkeypatch
+
+
+def on_capability(monkeypatch, *capability: int) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
 
 
 def peer(name: str) -> Provider:
@@ -117,14 +123,45 @@ def test_the_forward_only_wheel_is_found_under_its_own_name(no_peers):
     provider = peer("fa3")
     assert provider.missing == ""
     assert provider.refusal(PROBLEM, "forward") is None
-    assert provider.refusal(PROBLEM, "both") == "this build of fa3 has the forward pass alone"
+    assert provider.refusal(PROBLEM, "both") == "fa3 has the forward pass alone in this build"
     half = dataclasses.replace(PROBLEM, dtype="float16")
-    assert provider.refusal(half, "forward") == "this build of fa3 has no float16 kernels"
+    assert provider.refusal(half, "forward") == "fa3 has no float16 kernels in this build"
     assert provider.refusal(FLOAT32, "forward") == "fa3 takes bfloat16 and float16, not float32"
     narrow = dataclasses.replace(PROBLEM, head_dim=20)
     assert "multiples of 8, not 20" in (provider.refusal(narrow, "forward") or "")
     naive = next(p for p in all_providers(CPU) if p.name == "naive")
     torch.testing.assert_close(output_of(provider, FLOAT32), output_of(naive, FLOAT32))
+
+
+def refused(name: str, which: str, **fields) -> bool:
+    return peer(name).refusal(dataclasses.replace(PROBLEM, **fields), which) is not None
+
+
+def test_flash_attention_3_has_the_kernels_of_its_build(no_peers):
+    flags = {"FLASHATTENTION_DISABLE_HDIM256": True, "FLASHATTENTION_DISABLE_SM8x": True}
+    install(no_peers, "flash_attn_interface", flash_attn_func=length_first_attention)
+    install(no_peers, "flash_attn_config", CONFIG={"build_flags": flags})
+    assert not refused("fa3", "backward", head_dim=192)
+    assert refused("fa3", "backward", head_dim=200)
+    for capability in ((8, 0), (10, 0), (12, 0)):
+        on_capability(no_peers, *capability)
+        assert refused("fa3", "forward")
+
+
+def test_flash_attention_4_has_what_each_architecture_has(no_peers):
+    install(no_peers, "flash_attn", cute=None)
+    install(no_peers, "flash_attn.cute", flash_attn_func=length_first_attention)
+    for head_dim in (8, 16, 32, 64, 128, 192, 256):
+        assert not refused("fa4", "backward", head_dim=head_dim)
+    assert refused("fa4", "forward", head_dim=264)
+    assert refused("fa4", "forward", dtype="float32")
+    on_capability(no_peers, 8, 0)
+    assert not refused("fa4", "forward")
+    assert refused("fa4", "backward")
+    on_capability(no_peers, 10, 0)
+    assert [refused("fa4", "both", head_dim=head_dim) for head_dim in (128, 192, 256)] == [False, True, False]
+    on_capability(no_peers, 7, 5)
+    assert refused("fa4", "forward")
 
 
 def test_the_whole_build_is_preferred(no_peers):
@@ -174,6 +211,26 @@ def test_flex_attention_computes_the_same(monkeypatch, mask):
         output = attention_peers._bind_flex(CPU, problem)(*inputs)
     expected = F.scaled_dot_product_attention(*inputs, is_causal=problem.causal, enable_gqa=True)
     torch.testing.assert_close(output, expected)
+
+
+def test_flex_attention_starts_at_sixteen_dimensions():
+    assert peer("flex").refusal(PROBLEM, "both") is None
+    narrow = dataclasses.replace(PROBLEM, head_dim=8)
+    assert peer("flex").refusal(narrow, "forward") == "flex takes head dimensions from 16 on, not 8"
+
+
+@pytest.mark.parametrize("length", [1, 100, 128, 512, 1000])
+def test_a_causal_block_mask_is_what_create_block_mask_makes(length):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def visible(batch, head, query, key):
+        return query >= key
+
+    expected = create_block_mask(visible, None, None, length, length, device="cpu")
+    found = attention_peers.causal_block_mask(length, CPU)
+    assert found.seq_lengths == expected.seq_lengths
+    for kind, name in itertools.product(("kv", "full_kv", "q", "full_q"), ("num_blocks", "indices")):
+        torch.testing.assert_close(getattr(found, f"{kind}_{name}"), getattr(expected, f"{kind}_{name}"))
 
 
 def test_a_plan_leaves_out_who_is_missing():

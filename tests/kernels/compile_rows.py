@@ -11,6 +11,7 @@ between them needs less than the widest.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -56,37 +57,49 @@ def launch_of(name: str, arithmetic: tuning.Arithmetic, head_dim: int, mask: str
 
 
 def compile_row(
-    capability: int, row: tuning.Row, config: tuning.TileConfig, arithmetic: tuning.Arithmetic, mask: str
+    capability: int,
+    row: tuning.Row,
+    config: tuning.TileConfig,
+    arithmetic: tuning.Arithmetic,
+    mask: str,
+    width: int | None = None,
 ) -> dict[str, Any]:
-    """What the compiler made of one row, which ``arithmetic`` uses."""
+    """What the compiler made of one row, which ``arithmetic`` uses, for heads as wide as the row's or ``width``."""
     name, _, head_dim = row
     with tuning.pin(**{name: config}):
-        report = compile_for(capability, KERNELS[name], launch_of(name, arithmetic, head_dim, mask))
+        report = compile_for(capability, KERNELS[name], launch_of(name, arithmetic, width or head_dim, mask))
     return {
         "pass": name,
         "arithmetic": arithmetic,
         "head_dim": head_dim,
         "mask": mask,
-        "config": [config.tile_q, config.tile_k, config.num_warps, config.num_stages],
+        "config": [*dataclasses.astuple(config)],
         "registers": report.registers,
         "spilled": report.spill_stores + report.spill_loads,
         "shared": report.shared,
         "warnings": list(report.warnings),
         "multiplies": re.search(MATRIX_INSTRUCTIONS, report.ptx) is not None,
         "stores": "st.global" in report.ptx,
+        "reads_single_elements": "ld.global.b16" in report.ptx,
         "on_small_chips": tuning.TABLES["sm_86"][row] == config,
     }
 
 
-def rows_of(architecture: str, unlike: str | None, every: bool) -> dict[tuning.Row, tuning.TileConfig]:
-    """A table's rows, less those that another table has too and, unless ``every``, those between two of their like."""
+def rows_of(architecture: str, unlike: str | None, every: bool) -> list[tuple[tuning.Row, tuning.TileConfig]]:
+    """An architecture's rows, and those for small grids, less those that another architecture has too."""
     others = tuning.TABLES[unlike] if unlike else {}
     own = {row: config for row, config in tuning.TABLES[architecture].items() if others.get(row) != config}
+    tables = own, tuning.SMALL_GRIDS.get(architecture, {})
+    return [pair for table in tables for pair in (table if every else ends_of(table)).items()]
+
+
+def ends_of(table: dict[tuning.Row, tuning.TileConfig]) -> dict[tuning.Row, tuning.TileConfig]:
+    """A table without the rows between two of their like."""
     alike: dict[tuple[object, ...], list[tuning.Row]] = {}
-    for row, config in own.items():
+    for row, config in table.items():
         alike.setdefault((*row[:2], config), []).append(row)
     ends = {row for rows in alike.values() for row in (min(rows), max(rows))}
-    return {row: config for row, config in own.items() if every or row in ends}
+    return {row: config for row, config in table.items() if row in ends}
 
 
 def main(arguments: Iterable[str]) -> None:
@@ -97,11 +110,12 @@ def main(arguments: Iterable[str]) -> None:
     parser.add_argument("--arithmetics", nargs="+", choices=("half", "tf32", "float32"), default=["half", "float32"])
     parser.add_argument("--masks", nargs="+", choices=("none", "bottom_right"), default=["bottom_right"])
     parser.add_argument("--head-dims", nargs="+", type=int, default=[16, 32, 64, 128, 256])
+    parser.add_argument("--width", type=int, help="of the heads, in place of the row's")
     parser.add_argument("--all-rows", action="store_true", help="also head dimensions between two of one configuration")
     options = parser.parse_args([*arguments])
     compiled = [
-        compile_row(int(options.architecture.removeprefix("sm_")), row, config, arithmetic, mask)
-        for row, config in rows_of(options.architecture, options.unlike, options.all_rows).items()
+        compile_row(int(options.architecture.removeprefix("sm_")), row, config, arithmetic, mask, options.width)
+        for row, config in rows_of(options.architecture, options.unlike, options.all_rows)
         if row[0] in options.passes and row[2] in options.head_dims
         for arithmetic in options.arithmetics
         if row[1] == ("half" if arithmetic == "tf32" else arithmetic)

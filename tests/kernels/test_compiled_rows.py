@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pathlib
@@ -77,7 +78,7 @@ def compile_rows(architecture: str, *options: str) -> list[dict[str, object]]:
 def table(rows) -> str:
     """One line a row, for a failure."""
     return "\n".join(
-        f"{row['pass']:8}{row['arithmetic']:8}{row['head_dim']:4} {row['mask']:13}{row['config']!s:20}"
+        f"{row['pass']:8}{row['arithmetic']:8}{row['head_dim']:4} {row['mask']:13}{row['config']!s:27}"
         f" registers {row['registers']:3}  spilled {row['spilled']:4}  shared {row['shared']:6}"
         for row in rows
     )
@@ -120,7 +121,7 @@ def test_rows_compile_without_spilling_much(architecture, arithmetic):
 def test_tf32_spills_no_more_where_half_spills_most():
     """It runs the rows of half on float16 parts, with their units in further registers."""
     rows = compile_rows("sm_90", "--arithmetics", "tf32", "--passes", "dq", "dkdv", "--head-dims", "64", "128", "256")
-    assert len(rows) == 2 * 3
+    assert {(row["pass"], row["head_dim"]) for row in rows} == {*itertools.product(("dq", "dkdv"), (64, 128, 256))}
     found = problems("sm_90", rows)
     assert not found, "\n".join([*found, table(rows)])
 
@@ -132,6 +133,15 @@ def test_rows_for_little_shared_memory_fit_it():
     assert rows
     found = problems("sm_86", rows)
     assert not found, "\n".join([*found, table(rows)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [40, 36, 34])
+def test_heads_of_an_even_width_are_not_read_element_by_element(width):
+    """Their rows start on 16, 8 or 4 bytes, which the kernels have to tell Triton."""
+    rows = compile_rows("sm_90", "--arithmetics", "half", "--head-dims", "64", "--width", str(width))
+    assert len(rows) == 3
+    assert not any(row["reads_single_elements"] for row in rows), table(rows)
 
 
 def test_problems_are_found():

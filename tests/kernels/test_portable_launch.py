@@ -12,6 +12,7 @@ import triton
 from cs336_systems.attention import attention
 from cs336_systems.kernels import launching, tuning
 from cs336_systems.kernels.portable import launch as portable
+from cs336_systems.kernels.portable.geometry import in_units
 from cs336_systems.kernels.portable.inputs import Input
 from cs336_systems.kernels.tuning import TileConfig
 from cs336_systems.testing import LAYOUTS, TF32_EPS, Shapes, assert_within_budget, evaluate, make_inputs
@@ -148,6 +149,16 @@ def test_tiles_of_k_and_v_have_one_width_without_a_pipeline(d, dv, stages, block
     with tuning.pin(forward=TileConfig(64, 64, 4, stages)):
         described = portable.describe_forward([Input(x, None, ()) for x in (q, k, v)], out, lse, "none", 1.0, "half")
     assert (described.constants["BLOCK_D"], described.constants["BLOCK_DV"]) == blocks
+
+
+@pytest.mark.parametrize(
+    ("strides", "unit"),
+    [([(48, 16, 1)], 1), ([(80, 40, 1), (64, 16, 1)], 8), ([(60, 20, 1)], 4), ([(0, 50, 3)], 2), ([(66, 33, 1)], 1)],
+)
+def test_strides_are_passed_in_the_largest_unit_that_triton_does_not_find_itself(strides, unit):
+    tensors = [torch.empty_strided((2, 2, 8), steps, device="meta") for steps in strides]
+    expected = [(*[step // unit for step in steps[:-1]], steps[-1]) for steps in strides]
+    assert in_units(tensors) == (expected, unit)
 
 
 @pytest.mark.gpu

@@ -76,5 +76,5 @@ def test_float32_above_its_own_peak_ran_as_tf32():
     assert implausible_rate(100, "NVIDIA H200", "float32", tf32=True) is None
     told = implausible_rate(100, "NVIDIA H200", "float32", tf32=False)
     assert told is not None
-    assert "ran as TF32" in told
+    assert "in narrower numbers" in told
     assert "float32 with TF32" in (implausible_rate(600, "NVIDIA H200", "float32", tf32=True) or "")

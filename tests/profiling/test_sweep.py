@@ -10,6 +10,7 @@ import torch
 
 from cs336_systems.profiling.sweep import (
     ConfigurationMismatchError,
+    DeathLog,
     RowStore,
     Status,
     outcome_of,
@@ -109,3 +110,21 @@ def test_csv(tmp_path):
     write_csv(path, [{"a": 1, "b": None, "c": [1.5, 2]}, {"a": "x,y", "b": False}], ("a", "b", "c"))
     with path.open(newline="") as file:
         assert list(csv.reader(file)) == [["a", "b", "c"], ["1", "", "1.5;2"], ["x,y", "False", ""]]
+
+
+def test_what_was_under_way_when_a_process_died_is_remembered(tmp_path):
+    DeathLog(tmp_path).begin("a")
+    log = DeathLog(tmp_path)  # another process: the first one died in "a"
+    assert (log.deaths("a"), log.deaths("b")) == (1, 0)
+    log.begin("b")
+    log.begin("a")
+    assert DeathLog(tmp_path).deaths("a") == 2
+    assert DeathLog(tmp_path).deaths("b") == 0
+
+
+def test_what_ended_is_no_death_and_leaves_nothing(tmp_path):
+    log = DeathLog(tmp_path)
+    log.begin("a")
+    log.end()
+    assert list(tmp_path.iterdir()) == []
+    assert DeathLog(tmp_path).deaths("a") == 0

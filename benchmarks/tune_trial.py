@@ -1,0 +1,138 @@
+"""Trying one tile configuration: is it right, and how long does it take?"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from benchmarks.tune_candidates import Row
+from cs336_systems.attention import attention
+from cs336_systems.kernels import tuning
+from cs336_systems.kernels.portable import launch
+from cs336_systems.kernels.tuning import TileConfig
+from cs336_systems.profiling.timing import TimingMethod, measure_ms
+from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs
+
+MASKS = ("bottom_right", "none")
+"""A causal mask, and none: a row serves both."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Shapes that a row is tried on: q, k and v of (batch, heads, length, head_dim)."""
+
+    row: Row
+    batch: int
+    heads: int
+    length: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the arithmetic is that of."""
+        return torch.bfloat16 if self.row.arithmetic == "half" else torch.float32
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """The shape of q, k and v."""
+        return self.batch, self.heads, self.length, self.row.head_dim
+
+    @property
+    def work(self) -> tuple[int, int]:
+        """The length of a matrix and how many there are, as the table's look-up takes them."""
+        return self.length, self.batch * self.heads
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A configuration to be compiled and checked; `others` are the ones of the passes that run beside it."""
+
+    problem: Problem
+    config: TileConfig
+    others: Mapping[str, TileConfig] = field(default_factory=dict)
+    device: str = "cuda"
+
+    @property
+    def pins(self) -> dict[str, TileConfig]:
+        """What is used in place of the table, by pass."""
+        return {**self.others, self.problem.row.name: self.config}
+
+
+def check(trial: Trial) -> str:
+    """Why a configuration cannot be used, or "" when it computes what it should; compiled kernels stay in the cache.
+
+    Its results are held to the error budget that the tests have. They are computed on fewer rows and heads than are
+    timed, but on sizes of the same divisibility, so that what is compiled here is what will be timed.
+    """
+    length, heads = (_reduced(*pair) for pair in ((trial.problem.length, 512), (trial.problem.heads, 16)))
+    return _wrong(trial, heads, length, length)
+
+
+def check_ragged(trial: Trial) -> str:
+    """The same on lengths that no tile divides, and that differ between queries and keys."""
+    return _wrong(trial, 2, 333, 405)
+
+
+def _reduced(size: int, enough: int) -> int:
+    """A size of about `enough`, at most `size`, that Triton compiles the same for: it looks at multiples of 16."""
+    return size if size <= enough else enough + size % 16
+
+
+def _wrong(trial: Trial, heads: int, q_len: int, k_len: int) -> str:
+    torch.set_float32_matmul_precision("highest")
+    problem = trial.problem
+    shapes = Shapes.of(1, q_len=q_len, k_len=k_len, d=problem.row.head_dim, q_heads=heads)
+    generator = torch.Generator(trial.device).manual_seed(0)
+    inputs = make_inputs(shapes, dtype=problem.dtype, device=trial.device, generator=generator)
+    with tuning.pin(**trial.pins):
+        for mask in MASKS:
+            causal = mask if mask != "none" else False
+            try:
+                results = evaluate(functools.partial(attention, impl="flash", causal=causal), inputs)
+                assert_within_budget(results, inputs, causal=causal)
+            except AssertionError as error:
+                return f"wrong results: {_brief(error)}"
+            except Exception as error:
+                if not _is_harmless(error):
+                    raise
+                return f"{type(error).__name__}: {_brief(error)}"
+    return ""
+
+
+def _is_harmless(error: Exception) -> bool:
+    """Whether the compiler or the launch refused, so that the GPU's context is as good as before."""
+    return type(error).__module__.startswith("triton.") or "PassManager::run failed" in str(error)
+
+
+def _brief(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if "beyond" in line] or str(error).splitlines() or ["no message"]
+    return " ".join(lines[-1].split())[:160]
+
+
+def inputs_of(problem: Problem, device: str = "cuda") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Random q, k, v and output gradient."""
+    q, k, v, dout = (torch.randn(problem.shape, device=device, dtype=problem.dtype) for _ in range(4))
+    return q, k, v, dout
+
+
+def runs_of(problem: Problem, tensors: tuple[Tensor, Tensor, Tensor, Tensor], mask: str) -> Callable[[], object]:
+    """A function that runs the pass once: the forward alone, or the backward, of which both passes run."""
+    q, k, v, dout = tensors
+    scale = problem.row.head_dim**-0.5
+    if problem.row.name == "forward":
+        return lambda: launch.forward(q, k, v, mask, scale)
+    out, lse = launch.forward(q, k, v, mask, scale)
+    return lambda: launch.backward(q, k, v, out, lse, dout, None, mask, scale)
+
+
+def milliseconds(
+    trial: Trial, tensors: tuple[Tensor, Tensor, Tensor, Tensor], mask: str, method: TimingMethod
+) -> float:
+    """One short measurement of the pass, in milliseconds."""
+    with tuning.pin(**trial.pins):
+        run = runs_of(trial.problem, tensors, mask)
+        run()
+        return measure_ms(run, device=trial.device, method=method)
