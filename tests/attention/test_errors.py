@@ -197,6 +197,25 @@ def test_a_wrong_type_is_refused_after_the_same_call_with_the_right_one(good, ba
         attention(*inputs, impl="naive", **bad)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("q", lambda x: x.to_sparse(), "q must be a dense"),
+        ("k", lambda x: x.to_sparse(), "k must be a dense"),
+        ("v", lambda x: x.to_sparse(), "v must be a dense"),
+        ("k", lambda x: x.to("meta"), "k must be on cpu"),
+        ("v", lambda x: x.to("meta"), "v must be on cpu"),
+        ("k", lambda x: x.half(), "k must have dtype"),
+        ("v", lambda x: x.half(), "v must have dtype"),
+    ],
+)
+def test_a_wrong_tensor_is_refused_after_the_same_call_with_the_right_one(name, change, message):
+    good = {name: torch.zeros(1, 2, 3) for name in ("q", "k", "v")}
+    attention(**good, impl="naive")
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        attention(**good | {name: change(good[name])}, impl="naive")
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_ragged_tensors_are_refused(name):

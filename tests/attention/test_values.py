@@ -131,6 +131,14 @@ def test_values_and_gradients_are_within_the_budget(impl, dtype, device, case):
     assert_within_budget(results, inputs, causal=case.causal, scale=case.scale)
 
 
+def test_tiled_masks_the_right_tiles_wherever_the_diagonal_lies(device):
+    """One hidden key in a tile that is taken for a visible one shows for a single difference of lengths."""
+    for k_len in range(1, 70):
+        q, k, v, *_ = make_inputs(Shapes.of(1, q_len=40, k_len=k_len, d=4), dtype=torch.float64, device=device)
+        out, exact = (attention(q, k, v, causal=True, impl=impl) for impl in ("tiled", "naive"))
+        torch.testing.assert_close(out, exact, msg=lambda text, k_len=k_len: f"{k_len} keys: {text}")
+
+
 @pytest.mark.parametrize("case", CASE_PARAMS)
 def test_the_implementation_chosen_is_within_the_budget(device, case):
     """Without a log-sum-exp, which torch's own does not return."""

@@ -39,8 +39,21 @@ VARIATIONS = {
 }
 
 
+# Calls that have the plan of another: misaligned tensors have the strides of contiguous ones, True is "bottom_right".
+ALIKE = {"layout": 1, "mask": 1}
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """How many plans forward and backward have made from here on."""
+    stores = ({}, {})
+    monkeypatch.setattr(portable._forward_plans, "_plans", stores[0])
+    monkeypatch.setattr(portable._backward_plans, "_plans", stores[1])
+    return lambda: tuple(map(len, stores))
+
+
 @pytest.mark.parametrize("what", VARIATIONS)
-def test_calls_that_differ_in_one_thing_do_not_share_a_launch(flash_device, what):
+def test_calls_that_differ_in_one_thing_do_not_share_a_launch(flash_device, plans, what):
     """Each is made among the others, and then again, so that it finds whatever the first ones left."""
     calls = []
     for inputs, settings in VARIATIONS[what]:
@@ -50,6 +63,7 @@ def test_calls_that_differ_in_one_thing_do_not_share_a_launch(flash_device, what
         for inputs, settings in calls:
             results = evaluate(partial(attention, impl="flash", return_lse=True, **settings), inputs)
             assert_within_budget(results, inputs, **settings)
+    assert plans() == (len(calls) - ALIKE.get(what, 0),) * 2
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout", "dlse"])
@@ -65,15 +79,16 @@ def test_the_alignment_of_each_tensor_counts(flash_device, name):
 
 
 @pytest.mark.parametrize("return_lse", [(True, False), (False, True)])
-def test_a_gradient_of_the_log_sum_exp_or_none(flash_device, return_lse):
+def test_a_gradient_of_the_log_sum_exp_or_none(flash_device, plans, return_lse):
     inputs = make_inputs(SHAPES, dtype=torch.float16, device=flash_device)
     for with_lse in return_lse * ROUNDS:
         results = evaluate(partial(attention, impl="flash", return_lse=with_lse), inputs)
         assert ("lse" in results) == with_lse
         assert_within_budget(results, inputs)
+    assert plans() == (1, 2)
 
 
-def test_the_layout_of_the_incoming_gradient_counts(flash_device):
+def test_the_layout_of_the_incoming_gradient_counts(flash_device, plans):
     inputs = make_inputs(SHAPES, dtype=torch.float16, device=flash_device)
     arrangements = (
         lambda x: x,
@@ -85,9 +100,10 @@ def test_the_layout_of_the_incoming_gradient_counts(flash_device):
         for arrange in arrangements:
             made = inputs._replace(dout=arrange(inputs.dout))
             assert_within_budget(evaluate(partial(attention, impl="flash"), made), made)
+    assert plans() == (1, len(arrangements))
 
 
-def test_precisions_do_not_share_a_launch(flash_device):
+def test_precisions_do_not_share_a_launch(flash_device, plans):
     inputs = make_inputs(SHAPES, device=flash_device)
     before = torch.get_float32_matmul_precision()
     try:
@@ -98,6 +114,7 @@ def test_precisions_do_not_share_a_launch(flash_device):
             assert_within_budget(results, inputs, eps=None if precision == "highest" else TF32_EPS)
     finally:
         torch.set_float32_matmul_precision(before)
+    assert plans() == (2, 2)
 
 
 @pytest.fixture
