@@ -21,6 +21,7 @@ if not __package__:
 
 import torch
 import torch.nn.functional as F
+from torch._functorch import config as functorch_config
 
 from benchmarks.attention_presets import DTYPE_ALIASES, DTYPES
 from cs336_systems.attention import attention
@@ -72,9 +73,11 @@ def contenders(
     refused: dict[str, str] = {}
     for name, candidate in candidates.items():
         try:
-            call = call_of(candidate, tensors, what)
-            for _ in range(3):
-                call()
+            # A compiled backward may otherwise overwrite what it was given, and cannot run again on the same graph.
+            with functorch_config.patch(donated_buffer=False):
+                call = call_of(candidate, tensors, what)
+                for _ in range(3):
+                    call()
         except ValueError as error:
             refused[name] = " ".join(str(error).split())
         else:
