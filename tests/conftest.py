@@ -41,7 +41,11 @@ def _patch_the_language_once_a_launch() -> None:
 
     The first call from a module in a launch does it; the others would do the same to what is patched already.
     """
+    import triton
     from triton.runtime import interpreter
+
+    if not triton.__version__.startswith("3.7."):
+        return  # how it patches is its own affair, and may be another
 
     patch = interpreter._patch_lang
     patched_for: set[int] = set()
