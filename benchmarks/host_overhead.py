@@ -71,6 +71,7 @@ def contenders(
         candidates[name] = functools.partial(attention, causal=causal, impl=name)
     ready: dict[str, Callable[[], object]] = {}
     refused: dict[str, str] = {}
+    torch.compiler.reset()  # what was compiled before has its own idea of the setting below
     for name, candidate in candidates.items():
         try:
             # A compiled backward may otherwise overwrite what it was given, and cannot run again on the same graph.
