@@ -93,13 +93,12 @@ def dq_kernel(
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
     CAUSAL: tl.constexpr,
-    UNIT: tl.constexpr,
+    UNITS: tl.constexpr,
 ):
     """Grid: one program for each (matrix of q, tile of its rows). Also writes delta, which `dkdv_kernel` reads.
 
     delta is rowsum(dout * out) - dlse: a gradient of the log-sum-exp reaches every score in proportion to its weight.
-    ``score_scale`` is ``scale`` * log2(e); ``distances`` lead from q, k, v and dout to their
-    further parts.
+    ``score_scale`` is ``scale`` * log2(e); ``distances`` lead from q, k, v and dout to their further parts.
     """
     SHIFT: tl.constexpr = 0 if q_statistics is None else TOP
     tiles = tl.cdiv(q_len, TILE_Q)
@@ -112,11 +111,11 @@ def dq_kernel(
     scales = scales_of(
         q_statistics, k_statistics, v_statistics, dout_statistics, dlse_bound, kv_index, scale, score_scale
     )
-    keys = matrix(k, kv_index, kv_sizes, k_strides, k_len, distances[1], UNIT)
-    values = matrix(v, kv_index, kv_sizes, v_strides, k_len, distances[2], UNIT)
-    queries = matrix(q, index, q_sizes, q_strides, q_len, distances[0], UNIT)
-    douts = matrix(dout, index, q_sizes, dout_strides, q_len, distances[3], UNIT)
-    outs = matrix(out, index, q_sizes, out_strides, q_len, (), UNIT)
+    keys = matrix(k, kv_index, kv_sizes, k_strides, k_len, distances[1], UNITS[1])
+    values = matrix(v, kv_index, kv_sizes, v_strides, k_len, distances[2], UNITS[2])
+    queries = matrix(q, index, q_sizes, q_strides, q_len, distances[0], UNITS[0])
+    douts = matrix(dout, index, q_sizes, dout_strides, q_len, distances[3], UNITS[4])
+    outs = matrix(out, index, q_sizes, out_strides, q_len, (), UNITS[3])
     dout_tile = load_operand(douts, first_row, TILE_Q, BLOCK_DV, V_HEAD_DIM, True)
     out_tile = load_operand(outs, first_row, TILE_Q, BLOCK_DV, V_HEAD_DIM, True)
     row_delta = tl.sum(joined(out_tile) * joined(dout_tile), 1) * unit_of(dout_statistics, kv_index)
@@ -139,7 +138,7 @@ def dq_kernel(
             dq_tile, q_tile, dout_tile, row_lse, row_delta, keys, values, first_row, first_column, diagonal, scales,
             HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, TILE_Q, TILE_K, CAUSAL, True, SHIFT,
         )  # fmt: skip
-    target = matrix(dq, index, q_sizes, dq_strides, q_len, (), UNIT)
+    target = matrix(dq, index, q_sizes, dq_strides, q_len, (), UNITS[5])
     store_tile(target, dq_tile * scales.dq, first_row, TILE_Q, BLOCK_D, HEAD_DIM)
 
 
@@ -224,7 +223,7 @@ def dkdv_kernel(
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
     CAUSAL: tl.constexpr,
-    UNIT: tl.constexpr,
+    UNITS: tl.constexpr,
 ):
     """Grid: one program for each (matrix of k, tile of its rows); it visits every query head of the group in turn."""
     SHIFT: tl.constexpr = 0 if q_statistics is None else TOP
@@ -232,8 +231,8 @@ def dkdv_kernel(
     index = tl.program_id(0) // tiles
     first_column = tl.program_id(0) % tiles * TILE_K
     scales = scales_of(q_statistics, k_statistics, v_statistics, dout_statistics, dlse_bound, index, scale, score_scale)
-    keys = matrix(k, index, kv_sizes, k_strides, k_len, distances[1], UNIT)
-    values = matrix(v, index, kv_sizes, v_strides, k_len, distances[2], UNIT)
+    keys = matrix(k, index, kv_sizes, k_strides, k_len, distances[1], UNITS[1])
+    values = matrix(v, index, kv_sizes, v_strides, k_len, distances[2], UNITS[2])
     k_tile = load_operand(keys, first_column, TILE_K, BLOCK_D, HEAD_DIM, True)
     v_tile = load_operand(values, first_column, TILE_K, BLOCK_DV, V_HEAD_DIM, True)
     dk_tile = tl.zeros([TILE_K, BLOCK_D], tl.float32)
@@ -241,8 +240,8 @@ def dkdv_kernel(
     start, whole = query_range(first_column, q_len, diagonal, TILE_K, TILE_Q, CAUSAL)
     for member in range(group):
         q_index = index * group + member
-        queries = matrix(q, q_index, q_sizes, q_strides, q_len, distances[0], UNIT)
-        douts = matrix(dout, q_index, q_sizes, dout_strides, q_len, distances[3], UNIT)
+        queries = matrix(q, q_index, q_sizes, q_strides, q_len, distances[0], UNITS[0])
+        douts = matrix(dout, q_index, q_sizes, dout_strides, q_len, distances[3], UNITS[3])
         row_lse = lse + tl.cast(q_index, tl.int64) * q_len
         row_delta = delta + tl.cast(q_index, tl.int64) * q_len
         for first_row in range(start, whole, TILE_Q):
@@ -257,7 +256,7 @@ def dkdv_kernel(
                 k_len, diagonal, scales,
                 HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, TILE_Q, TILE_K, CAUSAL, False, SHIFT,
             )  # fmt: skip
-    dk_target = matrix(dk, index, kv_sizes, dk_strides, k_len, (), UNIT)
-    dv_target = matrix(dv, index, kv_sizes, dv_strides, k_len, (), UNIT)
+    dk_target = matrix(dk, index, kv_sizes, dk_strides, k_len, (), UNITS[4])
+    dv_target = matrix(dv, index, kv_sizes, dv_strides, k_len, (), UNITS[5])
     store_tile(dk_target, dk_tile * scales.dk, first_column, TILE_K, BLOCK_D, HEAD_DIM)
     store_tile(dv_target, dv_tile * scales.dv, first_column, TILE_K, BLOCK_DV, V_HEAD_DIM)

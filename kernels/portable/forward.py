@@ -98,7 +98,7 @@ def forward_kernel(
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
     CAUSAL: tl.constexpr,
-    UNIT: tl.constexpr,
+    UNITS: tl.constexpr,
     AHEAD: tl.constexpr,
     FLIP: tl.constexpr,
 ):
@@ -114,9 +114,9 @@ def forward_kernel(
         tile = tiles - 1 - tile
     first_row = tile * TILE_Q
     kv_index = index // group
-    keys = matrix(k, kv_index, kv_sizes, k_strides, k_len, distances[1], UNIT)
-    values = matrix(v, kv_index, kv_sizes, v_strides, k_len, distances[2], UNIT)
-    queries = matrix(q, index, q_sizes, q_strides, q_len, distances[0], UNIT)
+    keys = matrix(k, kv_index, kv_sizes, k_strides, k_len, distances[1], UNITS[1])
+    values = matrix(v, kv_index, kv_sizes, v_strides, k_len, distances[2], UNITS[2])
+    queries = matrix(q, index, q_sizes, q_strides, q_len, distances[0], UNITS[0])
     q_tile = load_operand(queries, first_row, TILE_Q, BLOCK_D, HEAD_DIM, True)
     if FLIP:
         q_tile = negated(q_tile)
@@ -143,7 +143,7 @@ def forward_kernel(
         )  # fmt: skip
     normaliser, row_lse = softmax_finish(state, TOP)
     normaliser *= unit_of(v_statistics, kv_index)
-    target = matrix(out, index, q_sizes, out_strides, q_len, (), UNIT)
+    target = matrix(out, index, q_sizes, out_strides, q_len, (), UNITS[3])
     store_tile(target, accumulator * normaliser[:, None], first_row, TILE_Q, BLOCK_DV, V_HEAD_DIM)
     rows = first_row + tl.arange(0, TILE_Q)
     tl.store(lse + tl.cast(index, tl.int64) * q_len + rows, row_lse, mask=rows < q_len)

@@ -26,20 +26,24 @@ def padded(width: int) -> int:
 
 
 def in_vectors(tensor: Tensor) -> bool:
-    """Whether Triton knows that rows can be read 16 bytes at a time, and so in a pipeline."""
+    """Whether rows are certain to be read 16 bytes at a time, and so in a pipeline, without a unit's help."""
     *others, column = tensor.stride()
     return column == 1 and not any(stride % 16 for stride in others) and tensor.data_ptr() % 16 == 0
 
 
-def in_units(tensors: list[Tensor]) -> tuple[list[tuple[int, ...]], int]:
-    """The strides of each tensor, those before the last in multiples of a unit, and the unit, as `matrix` takes them.
+def in_units(tensors: list[Tensor]) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
+    """The strides of each tensor, those before the last in multiples of a unit of its own, and the units.
 
-    Triton finds out by itself that a stride is a multiple of 16: the unit is 1 where all are.
+    `matrix` takes both. Triton finds out by itself that a stride is a multiple of 16: the unit is 1 where all are.
     """
-    strides = [tensor.stride() for tensor in tensors]
-    common = math.gcd(16, *[step for steps in strides for step in steps[:-1]])
-    unit = 1 if common == 16 else min(common, 8)
-    return [(*[step // unit for step in steps[:-1]], steps[-1]) for steps in strides], unit
+    strides, units = [], []
+    for tensor in tensors:
+        *steps, column = tensor.stride()
+        common = math.gcd(16, *steps)
+        unit = 1 if common == 16 else min(common, 8)
+        strides.append((*[step // unit for step in steps], column))
+        units.append(unit)
+    return strides, tuple(units)
 
 
 @dataclass(frozen=True)

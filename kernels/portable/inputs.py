@@ -125,14 +125,14 @@ def describe_measure(tensors: list[Tensor], statistics: Tensor) -> Launch:
     """The launch of `measure_kernel` on q, k, v and perhaps dout."""
     geometry = Geometry.of(tensors[0], tensors[1], tensors[2], "none")
     missing = 4 - len(tensors)
-    strides, unit = in_units(tensors)
+    strides, units = in_units(tensors)
     strides += [(0,) * tensors[0].ndim] * missing
     tile = _rows(geometry, ELEMENTS_A_TILE)
     return Launch(
         (_tiles(geometry, tile), len(tensors)),
         (*tensors, *[None] * missing, statistics),
         (*geometry.sizes, *strides, geometry.kv_matrices, *geometry.scalars[:3]),
-        {**geometry.widths, "TILE": tile, "UNIT": unit},
+        {**geometry.widths, "TILE": tile, "UNITS": units + (1,) * missing},
         {},
     )
 
@@ -142,15 +142,15 @@ def describe_rewrite(tensors: list[Tensor], statistics: Tensor, inputs: list[Inp
     geometry = Geometry.of(tensors[0], tensors[1], tensors[2], "none")
     missing = 4 - len(tensors)
     absent = [(0,) * tensors[0].ndim] * missing
-    strides, unit = in_units([*tensors, *[x.tensor for x in inputs]])
-    strides = [*strides[: len(tensors)], *absent, *strides[len(tensors) :], *absent]
+    strides, units = in_units(tensors)
+    strides += [*absent, *[x.tensor.stride() for x in inputs], *absent]
     distances = (*[x.distances for x in inputs], *[()] * missing)
     tile = _rows(geometry, ELEMENTS_A_BITE if shares else ELEMENTS_A_TILE)
     return Launch(
         (geometry.kv_matrices * shares if shares else _tiles(geometry, tile), len(tensors)),
         (*tensors, *[None] * missing, statistics, *[x.tensor for x in inputs], *[None] * missing),
         (*geometry.sizes, *strides, distances, geometry.kv_matrices, *geometry.scalars[:3], shares or 0),
-        {**geometry.widths, "TILE": tile, "UNIT": unit, "MEASURED": shares is None},
+        {**geometry.widths, "TILE": tile, "UNITS": units + (1,) * missing, "MEASURED": shares is None},
         {"num_warps": 8 if shares else 4},
     )
 

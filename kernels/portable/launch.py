@@ -153,8 +153,8 @@ def describe_forward(
     geometry = Geometry.of(q, k, v, causal)
     work = geometry.q_len, geometry.q_matrices
     config = tuning.lookup("forward", arithmetic, geometry.block, q.device, *work)
-    strides, unit = in_units([q, k, v, out])
-    constants = geometry.constants(config) | {"UNIT": unit, "AHEAD": config.ahead, "FLIP": scale < 0}
+    strides, units = in_units([q, k, v, out])
+    constants = geometry.constants(config) | {"UNITS": units, "AHEAD": config.ahead, "FLIP": scale < 0}
     if config.num_stages == 1 or not (in_vectors(k) and in_vectors(v)):
         # Without a pipeline k and v take turns in the same shared memory, and ptxas 12.8 computes the address of v's
         # tile from a register that was never set, unless both tiles have one width.
@@ -184,12 +184,12 @@ def describe_dq(
     config = tuning.lookup("dq", arithmetic, geometry.block, q.device, *work)
     read = (q, k, v, *[x.statistics for x in inputs], tensors.dlse_bound)
     rows = (tensors.dlse, tensors.lse, tensors.delta)
-    strides, unit = in_units([q, k, v, tensors.out, dout, tensors.dq])
+    strides, units = in_units([q, k, v, tensors.out, dout, tensors.dq])
     return Launch(
         (config.programs("dq", *work), 1),
         (*read, tensors.out, dout, *rows, tensors.dq),
         _backward_arguments(geometry, inputs, strides, scale),
-        geometry.constants(config) | {"UNIT": unit},
+        geometry.constants(config) | {"UNITS": units},
         config.options,
     )
 
@@ -203,12 +203,12 @@ def describe_dkdv(
     work = geometry.k_len, geometry.kv_matrices
     config = tuning.lookup("dkdv", arithmetic, geometry.block, q.device, *work)
     read = (q, k, v, *[x.statistics for x in inputs], tensors.dlse_bound)
-    strides, unit = in_units([q, k, v, dout, tensors.dk, tensors.dv])
+    strides, units = in_units([q, k, v, dout, tensors.dk, tensors.dv])
     return Launch(
         (config.programs("dkdv", *work), 1),
         (*read, dout, tensors.lse, tensors.delta, tensors.dk, tensors.dv),
         _backward_arguments(geometry, inputs, strides, scale),
-        geometry.constants(config) | {"UNIT": unit},
+        geometry.constants(config) | {"UNITS": units},
         config.options,
     )
 

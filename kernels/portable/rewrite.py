@@ -101,14 +101,17 @@ def rewrite(
     UNIT: tl.constexpr,
     MEASURED: tl.constexpr,
 ):
-    """Rewrite one tile of a measured group; else measure the whole group and rewrite one share of its tiles."""
+    """Rewrite one tile of a measured group; else measure the whole group and rewrite one share of its tiles.
+
+    The strides of parts are multiples of 16, which needs no unit.
+    """
     tiles = tl.cdiv(rows, TILE)
     if MEASURED:
         index = tl.program_id(0) // tiles
         if index < groups * group:
             first_row = tl.program_id(0) % tiles * TILE
             tile = load_tile(matrix(x, index, sizes, strides, rows, (), UNIT), first_row, TILE, BLOCK, WIDTH, True)
-            target = matrix(parts, index, sizes, part_strides, rows, distances, UNIT)
+            target = matrix(parts, index, sizes, part_strides, rows, distances, 1)
             write_parts(target, first_row, tile, tl.load(statistics + 2 * (index // group)), WIDTH, BLOCK, TILE)
     else:
         index = tl.program_id(0) // shares
@@ -121,7 +124,7 @@ def rewrite(
             member = index * group + number // tiles
             first_row = number % tiles * TILE
             tile = load_tile(matrix(x, member, sizes, strides, rows, (), UNIT), first_row, TILE, BLOCK, WIDTH, True)
-            target = matrix(parts, member, sizes, part_strides, rows, distances, UNIT)
+            target = matrix(parts, member, sizes, part_strides, rows, distances, 1)
             write_parts(target, first_row, tile, largest, WIDTH, BLOCK, TILE)
 
 
@@ -147,19 +150,19 @@ def measure_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     TILE: tl.constexpr,
-    UNIT: tl.constexpr,
+    UNITS: tl.constexpr,
 ):
     """Grid: (tiles of the tensor that has most, tensors). ``statistics`` (tensors, groups, 2) starts at 0."""
     which = tl.program_id(1)
     own = statistics + 2 * which * groups
     if which == 0:
-        measure(q, own, q_sizes, q_strides, groups, group, q_len, HEAD_DIM, BLOCK_D, TILE, UNIT)
+        measure(q, own, q_sizes, q_strides, groups, group, q_len, HEAD_DIM, BLOCK_D, TILE, UNITS[0])
     elif which == 1:
-        measure(k, own, kv_sizes, k_strides, groups, 1, k_len, HEAD_DIM, BLOCK_D, TILE, UNIT)
+        measure(k, own, kv_sizes, k_strides, groups, 1, k_len, HEAD_DIM, BLOCK_D, TILE, UNITS[1])
     elif which == 2:
-        measure(v, own, kv_sizes, v_strides, groups, 1, k_len, V_HEAD_DIM, BLOCK_DV, TILE, UNIT)
+        measure(v, own, kv_sizes, v_strides, groups, 1, k_len, V_HEAD_DIM, BLOCK_DV, TILE, UNITS[2])
     elif dout is not None:
-        measure(dout, own, q_sizes, dout_strides, groups, group, q_len, V_HEAD_DIM, BLOCK_DV, TILE, UNIT)
+        measure(dout, own, q_sizes, dout_strides, groups, group, q_len, V_HEAD_DIM, BLOCK_DV, TILE, UNITS[3])
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "groups", "shares"])
@@ -194,7 +197,7 @@ def rewrite_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     TILE: tl.constexpr,
-    UNIT: tl.constexpr,
+    UNITS: tl.constexpr,
     MEASURED: tl.constexpr,
 ):
     """Grid: (tiles of the tensor that has most, tensors) with MEASURED, else (groups * shares, tensors).
@@ -208,20 +211,20 @@ def rewrite_kernel(
     if which == 0:
         rewrite(
             q, own, q_parts, q_sizes, q_strides, q_part_strides, distances[0], groups, group, q_len, shares,
-            HEAD_DIM, BLOCK_D, TILE, UNIT, MEASURED,
+            HEAD_DIM, BLOCK_D, TILE, UNITS[0], MEASURED,
         )  # fmt: skip
     elif which == 1:
         rewrite(
             k, own, k_parts, kv_sizes, k_strides, k_part_strides, distances[1], groups, 1, k_len, shares,
-            HEAD_DIM, BLOCK_D, TILE, UNIT, MEASURED,
+            HEAD_DIM, BLOCK_D, TILE, UNITS[1], MEASURED,
         )  # fmt: skip
     elif which == 2:
         rewrite(
             v, own, v_parts, kv_sizes, v_strides, v_part_strides, distances[2], groups, 1, k_len, shares,
-            V_HEAD_DIM, BLOCK_DV, TILE, UNIT, MEASURED,
+            V_HEAD_DIM, BLOCK_DV, TILE, UNITS[2], MEASURED,
         )  # fmt: skip
     elif dout is not None:
         rewrite(
             dout, own, dout_parts, q_sizes, dout_strides, dout_part_strides, distances[3], groups, group, q_len, shares,
-            V_HEAD_DIM, BLOCK_DV, TILE, UNIT, MEASURED,
+            V_HEAD_DIM, BLOCK_DV, TILE, UNITS[3], MEASURED,
         )  # fmt: skip

@@ -169,13 +169,13 @@ def test_tiles_of_k_and_v_have_one_width_without_a_pipeline(d, dv, stages, block
 
 
 @pytest.mark.parametrize(
-    ("strides", "unit"),
-    [([(48, 16, 1)], 1), ([(80, 40, 1), (64, 16, 1)], 8), ([(60, 20, 1)], 4), ([(0, 50, 3)], 2), ([(66, 33, 1)], 1)],
+    ("strides", "unit"), [((48, 16, 1), 1), ((80, 40, 1), 8), ((60, 20, 1), 4), ((0, 50, 3), 2), ((66, 33, 1), 1)]
 )
 def test_strides_are_passed_in_the_largest_unit_that_triton_does_not_find_itself(strides, unit):
-    tensors = [torch.empty_strided((2, 2, 8), steps, device="meta") for steps in strides]
-    expected = [(*[step // unit for step in steps[:-1]], steps[-1]) for steps in strides]
-    assert in_units(tensors) == (expected, unit)
+    """Each tensor's in its own: beside one of odd strides the others are still read in vectors."""
+    tensors = [torch.empty_strided((2, 2, 8), steps, device="meta") for steps in (strides, (66, 33, 1), strides)]
+    expected = (*[step // unit for step in strides[:-1]], strides[-1])
+    assert in_units(tensors) == ([expected, (66, 33, 1), expected], (unit, 1, unit))
 
 
 @pytest.mark.gpu
