@@ -6,7 +6,6 @@ To add one, write a `Provider` and put it into `all_providers`; nothing else has
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +16,7 @@ from benchmarks.attention_peers import peer_providers
 from benchmarks.attention_presets import Problem
 from benchmarks.attention_provider import Attend, Provider
 from cs336_systems.attention import attention
+from cs336_systems.attention.choose import interpreting
 
 BASELINE = "naive"
 """The implementation that all others are compared with."""
@@ -26,7 +26,6 @@ def _ours(name: str) -> Provider:
     def bind(problem: Problem) -> Attend:
         return lambda q, k, v: attention(q, k, v, causal=problem.causal, impl=name)
 
-    interpreted = name == "flash" and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
     return Provider(
         name=name,
         group="ours",
@@ -34,7 +33,9 @@ def _ours(name: str) -> Provider:
         layout="as given",
         quadratic=name in ("naive", "compiled"),
         compiles=name == "compiled",
-        missing="TRITON_INTERPRET is set: these would be times of the interpreter" if interpreted else "",
+        missing="TRITON_INTERPRET is set: these would be times of the interpreter"
+        if name == "flash" and interpreting()
+        else "",
         # An implementation that was asked for by name and cannot do the call raises ValueError and says why.
         refusals=(ValueError, NotImplementedError),
     )
