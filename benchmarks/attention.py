@@ -209,17 +209,16 @@ def termination_as_interruption() -> Iterator[None]:
 @contextmanager
 def torch_settings(configuration: SweepConfiguration, device: torch.device) -> Iterator[None]:
     """The process-wide settings of torch that the sweep needs, for as long as it runs."""
-    precision, donates = torch.get_float32_matmul_precision(), functorch_config.donated_buffer
+    precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if configuration.tf32 else "highest")
-    # A compiled backward may otherwise overwrite what it was given, and then cannot run again on the same graph.
-    functorch_config.donated_buffer = False
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
-        yield
+        # A compiled backward may otherwise overwrite what it was given, and then cannot run again on the same graph.
+        with functorch_config.patch(donated_buffer=False):
+            yield
     finally:
         torch.set_float32_matmul_precision(precision)
-        functorch_config.donated_buffer = donates
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

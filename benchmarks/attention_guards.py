@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
@@ -80,13 +81,5 @@ def _milliseconds(row: Row) -> float:
 
 
 def _flops_of(row: Row, problem: Problem, which: Pass) -> float:
-    known = Problem(
-        dtype=problem.dtype,
-        mask=problem.mask,
-        batch=int(row["batch"]),
-        heads=int(row["heads"]),
-        kv_heads=int(row["kv_heads"]),
-        length=int(row["length"]),
-        head_dim=problem.head_dim,
-    )
-    return known.flops(which)
+    batch, heads, kv_heads, length = (int(row[name]) for name in ("batch", "heads", "kv_heads", "length"))
+    return replace(problem, batch=batch, heads=heads, kv_heads=kv_heads, length=length).flops(which)

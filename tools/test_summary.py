@@ -22,7 +22,7 @@ if not __package__:
 
 import torch
 
-from cs336_systems.profiling import Environment, collect_environment
+from cs336_systems.profiling import Environment, collect_environment, markdown_table
 
 
 @dataclass
@@ -38,9 +38,10 @@ class Run:
 def read(path: Path) -> Run:
     """The run that pytest wrote to `path` with ``--junitxml``."""
     run = Run()
-    for suite in ElementTree.parse(path).getroot().iter("testsuite"):
+    root = ElementTree.parse(path).getroot()
+    for suite in root.iter("testsuite"):
         run.seconds += float(suite.get("time", 0.0))
-    for case in ElementTree.parse(path).getroot().iter("testcase"):
+    for case in root.iter("testcase"):
         module = case.get("classname", "")
         skipped = case.find("skipped")
         if case.find("failure") is not None or case.find("error") is not None:
@@ -61,8 +62,8 @@ def page(run: Run, environment: Environment, command: str) -> str:
     counts = f"{run.passed.total()} passed, {len(run.failed)} failed, {run.skipped.total()} skipped"
     lines = [f"# Tests on {torch.cuda.device_count() or 1} × {environment.device}", ""]
     lines += [f"{', '.join(versions)}; {environment.date[:10]}; commit {commit}.", ""]
-    lines += [f"`{command}`: **{counts}** in {run.seconds:.0f} s.", "", "| folder | passed |", "|---|---|"]
-    lines += [f"| {folder.replace('.', '/')} | {count} |" for folder, count in sorted(run.passed.items())]
+    folders = [(folder.replace(".", "/"), str(count)) for folder, count in sorted(run.passed.items())]
+    lines += [f"`{command}`: **{counts}** in {run.seconds:.0f} s.", "", markdown_table(["folder", "passed"], folders)]
     if run.failed:
         lines += ["", "Failed:", "", *[f"- `{name}`" for name in run.failed]]
     if run.skipped:
