@@ -6,18 +6,17 @@ from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn.attention.bias import causal_lower_right
 
 from . import choose, ops
 from .choose import Explanation, Implementation
 from .flash import FlashAttentionFunction
 from .naive import compiled, naive
 from .precision import autocast_inputs
-from .spec import AttentionSpec, Causal
+from .sdpa import sdpa
+from .spec import AttentionSpec
 from .tiled import TiledAttentionFunction
 from .validation import check
 
@@ -205,39 +204,10 @@ def _run_compiled(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_l
     return compiled(q, k, v, spec, return_lse)
 
 
-def _run_sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool) -> Result:
-    """torch's ``scaled_dot_product_attention``, whose fused kernels take four dimensions."""
-    q4, k4, v4 = q, k, v
-    if q.ndim == 3:
-        q4, k4, v4 = q[:, None], k[:, None], v[:, None]
-    elif q.ndim > 4:
-        q4, k4, v4 = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
-    q_len, k_len = q.shape[-2], k.shape[-2]
-    mask = None
-    if spec.causal is Causal.BOTTOM_RIGHT and q_len != k_len:
-        if torch.compiler.is_compiling():
-            # The subclass, which lets the fused kernels skip what is hidden, is more than torch.compile can trace.
-            mask = spec.visible(slice(0, q_len), slice(0, k_len), spec.diagonal(q_len, k_len), q.device)
-        else:
-            mask = causal_lower_right(q_len, k_len)
-    # Asked in an `if`, the comparison is a bool also where torch.compile keeps sizes symbolic.
-    grouped = {"enable_gqa": True} if q4.shape[1] != k4.shape[1] else {}
-    out = F.scaled_dot_product_attention(
-        q4,
-        k4,
-        v4,
-        attn_mask=mask,
-        is_causal=spec.causal is not Causal.NONE and mask is None,
-        scale=spec.scale,
-        **grouped,
-    )
-    return out if q.ndim == 4 else out.reshape(*q.shape[:-1], v.shape[-1]), None
-
-
 RUN: dict[Implementation, Run] = {
     Implementation.NAIVE: naive,
     Implementation.COMPILED: _run_compiled,
     Implementation.TILED: _run_tiled,
     Implementation.FLASH: _run_flash,
-    Implementation.SDPA: _run_sdpa,
+    Implementation.SDPA: sdpa,
 }

@@ -11,6 +11,7 @@ from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from .precision import without_autocast
 from .spec import AttentionSpec, Causal
 
 MOST_VARIANTS = 256
@@ -28,6 +29,11 @@ def naive(
     Works on any device and dtype, and is differentiable any number of times. Tensors without a head axis pass one of
     size 1. The log-sum-exp is float32 (float64 for float64 inputs), and None unless asked for.
     """
+    with without_autocast(q.device):
+        return _naive(q, k, v, spec, return_lse)
+
+
+def _naive(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     q_len, k_len = q.shape[-2], k.shape[-2]
     # Each key and value head serves a group of query heads; einsum broadcasts it without a copy.
     grouped = rearrange(q, "... (kv group) row d -> ... kv group row d", kv=max(1, k.shape[-3]))

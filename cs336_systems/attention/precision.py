@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+
+# Asked once: torch.compile cannot trace the question.
+_AUTOCAST_DEVICES = frozenset(
+    device for device in ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "maia") if torch.amp.is_autocast_available(device)
+)
 
 
 def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast, the tensors in its dtype, as torch's ``scaled_dot_product_attention`` takes them."""
     # What is no tensor at all is for validation to name.
-    device = getattr(getattr(q, "device", None), "type", None)
-    if device is None or not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    device = getattr(getattr(q, "device", None), "type", "")
+    if device not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
@@ -26,4 +31,4 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Inside, products keep the dtypes they were written with: accumulation in float32 stays that."""
-    return torch.autocast(device.type, enabled=False)
+    return torch.autocast(device.type, enabled=False) if device.type in _AUTOCAST_DEVICES else nullcontext()

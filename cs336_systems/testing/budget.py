@@ -11,7 +11,8 @@ naive in float64. With ``m`` either the Euclidean norm or the largest magnitude,
 where rounding is eps / 2, but at least 4 eps of float32, and 16 eps in float64, in which the oracle is no more exact.
 ``terms`` is, element for element, the root of the sum of the squares of what is added up to make it. It matters where
 naive happens to be exact, and where terms cancel: with a single key the gradients of q and k are 0, and computed as the
-difference of two roundings of the same number. A NaN is within no budget, and an infinity only where the oracle's is.
+difference of two roundings of the same number. A score's terms count among its weight's, whose exponent it is. A NaN
+is within no budget, and an infinity only where the oracle's is.
 """
 
 from __future__ import annotations

@@ -59,12 +59,14 @@ def terms(
     delta_terms = torch.linalg.vector_norm(dout * (weights @ v), dim=-1, keepdim=True)
     if return_lse:
         delta_terms = delta_terms + dlse.abs()
-    # A backward pass that has only the log-sum-exp to start from inherits its rounding, to float32, in every weight.
-    rounded = lse.masked_fill(lse.isinf(), 0.0).abs() if inputs.q.dtype.itemsize > 2 else 0.0
-    weights_again = weights * (1.0 + rounded)
+    # Weights inherit the rounding of their scores; in a backward pass that has only the log-sum-exp to start from, its
+    # rounding too. Both are done in float32 at least, which is beneath notice for 16-bit results.
+    notable = inputs.q.dtype.itemsize > 2
+    weights_once = weights * (1.0 + score_terms * notable)
+    weights_again = weights_once + weights * lse.masked_fill(lse.isinf(), 0.0).abs() * notable
     score_gradients = weights_again * (_root_sum_square(dout, v.mT) + delta_terms) * abs(spec.scale)
     return {
-        "out": _root_sum_square(weights, v),
+        "out": _root_sum_square(weights_once, v),
         "lse": largest + lse.squeeze(-1).masked_fill(lse.squeeze(-1).isinf(), 0.0).abs() + 1.0,
         "dq": _root_sum_square(score_gradients, k),
         "dk": _root_sum_square(_over_group(score_gradients).mT, _over_group(q)),

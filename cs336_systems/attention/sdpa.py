@@ -1,0 +1,68 @@
+"""torch's own attention, called so that it computes what the other implementations do."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from .spec import AttentionSpec, Causal
+
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_CUDNN_ALIGNMENT = 16
+"""Bytes."""
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool) -> tuple[Tensor, None]:
+    """torch's ``scaled_dot_product_attention``, whose fused kernels take four dimensions."""
+    q4, k4, v4 = q, k, v
+    if q.ndim == 3:
+        q4, k4, v4 = q[:, None], k[:, None], v[:, None]
+    elif q.ndim > 4:
+        q4, k4, v4 = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
+    q_len, k_len = q.shape[-2], k.shape[-2]
+    mask = None
+    if spec.causal is Causal.BOTTOM_RIGHT and q_len != k_len:
+        if torch.compiler.is_compiling():
+            # The subclass, which lets the fused kernels skip what is hidden, is more than torch.compile can trace.
+            mask = spec.visible(slice(0, q_len), slice(0, k_len), spec.diagonal(q_len, k_len), q.device)
+        else:
+            mask = causal_lower_right(q_len, k_len)
+    # Asked in an `if`, the comparison is a bool also where torch.compile keeps sizes symbolic.
+    grouped = {"enable_gqa": True} if q4.shape[1] != k4.shape[1] else {}
+    with _right_backends(q4, k4, v4, spec.scale):
+        out = F.scaled_dot_product_attention(
+            q4,
+            k4,
+            v4,
+            attn_mask=mask,
+            is_causal=spec.causal is not Causal.NONE and mask is None,
+            scale=spec.scale,
+            **grouped,
+        )
+    return out if q.ndim == 4 else out.reshape(*q.shape[:-1], v.shape[-1]), None
+
+
+def _right_backends(q: Tensor, k: Tensor, v: Tensor, scale: float) -> AbstractContextManager[object]:
+    """Inside, torch does not choose cuDNN where what it returns is wrong.
+
+    Seen with torch 2.11 and cuDNN 9.19 on an H200: NaN for scales of 0 and below, and other numbers than attention's
+    where an address or a stride is no multiple of 16 bytes. Rows that share their memory make it raise.
+    """
+    if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
+        return nullcontext()
+    # Where in memory the tensors of a graph will be is not known while it is traced.
+    if scale > 0 and not torch.compiler.is_compiling() and all(_is_plain(x) for x in (q, k, v)):
+        return nullcontext()
+    return sdpa_kernel(WITHOUT_CUDNN)
+
+
+def _is_plain(x: Tensor) -> bool:
+    *strides, last = x.stride()
+    size = x.element_size()
+    aligned = all(stride * size % _CUDNN_ALIGNMENT == 0 for stride in strides) and x.data_ptr() % _CUDNN_ALIGNMENT == 0
+    return last == 1 and strides[-1] > 0 and aligned
