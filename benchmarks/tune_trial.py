@@ -64,27 +64,28 @@ class Trial:
 def check(trial: Trial) -> str:
     """Why a configuration cannot be used, or "" when it computes what it should; compiled kernels stay in the cache.
 
-    Its results are held to the error budget that the tests have. They are computed on fewer rows and heads than are
-    timed, but on sizes of the same divisibility, so that what is compiled here is what will be timed.
+    Its results are held to the error budget that the tests have. They are computed on fewer rows and matrices than are
+    timed, but on sizes that Triton compiles the same for, so that what is compiled here is what will be timed.
     """
-    length, heads = (_reduced(*pair) for pair in ((trial.problem.length, 512), (trial.problem.heads, 16)))
-    return _wrong(trial, heads, length, length)
+    problem = trial.problem
+    length = _reduced(problem.length, 512)
+    return _wrong(trial, _reduced(problem.batch, 16), _reduced(problem.heads, 16), length, length)
 
 
 def check_ragged(trial: Trial) -> str:
     """The same on lengths that no tile divides, and that differ between queries and keys."""
-    return _wrong(trial, 2, 333, 405)
+    return _wrong(trial, 1, 2, 333, 405)
 
 
 def _reduced(size: int, enough: int) -> int:
-    """A size of about `enough`, at most `size`, that Triton compiles the same for: it looks at multiples of 16."""
+    """A size of about `enough`, at most `size`, that Triton compiles the same for: it tells 1 and multiples of 16."""
     return size if size <= enough else enough + size % 16
 
 
-def _wrong(trial: Trial, heads: int, q_len: int, k_len: int) -> str:
+def _wrong(trial: Trial, batch: int, heads: int, q_len: int, k_len: int) -> str:
     torch.set_float32_matmul_precision("highest")
     problem = trial.problem
-    shapes = Shapes.of(1, q_len=q_len, k_len=k_len, d=problem.row.head_dim, q_heads=heads)
+    shapes = Shapes.of(batch, q_len=q_len, k_len=k_len, d=problem.row.head_dim, q_heads=heads)
     generator = torch.Generator(trial.device).manual_seed(0)
     inputs = make_inputs(shapes, dtype=problem.dtype, device=trial.device, generator=generator)
     with tuning.pin(**trial.pins):

@@ -157,10 +157,10 @@ SMALL_GRIDS: dict[str, dict[Row, TileConfig]] = {
         ("dq", "half", 128): TileConfig(64, 64, 4, 3),
         ("dkdv", "half", 128): TileConfig(64, 64, 8, 2),
         ("forward", "float32", 64): TileConfig(64, 64, 4, 3),
-        ("forward", "float32", 128): TileConfig(64, 64, 8, 2),
+        ("forward", "float32", 128): TileConfig(64, 64, 4, 3),
         ("dq", "float32", 16): TileConfig(64, 64, 4, 3),
         ("dq", "float32", 64): TileConfig(64, 64, 4, 3),
-        ("dq", "float32", 128): TileConfig(64, 64, 8, 2),
-        ("dkdv", "float32", 128): TileConfig(16, 64, 8, 2),
+        ("dq", "float32", 128): TileConfig(64, 64, 4, 2),
+        ("dkdv", "float32", 128): TileConfig(32, 64, 4, 2),
     },
 }

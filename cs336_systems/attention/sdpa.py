@@ -12,7 +12,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from .spec import AttentionSpec, Causal
 
-WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+ANY_SCALE = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+ANY_ADDRESS = [SDPBackend.FLASH_ATTENTION, *ANY_SCALE]
 _CUDNN_ALIGNMENT = 16
 """Bytes."""
 
@@ -48,17 +49,19 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool)
 
 
 def _right_backends(q: Tensor, k: Tensor, v: Tensor, scale: float) -> AbstractContextManager[object]:
-    """Inside, torch does not choose cuDNN where what it returns is wrong.
+    """Inside, torch does not choose a kernel that returns wrong numbers for these inputs.
 
-    Seen with torch 2.11 and cuDNN 9.19 on an H200: NaN for scales of 0 and below, and other numbers than attention's
-    where an address or a stride is no multiple of 16 bytes. Rows that share their memory make it raise.
+    Seen with torch 2.11 and cuDNN 9.19 on an H200, in 16 bits: flash returns NaN for scales of 0 and below; cuDNN
+    wrong numbers where an address or a stride is no multiple of 16 bytes, and it raises where rows share memory.
     """
     if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
         return nullcontext()
+    if scale <= 0:
+        return sdpa_kernel(ANY_SCALE)
     # Where in memory the tensors of a graph will be is not known while it is traced.
-    if scale > 0 and not torch.compiler.is_compiling() and all(_is_plain(x) for x in (q, k, v)):
-        return nullcontext()
-    return sdpa_kernel(WITHOUT_CUDNN)
+    if torch.compiler.is_compiling() or not all(_is_plain(x) for x in (q, k, v)):
+        return sdpa_kernel(ANY_ADDRESS)
+    return nullcontext()
 
 
 def _is_plain(x: Tensor) -> bool:

@@ -17,9 +17,9 @@ from .geometry import Geometry, in_units
 from .rewrite import measure_kernel, rewrite_kernel
 
 ELEMENTS_A_TILE = 4096
-MOST_ELEMENTS_A_GROUP = 1 << 17
+MOST_ELEMENTS_A_GROUP = 1 << 15
 """Up to this size of a group, each program measures a whole one and rewrites its share of it, in one launch."""
-ELEMENTS_A_BITE = 1 << 14
+ELEMENTS_A_BITE = 1 << 13
 """What such a program reads at a time: enough loads in flight that it does not wait for each."""
 PROGRAMS_TO_SHARE = 128
 """How many programs such a launch aims at: about one for each processor of a large GPU."""
@@ -29,8 +29,8 @@ NO_STATISTICS = (None, None, None, None)
 class Input(NamedTuple):
     """A tensor of 16-bit elements, its statistics, and the distances to its further parts.
 
-    statistics (groups, 2) holds each group's largest magnitude and largest norm of a row, a group being the matrices of
-    q that share one of k; it is None for a tensor that was 16-bit to begin with.
+    statistics (groups, 2) holds each group's largest magnitude and, for v and dout in the backward, largest norm of a
+    row, a group being the matrices of q that share one of k; it is None for a tensor that was 16-bit to begin with.
     """
 
     tensor: Tensor

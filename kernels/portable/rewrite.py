@@ -9,16 +9,19 @@ from .units import TOP, exponent_of, power_of_two
 
 
 @triton.jit
-def row_statistics(tile):
-    """Each row's largest finite magnitude, and the norm of what is finite in it."""
+def tile_statistics(tile, NORM: tl.constexpr):
+    """A tile's largest finite magnitude, and with NORM the largest norm of what is finite in a row."""
     magnitude = tl.abs(tile)
     # Infinities and NaN spoil the rows they stand in, as they must, but not the unit of all the others.
     magnitude = tl.where(magnitude < float("inf"), magnitude, 0.0)
-    largest = tl.max(magnitude, 1)
-    # Near 1, squares neither overflow nor vanish.
-    exponent = exponent_of(largest)
-    relative = magnitude * power_of_two(-exponent)[:, None]
-    return largest, tl.sqrt(tl.sum(relative * relative, 1)) * power_of_two(exponent)
+    largest = tl.max(tl.max(magnitude, 1), 0)
+    norm = largest
+    if NORM:
+        # The largest element becomes about 1: squares do not overflow, and those that vanish are of no consequence.
+        exponent = exponent_of(largest)
+        relative = magnitude * power_of_two(-exponent)
+        norm = tl.sqrt(tl.max(tl.sum(relative * relative, 1), 0)) * power_of_two(exponent)
+    return largest, norm
 
 
 @triton.jit
@@ -44,17 +47,20 @@ def measure(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
+    NORM: tl.constexpr,
 ):
     """Take one tile of rows into its group's statistics."""
     tiles = tl.cdiv(rows, TILE)
     index = tl.program_id(0) // tiles
     if index < groups * group:
         source = matrix(x, index, sizes, strides, rows, (), UNIT)
-        largest, norm = row_statistics(load_tile(source, tl.program_id(0) % tiles * TILE, TILE, BLOCK, WIDTH, True))
+        tile = load_tile(source, tl.program_id(0) % tiles * TILE, TILE, BLOCK, WIDTH, True)
+        largest, norm = tile_statistics(tile, NORM)
         # Non-negative floats are ordered as their bits are, and a maximum is the same in whatever order it is taken.
         target = (statistics + 2 * (index // group)).to(tl.pointer_type(tl.int32))
-        tl.atomic_max(target, tl.max(largest, 0).to(tl.int32, bitcast=True), sem="relaxed")
-        tl.atomic_max(target + 1, tl.max(norm, 0).to(tl.int32, bitcast=True), sem="relaxed")
+        tl.atomic_max(target, largest.to(tl.int32, bitcast=True), sem="relaxed")
+        if NORM:
+            tl.atomic_max(target + 1, norm.to(tl.int32, bitcast=True), sem="relaxed")
 
 
 @triton.jit
@@ -69,17 +75,18 @@ def group_statistics(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
+    NORM: tl.constexpr,
 ):
-    """The largest magnitude of a whole group, and the largest norm of a row."""
-    largest = tl.zeros([TILE], tl.float32)
-    norm = tl.zeros([TILE], tl.float32)
+    """The largest magnitude of a whole group, and with NORM the largest norm of a row."""
+    largest = tl.zeros([], tl.float32)
+    norm = tl.zeros([], tl.float32)
     for member in range(group):
         source = matrix(x, index * group + member, sizes, strides, rows, (), UNIT)
         for first_row in range(0, rows, TILE):
-            of_tile, norm_of_tile = row_statistics(load_tile(source, first_row, TILE, BLOCK, WIDTH, True))
+            of_tile, norm_of_tile = tile_statistics(load_tile(source, first_row, TILE, BLOCK, WIDTH, True), NORM)
             largest = tl.maximum(largest, of_tile)
             norm = tl.maximum(norm, norm_of_tile)
-    return tl.max(largest, 0), tl.max(norm, 0)
+    return largest, norm
 
 
 @triton.jit
@@ -99,6 +106,7 @@ def rewrite(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
+    NORM: tl.constexpr,
     MEASURED: tl.constexpr,
 ):
     """Rewrite one tile of a measured group; else measure the whole group and rewrite one share of its tiles.
@@ -116,10 +124,11 @@ def rewrite(
     else:
         index = tl.program_id(0) // shares
         share = tl.program_id(0) % shares
-        largest, norm = group_statistics(x, sizes, strides, index, group, rows, WIDTH, BLOCK, TILE, UNIT)
+        largest, norm = group_statistics(x, sizes, strides, index, group, rows, WIDTH, BLOCK, TILE, UNIT, NORM)
         if share == 0:
             tl.store(statistics + 2 * index, largest)
-            tl.store(statistics + 2 * index + 1, norm)
+            if NORM:
+                tl.store(statistics + 2 * index + 1, norm)
         for number in range(share, group * tiles, shares):
             member = index * group + number // tiles
             first_row = number % tiles * TILE
@@ -156,13 +165,13 @@ def measure_kernel(
     which = tl.program_id(1)
     own = statistics + 2 * which * groups
     if which == 0:
-        measure(q, own, q_sizes, q_strides, groups, group, q_len, HEAD_DIM, BLOCK_D, TILE, UNITS[0])
+        measure(q, own, q_sizes, q_strides, groups, group, q_len, HEAD_DIM, BLOCK_D, TILE, UNITS[0], False)
     elif which == 1:
-        measure(k, own, kv_sizes, k_strides, groups, 1, k_len, HEAD_DIM, BLOCK_D, TILE, UNITS[1])
+        measure(k, own, kv_sizes, k_strides, groups, 1, k_len, HEAD_DIM, BLOCK_D, TILE, UNITS[1], False)
     elif which == 2:
-        measure(v, own, kv_sizes, v_strides, groups, 1, k_len, V_HEAD_DIM, BLOCK_DV, TILE, UNITS[2])
+        measure(v, own, kv_sizes, v_strides, groups, 1, k_len, V_HEAD_DIM, BLOCK_DV, TILE, UNITS[2], dout is not None)
     elif dout is not None:
-        measure(dout, own, q_sizes, dout_strides, groups, group, q_len, V_HEAD_DIM, BLOCK_DV, TILE, UNITS[3])
+        measure(dout, own, q_sizes, dout_strides, groups, group, q_len, V_HEAD_DIM, BLOCK_DV, TILE, UNITS[3], True)
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "groups", "shares"])
@@ -211,20 +220,20 @@ def rewrite_kernel(
     if which == 0:
         rewrite(
             q, own, q_parts, q_sizes, q_strides, q_part_strides, distances[0], groups, group, q_len, shares,
-            HEAD_DIM, BLOCK_D, TILE, UNITS[0], MEASURED,
+            HEAD_DIM, BLOCK_D, TILE, UNITS[0], False, MEASURED,
         )  # fmt: skip
     elif which == 1:
         rewrite(
             k, own, k_parts, kv_sizes, k_strides, k_part_strides, distances[1], groups, 1, k_len, shares,
-            HEAD_DIM, BLOCK_D, TILE, UNITS[1], MEASURED,
+            HEAD_DIM, BLOCK_D, TILE, UNITS[1], False, MEASURED,
         )  # fmt: skip
     elif which == 2:
         rewrite(
             v, own, v_parts, kv_sizes, v_strides, v_part_strides, distances[2], groups, 1, k_len, shares,
-            V_HEAD_DIM, BLOCK_DV, TILE, UNITS[2], MEASURED,
+            V_HEAD_DIM, BLOCK_DV, TILE, UNITS[2], dout is not None, MEASURED,
         )  # fmt: skip
     elif dout is not None:
         rewrite(
             dout, own, dout_parts, q_sizes, dout_strides, dout_part_strides, distances[3], groups, group, q_len, shares,
-            V_HEAD_DIM, BLOCK_DV, TILE, UNITS[3], MEASURED,
+            V_HEAD_DIM, BLOCK_DV, TILE, UNITS[3], True, MEASURED,
         )  # fmt: skip

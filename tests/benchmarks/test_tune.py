@@ -118,6 +118,13 @@ def test_checked_sizes_are_compiled_as_timed_ones_are():
         assert (reduced == 1) == (size == 1)
 
 
+def test_a_batch_of_many_is_checked_as_one(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(tune_trial, "_wrong", lambda trial, *given: sizes.append(given) or "")
+    check(Trial(Problem(Row("forward", "half", 16), batch=8, heads=1, length=1024), NOW, device="cpu"))
+    assert sizes == [(8, 1, 512, 512)]
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU on which tile_q decides the time, and on which some configurations fail."""

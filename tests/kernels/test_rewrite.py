@@ -51,8 +51,8 @@ def test_shares_follow_from_the_size_of_a_group():
         assert plan is not None
         return plan.shares
 
-    assert shares(8, 1024) == 4
-    assert shares(1, 1024) == 4, "no more than there are bites"
-    assert shares(64, 1024) == 1
-    assert shares(8, 4096) is None, "measured in a launch of its own"
+    assert shares(8, 512) == 4
+    assert shares(1, 512) == 4, "no more than there are bites"
+    assert shares(64, 512) == 1
+    assert shares(8, 1024) is None, "measured in a launch of its own"
     assert portable_inputs.plan_parts([torch.empty(2, 3, 16, dtype=torch.float16)] * 3, "half") is None
