@@ -2,7 +2,7 @@
 
     python benchmarks/tune.py                                        # every pass and dimension, 16-bit inputs
     python benchmarks/tune.py --passes dq dkdv --dims 128 --arithmetic float32 --length 4096 --time-limit 500
-    python benchmarks/tune.py --length 512 --batch 8 --heads 1       # a grid of fewer programs than the GPU has SMs
+    python benchmarks/tune.py --length 512 --batch 8 --heads 1       # a grid for half of the GPU's SMs or fewer
 
 Candidates that cannot fit are left out. The others are compiled in parallel processes and their results held to the
 tests' error budget there, so that none that fails, hangs or breaks its process harms the search. Those that are right
@@ -181,7 +181,7 @@ def table_of(problem: Problem, device: torch.device) -> str:
     """The table that a row found on this problem belongs to: small grids get rows of their own."""
     row = problem.row
     usual = tuning.lookup(row.name, row.arithmetic, row.head_dim, device)
-    few = usual.programs(row.name, *problem.work) < tuning.processors_of(device)
+    few = tuning.leaves_half_idle(usual.programs(row.name, *problem.work), device)
     return "SMALL_GRIDS" if few else "TABLES"
 
 

@@ -246,6 +246,6 @@ def test_a_small_search_on_a_gpu(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize(("length", "table"), [(64 * 11, "TABLES"), (64 * 10, "SMALL_GRIDS")])
+@pytest.mark.parametrize(("length", "table"), [(64 * 6, "TABLES"), (64 * 5, "SMALL_GRIDS")])
 def test_rows_found_on_few_programs_are_for_small_grids(length, table):
     assert tune.table_of(Problem(ROW, batch=3, heads=4, length=length), torch.device("cuda", 0)) == table

@@ -72,8 +72,8 @@ def test_a_grid_too_small_for_the_device_gets_smaller_tiles(monkeypatch, archite
     tile = usual.tile_k if name == "dkdv" else usual.tile_q
     assert tuning.lookup(name, arithmetic, head_dim, device) == usual
     # The device has 132 processors.
-    assert tuning.lookup(name, arithmetic, head_dim, device, length=11 * tile, matrices=12) == usual
-    assert tuning.lookup(name, arithmetic, head_dim, device, length=10 * tile + 1, matrices=11) == smaller
+    assert tuning.lookup(name, arithmetic, head_dim, device, length=11 * tile + 1, matrices=6) == usual
+    assert tuning.lookup(name, arithmetic, head_dim, device, length=10 * tile + 1, matrices=6) == smaller
     assert smaller.programs(name, 10 * tile, 11) > usual.programs(name, 10 * tile, 11)
 
 
