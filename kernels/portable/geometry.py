@@ -28,7 +28,9 @@ def padded(width: int) -> int:
 def in_vectors(tensor: Tensor) -> bool:
     """Whether rows are certain to be read 16 bytes at a time, and so in a pipeline, without a unit's help."""
     *others, column = tensor.stride()
-    return column == 1 and not any(stride % 16 for stride in others) and tensor.data_ptr() % 16 == 0
+    # A mask that ends within a vector splits it.
+    whole = not tensor.shape[-1] % 8 and not any(stride % 16 for stride in others)
+    return whole and column == 1 and tensor.data_ptr() % 16 == 0
 
 
 def in_units(tensors: list[Tensor]) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:

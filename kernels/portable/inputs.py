@@ -69,7 +69,7 @@ def plan_parts(tensors: list[Tensor], arithmetic: Arithmetic) -> PartsPlan | Non
         return None
     count = 2 if arithmetic == "float32" else 1
     groups = math.prod(tensors[1].shape[:-2])
-    sizes = [count * math.prod(tensor.shape[:-1]) * _row_of_parts(tensor) for tensor in tensors]
+    sizes = [count * math.prod(tensor.shape[:-1]) * row_of_parts(tensor.shape[-1]) for tensor in tensors]
     *starts, elements = (0, *itertools.accumulate(sizes))
     largest = max(tensor.numel() for tensor in tensors) // max(1, groups)
     shares = None
@@ -105,16 +105,16 @@ def as_inputs(tensors: list[Tensor], plan: PartsPlan | None) -> Inputs:
     return inputs
 
 
-def _row_of_parts(tensor: Tensor) -> int:
+def row_of_parts(width: int) -> int:
     """Elements in a row of parts: padded to 32 bytes, so that rows are read in whole vectors."""
-    return math.ceil(tensor.shape[-1] / 16) * 16
+    return math.ceil(width / 16) * 16
 
 
 def _views(tensors: list[Tensor], plan: PartsPlan, parts: Tensor, statistics: Tensor) -> list[Input]:
     """The parts of each tensor, as tensors."""
     views = []
     for tensor, start, own in zip(tensors, plan.starts, statistics, strict=True):
-        shape = (plan.parts_each, *tensor.shape[:-1], _row_of_parts(tensor))
+        shape = (plan.parts_each, *tensor.shape[:-1], row_of_parts(tensor.shape[-1]))
         own_parts = parts[start : start + math.prod(shape)].view(shape)
         distances = (own_parts.stride(0),) if plan.parts_each == 2 else ()
         views.append(Input(own_parts[0, ..., : tensor.shape[-1]], own, distances))

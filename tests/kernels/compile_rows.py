@@ -26,34 +26,39 @@ import torch
 from cs336_systems.kernels import tuning
 from cs336_systems.kernels.inspection import compile_for
 from cs336_systems.kernels.launching import Launch
+from cs336_systems.kernels.machine_code import unset_reads
 from cs336_systems.kernels.portable import launch as portable
-from cs336_systems.kernels.portable.inputs import Input
+from cs336_systems.kernels.portable.inputs import Input, row_of_parts
 
 KERNELS = {"forward": portable.forward_kernel, "dq": portable.dq_kernel, "dkdv": portable.dkdv_kernel}
 MATRIX_INSTRUCTIONS = r"mma\.sync|wgmma\.mma_async|tcgen05\.mma"
 
 
-def launch_of(name: str, arithmetic: tuning.Arithmetic, head_dim: int, mask: str) -> Launch:
-    """A pass on (2, 4, 512, head_dim) tensors, with a gradient of the log-sum-exp."""
+def launch_of(name: str, arithmetic: tuning.Arithmetic, head_dim: int, v_head_dim: int, mask: str) -> Launch:
+    """A pass on (2, 4, 512, head_dim or v_head_dim) tensors, with a gradient of the log-sum-exp."""
 
     def made(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def read() -> Input:
+    def read(width: int) -> Input:
         if arithmetic == "half":
-            return Input(made(2, 4, 512, head_dim, dtype=torch.bfloat16), None, ())
-        parts = made(2, 2, 4, 512, head_dim, dtype=torch.float16)
-        return Input(parts[0], made(8, 2), (parts.stride(0),) if arithmetic == "float32" else ())
+            return Input(made(2, 4, 512, width, dtype=torch.bfloat16), None, ())
+        parts = made(2, 2, 4, 512, row_of_parts(width), dtype=torch.float16)
+        return Input(parts[0, ..., :width], made(8, 2), (parts.stride(0),) if arithmetic == "float32" else ())
 
-    written = made(2, 4, 512, head_dim, dtype=torch.bfloat16 if arithmetic == "half" else torch.float32)
+    written, v_written = (
+        made(2, 4, 512, width, dtype=torch.bfloat16 if arithmetic == "half" else torch.float32)
+        for width in (head_dim, v_head_dim)
+    )
     row = made(2, 4, 512)
     scale = head_dim**-0.5
+    inputs = [read(head_dim), read(head_dim), read(v_head_dim)]
     if name == "forward":
-        return portable.describe_forward([read() for _ in "qkv"], written, row, mask, scale, arithmetic)
+        return portable.describe_forward(inputs, v_written, row, mask, scale, arithmetic)
     bound = None if arithmetic == "half" else made(8)
-    tensors = portable.BackwardTensors(written, row, row, row, bound, written, written, written)
+    tensors = portable.BackwardTensors(v_written, row, row, row, bound, written, written, v_written)
     describe = portable.describe_dq if name == "dq" else portable.describe_dkdv
-    return describe([read() for _ in ("q", "k", "v", "dout")], tensors, mask, scale, arithmetic)
+    return describe([*inputs, read(v_head_dim)], tensors, mask, scale, arithmetic)
 
 
 def compile_row(
@@ -63,11 +68,16 @@ def compile_row(
     arithmetic: tuning.Arithmetic,
     mask: str,
     width: int | None = None,
+    v_width: int | None = None,
 ) -> dict[str, Any]:
-    """What the compiler made of one row, which ``arithmetic`` uses, for heads as wide as the row's or ``width``."""
+    """What the compiler made of one row, which ``arithmetic`` uses, for heads as wide as the row's or ``width``.
+
+    Those of v are ``v_width`` wide, or as the others.
+    """
     name, _, head_dim = row
+    width = width or head_dim
     with tuning.pin(**{name: config}):
-        report = compile_for(capability, KERNELS[name], launch_of(name, arithmetic, width or head_dim, mask))
+        report = compile_for(capability, KERNELS[name], launch_of(name, arithmetic, width, v_width or width, mask))
     return {
         "pass": name,
         "arithmetic": arithmetic,
@@ -81,6 +91,8 @@ def compile_row(
         "multiplies": re.search(MATRIX_INSTRUCTIONS, report.ptx) is not None,
         "stores": "st.global" in report.ptx,
         "reads_single_elements": "ld.global.b16" in report.ptx,
+        # Blackwell's instructions are not among those that the analysis knows.
+        "unset_reads": unset_reads(report.sass) if capability < 100 else [],
         "on_small_chips": tuning.TABLES["sm_86"][row] == config,
     }
 
@@ -111,10 +123,13 @@ def main(arguments: Iterable[str]) -> None:
     parser.add_argument("--masks", nargs="+", choices=("none", "bottom_right"), default=["bottom_right"])
     parser.add_argument("--head-dims", nargs="+", type=int, default=[16, 32, 64, 128, 256])
     parser.add_argument("--width", type=int, help="of the heads, in place of the row's")
+    parser.add_argument("--v-width", type=int, help="of v's heads, in place of the others'")
     parser.add_argument("--all-rows", action="store_true", help="also head dimensions between two of one configuration")
     options = parser.parse_args([*arguments])
     compiled = [
-        compile_row(int(options.architecture.removeprefix("sm_")), row, config, arithmetic, mask, options.width)
+        compile_row(
+            int(options.architecture.removeprefix("sm_")), row, config, arithmetic, mask, options.width, options.v_width
+        )
         for row, config in rows_of(options.architecture, options.unlike, options.all_rows)
         if row[0] in options.passes and row[2] in options.head_dims
         for arithmetic in options.arithmetics

@@ -102,6 +102,7 @@ def problems(architecture: str, rows) -> list[str]:
             found.append(f"{key} has no matrix instruction")
         if not row["stores"]:
             found.append(f"{key} stores nothing")
+        found += [f"{key} reads what nothing has written: {instruction}" for instruction in row["unset_reads"]]
     return found
 
 
@@ -129,6 +130,18 @@ def test_tf32_spills_no_more_where_half_spills_most():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("width", "v_width"), [(19, 9), (40, 24)])
+def test_no_register_is_read_unset_where_k_and_v_differ_in_width(width, v_width):
+    """Without a pipeline ptxas 12.8 loses the address of a tile, unless `describe_forward` makes them of one width."""
+    block = 32 if width <= 32 else 64
+    options = ["--passes", "forward", "--head-dims", str(block), "--width", str(width), "--v-width", str(v_width)]
+    rows = compile_rows("sm_90", *options, "--all-rows", "--masks", "none", "bottom_right")
+    assert len(rows) >= 2 * 2
+    found = [f"{row['arithmetic']}: {instruction}" for row in rows for instruction in row["unset_reads"]]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.slow
 def test_rows_for_little_shared_memory_fit_it():
     """These are the few that are not sm_80's, where the others are held to it."""
     rows = compile_rows("sm_86", "--unlike", "sm_80")
@@ -149,10 +162,10 @@ def test_heads_of_an_even_width_are_not_read_element_by_element(width):
 def test_problems_are_found():
     good = {"pass": "dq", "arithmetic": "half", "head_dim": 64, "mask": "none", "config": [64, 64, 4, 1]}
     good |= {"registers": 128, "spilled": 8, "shared": 1024, "warnings": ["(C7519)"]}
-    good |= {"multiplies": True, "stores": True, "on_small_chips": True}
+    good |= {"multiplies": True, "stores": True, "on_small_chips": True, "unset_reads": []}
     assert problems("sm_80", [good]) == []
     changes = [{"spilled": 10**4}, {"shared": 10**6}, {"shared": 100 * 1024}, {"warnings": ["(C7510)"]}]
-    changes += [{"multiplies": False}, {"stores": False}]
+    changes += [{"multiplies": False}, {"stores": False}, {"unset_reads": ["10: UIADD3 UR18, UR18, 0x20"]}]
     for change in changes:
         assert len(problems("sm_80", [good | change])) == 1
     assert problems("sm_80", [good | {"shared": 100 * 1024, "on_small_chips": False}]) == []

@@ -12,8 +12,8 @@ import triton
 from cs336_systems.attention import attention
 from cs336_systems.kernels import launching, tuning
 from cs336_systems.kernels.portable import launch as portable
-from cs336_systems.kernels.portable.geometry import in_units
-from cs336_systems.kernels.portable.inputs import Input
+from cs336_systems.kernels.portable.geometry import in_units, in_vectors
+from cs336_systems.kernels.portable.inputs import Input, row_of_parts
 from cs336_systems.kernels.tuning import TileConfig
 from cs336_systems.testing import LAYOUTS, TF32_EPS, Shapes, assert_within_budget, evaluate, make_inputs
 
@@ -156,7 +156,7 @@ def test_kernels_are_launched_while_the_device_of_their_tensors_is_current(monke
     [
         pytest.param(64, 32, 2, (64, 32), id="pipelined"),
         pytest.param(64, 32, 1, (64, 64), id="one_stage"),
-        pytest.param(40, 24, 2, (64, 64), id="rows_not_read_in_vectors"),
+        pytest.param(40, 24, 2, (64, 64), id="strides_not_read_in_vectors"),
     ],
 )
 def test_tiles_of_k_and_v_have_one_width_without_a_pipeline(d, dv, stages, blocks):
@@ -166,6 +166,11 @@ def test_tiles_of_k_and_v_have_one_width_without_a_pipeline(d, dv, stages, block
     with tuning.pin(forward=TileConfig(64, 64, 4, stages)):
         described = portable.describe_forward([Input(x, None, ()) for x in (q, k, v)], out, lse, "none", 1.0, "half")
     assert (described.constants["BLOCK_D"], described.constants["BLOCK_DV"]) == blocks
+
+
+@pytest.mark.parametrize(("width", "whole"), [(64, True), (40, True), (37, False), (9, False)])
+def test_rows_padded_to_whole_vectors_are_read_in_them_unless_they_end_within_one(width, whole):
+    assert in_vectors(torch.empty(2, 8, row_of_parts(width), dtype=torch.float16)[..., :width]) == whole
 
 
 @pytest.mark.parametrize(
