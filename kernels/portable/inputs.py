@@ -23,6 +23,8 @@ ELEMENTS_A_BITE = 1 << 13
 """What such a program reads at a time: enough loads in flight that it does not wait for each."""
 PROGRAMS_TO_SHARE = 128
 """How many programs such a launch aims at: about one for each processor of a large GPU."""
+SLOTS = 32
+"""How many programs measure a larger group, in a launch before that."""
 NO_STATISTICS = (None, None, None, None)
 
 
@@ -59,6 +61,7 @@ class PartsPlan(NamedTuple):
     starts: tuple[int, ...]
     groups: int
     shares: int | None
+    statistics: int
     measure: Launcher
     rewrite: Launcher
 
@@ -76,7 +79,9 @@ def plan_parts(tensors: list[Tensor], arithmetic: Arithmetic) -> PartsPlan | Non
     if largest <= MOST_ELEMENTS_A_GROUP:
         bites = triton.cdiv(largest, ELEMENTS_A_BITE)
         shares = max(1, min(bites, PROGRAMS_TO_SHARE // max(1, groups * len(tensors))))
-    return PartsPlan(count, elements, tuple(starts), groups, shares, Launcher(measure_kernel), Launcher(rewrite_kernel))
+    statistics = 2 * len(tensors) * groups * (1 if shares else 1 + SLOTS)
+    launchers = Launcher(measure_kernel), Launcher(rewrite_kernel)
+    return PartsPlan(count, elements, tuple(starts), groups, shares, statistics, *launchers)
 
 
 def as_inputs(tensors: list[Tensor], plan: PartsPlan | None) -> Inputs:
@@ -86,21 +91,20 @@ def as_inputs(tensors: list[Tensor], plan: PartsPlan | None) -> Inputs:
         return Inputs(addresses, NO_STATISTICS[: len(tensors)], lambda: [Input(tensor, None, ()) for tensor in tensors])
     device = tensors[0].device
     parts = torch.empty(plan.elements, dtype=torch.float16, device=device)
-    allocate = torch.empty if plan.shares else torch.zeros
-    statistics = allocate((len(tensors), plan.groups, 2), dtype=torch.float32, device=device)
-    first, first_statistics = parts.data_ptr(), statistics.data_ptr()
+    statistics = torch.empty(plan.statistics, dtype=torch.float32, device=device)
+    first, first_statistics, count = parts.data_ptr(), statistics.data_ptr(), len(tensors)
     inputs = Inputs(
         tuple([first + 2 * start for start in plan.starts]),
-        tuple([first_statistics + 8 * plan.groups * index for index in range(len(tensors))]),
+        tuple([first_statistics + 8 * plan.groups * index for index in range(count)]),
         lambda: _views(tensors, plan, parts, statistics),
     )
-    absent = NO_STATISTICS[len(tensors) :]
-    sources = (*addresses, *absent, first_statistics)
-    if plan.shares is None:
-        plan.measure(sources, lambda: describe_measure(tensors, statistics))
+    absent = NO_STATISTICS[count:]
+    partials = None if plan.shares else first_statistics + 8 * plan.groups * count
+    if partials is not None:
+        plan.measure((*addresses, *absent, partials), lambda: describe_measure(tensors, plan, statistics))
     plan.rewrite(
-        (*sources, *inputs.addresses, *absent),
-        lambda: describe_rewrite(tensors, statistics, inputs.describe(), plan.shares),
+        (*addresses, *absent, first_statistics, partials, *inputs.addresses, *absent),
+        lambda: describe_rewrite(tensors, plan, statistics, inputs.describe()),
     )
     return inputs
 
@@ -113,7 +117,8 @@ def row_of_parts(width: int) -> int:
 def _views(tensors: list[Tensor], plan: PartsPlan, parts: Tensor, statistics: Tensor) -> list[Input]:
     """The parts of each tensor, as tensors."""
     views = []
-    for tensor, start, own in zip(tensors, plan.starts, statistics, strict=True):
+    final, _ = _split(tensors, plan, statistics)
+    for tensor, start, own in zip(tensors, plan.starts, final.view(len(tensors), -1, 2), strict=True):
         shape = (plan.parts_each, *tensor.shape[:-1], row_of_parts(tensor.shape[-1]))
         own_parts = parts[start : start + math.prod(shape)].view(shape)
         distances = (own_parts.stride(0),) if plan.parts_each == 2 else ()
@@ -121,23 +126,33 @@ def _views(tensors: list[Tensor], plan: PartsPlan, parts: Tensor, statistics: Te
     return views
 
 
-def describe_measure(tensors: list[Tensor], statistics: Tensor) -> Launch:
+def _split(tensors: list[Tensor], plan: PartsPlan, statistics: Tensor) -> tuple[Tensor, Tensor]:
+    """The statistics of all groups, and what `measure_kernel` writes before."""
+    final = 2 * len(tensors) * plan.groups
+    return statistics[:final], statistics[final:]
+
+
+def describe_measure(tensors: list[Tensor], plan: PartsPlan, statistics: Tensor) -> Launch:
     """The launch of `measure_kernel` on q, k, v and perhaps dout."""
     geometry = Geometry.of(tensors[0], tensors[1], tensors[2], "none")
     missing = 4 - len(tensors)
     strides, units = in_units(tensors)
     strides += [(0,) * tensors[0].ndim] * missing
-    tile = _rows(geometry, ELEMENTS_A_TILE)
     return Launch(
-        (_tiles(geometry, tile), len(tensors)),
-        (*tensors, *[None] * missing, statistics),
+        (geometry.kv_matrices * SLOTS, len(tensors)),
+        (*tensors, *[None] * missing, _split(tensors, plan, statistics)[1]),
         (*geometry.sizes, *strides, geometry.kv_matrices, *geometry.scalars[:3]),
-        {**geometry.widths, "TILE": tile, "UNITS": units + (1,) * missing},
+        {
+            **geometry.widths,
+            "TILE": _rows(geometry, ELEMENTS_A_TILE),
+            "UNITS": units + (1,) * missing,
+            "SLOTS": SLOTS,
+        },
         {},
     )
 
 
-def describe_rewrite(tensors: list[Tensor], statistics: Tensor, inputs: list[Input], shares: int | None) -> Launch:
+def describe_rewrite(tensors: list[Tensor], plan: PartsPlan, statistics: Tensor, inputs: list[Input]) -> Launch:
     """The launch of `rewrite_kernel` from q, k, v and perhaps dout into ``inputs``."""
     geometry = Geometry.of(tensors[0], tensors[1], tensors[2], "none")
     missing = 4 - len(tensors)
@@ -145,13 +160,23 @@ def describe_rewrite(tensors: list[Tensor], statistics: Tensor, inputs: list[Inp
     strides, units = in_units(tensors)
     strides += [*absent, *[x.tensor.stride() for x in inputs], *absent]
     distances = (*[x.distances for x in inputs], *[()] * missing)
-    tile = _rows(geometry, ELEMENTS_A_BITE if shares else ELEMENTS_A_TILE)
+    final, partials = _split(tensors, plan, statistics)
+    measured = plan.shares is None
+    tile = _rows(geometry, ELEMENTS_A_TILE if measured else ELEMENTS_A_BITE)
     return Launch(
-        (geometry.kv_matrices * shares if shares else _tiles(geometry, tile), len(tensors)),
-        (*tensors, *[None] * missing, statistics, *[x.tensor for x in inputs], *[None] * missing),
-        (*geometry.sizes, *strides, distances, geometry.kv_matrices, *geometry.scalars[:3], shares or 0),
-        {**geometry.widths, "TILE": tile, "UNITS": units + (1,) * missing, "MEASURED": shares is None},
-        {"num_warps": 8 if shares else 4},
+        (_tiles(geometry, tile) if plan.shares is None else geometry.kv_matrices * plan.shares, len(tensors)),
+        (
+            *(*tensors, *[None] * missing, final, partials if measured else None),
+            *(*[x.tensor for x in inputs], *[None] * missing),
+        ),
+        (*geometry.sizes, *strides, distances, geometry.kv_matrices, *geometry.scalars[:3], plan.shares or 0),
+        {
+            **geometry.widths,
+            "TILE": tile,
+            "UNITS": units + (1,) * missing,
+            "SLOTS": SLOTS if measured else 0,
+        },
+        {"num_warps": 4 if measured else 8},
     )
 
 

@@ -35,35 +35,6 @@ def write_parts(target, first_row, tile, largest, WIDTH: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def measure(
-    x,
-    statistics,
-    sizes,
-    strides,
-    groups,
-    group,
-    rows,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    UNIT: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    """Take one tile of rows into its group's statistics."""
-    tiles = tl.cdiv(rows, TILE)
-    index = tl.program_id(0) // tiles
-    if index < groups * group:
-        source = matrix(x, index, sizes, strides, rows, (), UNIT)
-        tile = load_tile(source, tl.program_id(0) % tiles * TILE, TILE, BLOCK, WIDTH, True)
-        largest, norm = tile_statistics(tile, NORM)
-        # Non-negative floats are ordered as their bits are, and a maximum is the same in whatever order it is taken.
-        target = (statistics + 2 * (index // group)).to(tl.pointer_type(tl.int32))
-        tl.atomic_max(target, largest.to(tl.int32, bitcast=True), sem="relaxed")
-        if NORM:
-            tl.atomic_max(target + 1, norm.to(tl.int32, bitcast=True), sem="relaxed")
-
-
-@triton.jit
 def group_statistics(
     x,
     sizes,
@@ -71,28 +42,69 @@ def group_statistics(
     index,
     group,
     rows,
+    share,
+    shares,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """The largest magnitude of a whole group, and with NORM the largest norm of a row."""
+    """The largest magnitude in one share of a group's tiles, and with NORM the largest norm of a row."""
+    tiles = tl.cdiv(rows, TILE)
     largest = tl.zeros([], tl.float32)
     norm = tl.zeros([], tl.float32)
-    for member in range(group):
-        source = matrix(x, index * group + member, sizes, strides, rows, (), UNIT)
-        for first_row in range(0, rows, TILE):
-            of_tile, norm_of_tile = tile_statistics(load_tile(source, first_row, TILE, BLOCK, WIDTH, True), NORM)
-            largest = tl.maximum(largest, of_tile)
-            norm = tl.maximum(norm, norm_of_tile)
+    for number in range(share, group * tiles, shares):
+        source = matrix(x, index * group + number // tiles, sizes, strides, rows, (), UNIT)
+        of_tile, norm_of_tile = tile_statistics(
+            load_tile(source, number % tiles * TILE, TILE, BLOCK, WIDTH, True), NORM
+        )
+        largest = tl.maximum(largest, of_tile)
+        norm = tl.maximum(norm, norm_of_tile)
     return largest, norm
+
+
+@triton.jit
+def measure(
+    x,
+    partials,
+    sizes,
+    strides,
+    group,
+    rows,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    UNIT: tl.constexpr,
+    NORM: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Write the statistics of one of SLOTS shares of a group."""
+    index = tl.program_id(0) // SLOTS
+    slot = tl.program_id(0) % SLOTS
+    largest, norm = group_statistics(x, sizes, strides, index, group, rows, slot, SLOTS, WIDTH, BLOCK, TILE, UNIT, NORM)
+    tl.store(partials + 2 * tl.program_id(0), largest)
+    if NORM:
+        tl.store(partials + 2 * tl.program_id(0) + 1, norm)
+
+
+@triton.jit
+def gathered(partials, statistics, writes, NORM: tl.constexpr, SLOTS: tl.constexpr):
+    """A group's largest magnitude, from what `measure` wrote; one program writes the group's statistics."""
+    slots = 2 * tl.arange(0, SLOTS)
+    largest = tl.max(tl.load(partials + slots), 0)
+    if writes:
+        tl.store(statistics, largest)
+        if NORM:
+            tl.store(statistics + 1, tl.max(tl.load(partials + slots + 1), 0))
+    return largest
 
 
 @triton.jit
 def rewrite(
     x,
     statistics,
+    partials,
     parts,
     sizes,
     strides,
@@ -107,24 +119,27 @@ def rewrite(
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
     NORM: tl.constexpr,
-    MEASURED: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
     """Rewrite one tile of a measured group; else measure the whole group and rewrite one share of its tiles.
 
     The strides of parts are multiples of 16, which needs no unit.
     """
     tiles = tl.cdiv(rows, TILE)
-    if MEASURED:
+    if SLOTS:
         index = tl.program_id(0) // tiles
         if index < groups * group:
+            number = index // group
             first_row = tl.program_id(0) % tiles * TILE
+            writes = (first_row == 0) & (index % group == 0)
+            largest = gathered(partials + 2 * SLOTS * number, statistics + 2 * number, writes, NORM, SLOTS)
             tile = load_tile(matrix(x, index, sizes, strides, rows, (), UNIT), first_row, TILE, BLOCK, WIDTH, True)
             target = matrix(parts, index, sizes, part_strides, rows, distances, 1)
-            write_parts(target, first_row, tile, tl.load(statistics + 2 * (index // group)), WIDTH, BLOCK, TILE)
+            write_parts(target, first_row, tile, largest, WIDTH, BLOCK, TILE)
     else:
         index = tl.program_id(0) // shares
         share = tl.program_id(0) % shares
-        largest, norm = group_statistics(x, sizes, strides, index, group, rows, WIDTH, BLOCK, TILE, UNIT, NORM)
+        largest, norm = group_statistics(x, sizes, strides, index, group, rows, 0, 1, WIDTH, BLOCK, TILE, UNIT, NORM)
         if share == 0:
             tl.store(statistics + 2 * index, largest)
             if NORM:
@@ -143,7 +158,7 @@ def measure_kernel(
     k,
     v,
     dout,
-    statistics,
+    partials,
     q_sizes,
     kv_sizes,
     q_strides,
@@ -160,18 +175,19 @@ def measure_kernel(
     BLOCK_DV: tl.constexpr,
     TILE: tl.constexpr,
     UNITS: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
-    """Grid: (tiles of the tensor that has most, tensors). ``statistics`` (tensors, groups, 2) starts at 0."""
+    """Grid: (groups * SLOTS, tensors). ``partials`` is (tensors, groups, SLOTS, 2)."""
     which = tl.program_id(1)
-    own = statistics + 2 * which * groups
+    own = partials + 2 * SLOTS * which * groups
     if which == 0:
-        measure(q, own, q_sizes, q_strides, groups, group, q_len, HEAD_DIM, BLOCK_D, TILE, UNITS[0], False)
+        measure(q, own, q_sizes, q_strides, group, q_len, HEAD_DIM, BLOCK_D, TILE, UNITS[0], False, SLOTS)
     elif which == 1:
-        measure(k, own, kv_sizes, k_strides, groups, 1, k_len, HEAD_DIM, BLOCK_D, TILE, UNITS[1], False)
+        measure(k, own, kv_sizes, k_strides, 1, k_len, HEAD_DIM, BLOCK_D, TILE, UNITS[1], False, SLOTS)
     elif which == 2:
-        measure(v, own, kv_sizes, v_strides, groups, 1, k_len, V_HEAD_DIM, BLOCK_DV, TILE, UNITS[2], dout is not None)
+        measure(v, own, kv_sizes, v_strides, 1, k_len, V_HEAD_DIM, BLOCK_DV, TILE, UNITS[2], dout is not None, SLOTS)
     elif dout is not None:
-        measure(dout, own, q_sizes, dout_strides, groups, group, q_len, V_HEAD_DIM, BLOCK_DV, TILE, UNITS[3], True)
+        measure(dout, own, q_sizes, dout_strides, group, q_len, V_HEAD_DIM, BLOCK_DV, TILE, UNITS[3], True, SLOTS)
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "groups", "shares"])
@@ -181,6 +197,7 @@ def rewrite_kernel(
     v,
     dout,
     statistics,
+    partials,
     q_parts,
     k_parts,
     v_parts,
@@ -207,33 +224,36 @@ def rewrite_kernel(
     BLOCK_DV: tl.constexpr,
     TILE: tl.constexpr,
     UNITS: tl.constexpr,
-    MEASURED: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
-    """Grid: (tiles of the tensor that has most, tensors) with MEASURED, else (groups * shares, tensors).
+    """Grid: (tiles of the tensor that has most, tensors) with SLOTS, else (groups * shares, tensors).
 
-    ``dout`` is None in the forward. MEASURED says that ``statistics`` come from `measure_kernel`. If not, every program
-    measures its whole group, the first of the group's ``shares`` programs writes the statistics, and all of them divide
-    the rewriting among themselves: reading a group of a short input again costs less than a launch.
+    ``dout`` is None in the forward. SLOTS says that ``partials`` come from `measure_kernel`; ``statistics`` (tensors,
+    groups, 2) are made of them. If it is 0, every program measures its whole group, the first of the group's ``shares``
+    programs writes the statistics, and all of them divide the rewriting among themselves: reading a group of a short
+    input again costs less than a launch.
     """
     which = tl.program_id(1)
     own = statistics + 2 * which * groups
+    if SLOTS:
+        partials += 2 * SLOTS * which * groups
     if which == 0:
         rewrite(
-            q, own, q_parts, q_sizes, q_strides, q_part_strides, distances[0], groups, group, q_len, shares,
-            HEAD_DIM, BLOCK_D, TILE, UNITS[0], False, MEASURED,
+            q, own, partials, q_parts, q_sizes, q_strides, q_part_strides, distances[0], groups, group, q_len, shares,
+            HEAD_DIM, BLOCK_D, TILE, UNITS[0], False, SLOTS,
         )  # fmt: skip
     elif which == 1:
         rewrite(
-            k, own, k_parts, kv_sizes, k_strides, k_part_strides, distances[1], groups, 1, k_len, shares,
-            HEAD_DIM, BLOCK_D, TILE, UNITS[1], False, MEASURED,
+            k, own, partials, k_parts, kv_sizes, k_strides, k_part_strides, distances[1], groups, 1, k_len, shares,
+            HEAD_DIM, BLOCK_D, TILE, UNITS[1], False, SLOTS,
         )  # fmt: skip
     elif which == 2:
         rewrite(
-            v, own, v_parts, kv_sizes, v_strides, v_part_strides, distances[2], groups, 1, k_len, shares,
-            V_HEAD_DIM, BLOCK_DV, TILE, UNITS[2], dout is not None, MEASURED,
+            v, own, partials, v_parts, kv_sizes, v_strides, v_part_strides, distances[2], groups, 1, k_len, shares,
+            V_HEAD_DIM, BLOCK_DV, TILE, UNITS[2], dout is not None, SLOTS,
         )  # fmt: skip
     elif dout is not None:
         rewrite(
-            dout, own, dout_parts, q_sizes, dout_strides, dout_part_strides, distances[3], groups, group, q_len, shares,
-            V_HEAD_DIM, BLOCK_DV, TILE, UNITS[3], True, MEASURED,
+            dout, own, partials, dout_parts, q_sizes, dout_strides, dout_part_strides, distances[3], groups, group,
+            q_len, shares, V_HEAD_DIM, BLOCK_DV, TILE, UNITS[3], True, SLOTS,
         )  # fmt: skip
