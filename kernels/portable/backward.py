@@ -127,13 +127,13 @@ def dq_kernel(
     row_lse = tl.load(lse + row_offsets, mask=rows < q_len, other=float("inf"))
     q_tile = load_operand(queries, first_row, TILE_Q, BLOCK_D, HEAD_DIM, True)
     dq_tile = tl.zeros([TILE_Q, BLOCK_D], tl.float32)
-    whole, end = key_range(first_row, k_len, diagonal, TILE_Q, TILE_K, CAUSAL)
+    whole, edge, end = key_range(first_row, k_len, diagonal, TILE_Q, TILE_K, CAUSAL)
     for first_column in range(0, whole, TILE_K):
         dq_tile = dq_step(
             dq_tile, q_tile, dout_tile, row_lse, row_delta, keys, values, first_row, first_column, diagonal, scales,
             HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, TILE_Q, TILE_K, CAUSAL, False, SHIFT,
         )  # fmt: skip
-    for first_column in range(whole, end, TILE_K):
+    for first_column in range(edge, end, TILE_K):
         dq_tile = dq_step(
             dq_tile, q_tile, dout_tile, row_lse, row_delta, keys, values, first_row, first_column, diagonal, scales,
             HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, TILE_Q, TILE_K, CAUSAL, True, SHIFT,

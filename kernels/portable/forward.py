@@ -125,18 +125,19 @@ def forward_kernel(
     scale = tl.where(scale > SMALLEST, scale, SMALLEST)
     state = softmax_start(TILE_Q)
     accumulator = tl.zeros([TILE_Q, BLOCK_DV], tl.float32)
-    whole, end = key_range(first_row, k_len, diagonal, TILE_Q, TILE_K, CAUSAL)
+    whole, edge, end = key_range(first_row, k_len, diagonal, TILE_Q, TILE_K, CAUSAL)
     ahead = ()
     if AHEAD:
         ahead = (products_of(q_tile, keys, 0, HEAD_DIM, BLOCK_D, TILE_K, True),)
         # The tile that comes after the last whole one may not fill its rows: the second loop can look ahead to it.
         whole = tl.maximum(whole - TILE_K, 0)
+        edge = tl.maximum(edge - TILE_K, 0)
     for first_column in range(0, whole, TILE_K):
         state, accumulator, ahead = forward_step(
             state, accumulator, ahead, q_tile, keys, values, first_row, first_column, diagonal, scale,
             HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, TILE_Q, TILE_K, CAUSAL, False,
         )  # fmt: skip
-    for first_column in range(whole, end, TILE_K):
+    for first_column in range(edge, end, TILE_K):
         state, accumulator, ahead = forward_step(
             state, accumulator, ahead, q_tile, keys, values, first_row, first_column, diagonal, scale,
             HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, TILE_Q, TILE_K, CAUSAL, True,

@@ -2,7 +2,7 @@
 
 A predicate and the tile ranges that follow from it stand side by side so that they cannot disagree. ``diagonal`` is the
 column of the last key that row 0 sees: 0 when the mask aligns the first query with the first key, ``k_len - q_len``
-when it aligns the last ones. It may be negative: then the first rows see nothing.
+when it aligns the last ones. It may be negative: then the first rows see nothing. Without a mask it must be 0.
 """
 
 import triton
@@ -20,14 +20,22 @@ def visible(rows, columns, k_len, diagonal, CAUSAL: tl.constexpr):
 
 @triton.jit
 def key_range(first_row, k_len, diagonal, ROWS: tl.constexpr, TILE_K: tl.constexpr, CAUSAL: tl.constexpr):
-    """For ROWS rows: columns [0, whole) need no mask and fill whole tiles, [whole, end) need it, the rest is hidden."""
+    """For ROWS rows: columns [0, whole) need no mask and fill whole tiles, [edge, end) need it, the rest is hidden.
+
+    ``edge`` is ``whole``, in a way that the compiler cannot tell. It would keep what the second loop starts with from
+    the first, and find it anew, along with an accumulator of zeros, where the first did not run; an accumulator that is
+    set in two places makes ptxas run each matrix instruction to its end before the next (C7515).
+    """
     seen_by_all = k_len
     end = k_len
     if CAUSAL:
         seen_by_all = tl.maximum(0, tl.minimum(k_len, first_row + diagonal + 1))
         end = tl.maximum(0, tl.minimum(k_len, first_row + ROWS + diagonal))
     whole = seen_by_all // TILE_K * TILE_K
-    return whole, end
+    edge = whole
+    if not CAUSAL:
+        edge += diagonal  # which is 0 without a mask
+    return whole, edge, end
 
 
 @triton.jit

@@ -121,6 +121,15 @@ def test_rows_compile_without_spilling_much(architecture, arithmetic):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arithmetic", ["half", "float32"])
+def test_rows_compile_as_well_without_a_mask(arithmetic):
+    """The two loops over keys are another program to the compiler: it may serialise the matrix instructions of one."""
+    rows = compile_rows("sm_90", "--arithmetics", arithmetic, "--passes", "forward", "dq", "--masks", "none")
+    found = problems("sm_90", rows)
+    assert not found, "\n".join([*found, table(rows)])
+
+
+@pytest.mark.slow
 def test_tf32_spills_no_more_where_half_spills_most():
     """It runs the rows of half on float16 parts, with their units in further registers."""
     rows = compile_rows("sm_90", "--arithmetics", "tf32", "--passes", "dq", "dkdv", "--head-dims", "64", "128", "256")

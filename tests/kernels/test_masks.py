@@ -16,9 +16,10 @@ DIAGONALS = range(-20, 21)
 
 @triton.jit(do_not_specialize=["k_len", "diagonal"])
 def key_range_kernel(ranges, k_len, diagonal, ROWS: tl.constexpr, TILE_K: tl.constexpr, CAUSAL: tl.constexpr):
-    whole, end = key_range(tl.program_id(0) * ROWS, k_len, diagonal, ROWS, TILE_K, CAUSAL)
-    tl.store(ranges + 2 * tl.program_id(0), whole)
-    tl.store(ranges + 2 * tl.program_id(0) + 1, end)
+    whole, edge, end = key_range(tl.program_id(0) * ROWS, k_len, diagonal, ROWS, TILE_K, CAUSAL)
+    tl.store(ranges + 3 * tl.program_id(0), whole)
+    tl.store(ranges + 3 * tl.program_id(0) + 1, edge)
+    tl.store(ranges + 3 * tl.program_id(0) + 2, end)
 
 
 @triton.jit(do_not_specialize=["q_len", "diagonal"])
@@ -39,8 +40,8 @@ def sees(row, column, k_len, diagonal, causal):
     return column < k_len and (not causal or column <= row + diagonal)
 
 
-def ranges_of(kernel, device, *arguments):
-    ranges = torch.full((TILES, 2), -1, dtype=torch.int32, device=device)
+def ranges_of(kernel, device, *arguments, numbers=2):
+    ranges = torch.full((TILES, numbers), -1, dtype=torch.int32, device=device)
     kernel[(TILES,)](ranges, *arguments)
     return ranges.tolist()
 
@@ -59,11 +60,12 @@ def test_visible_is_the_mask(flash_device, causal):
 def test_keys_of_a_tile_of_queries(flash_device, tile_q, tile_k, causal):
     for k_len in LENGTHS:
         for diagonal in DIAGONALS if causal else [0]:
-            ranges = ranges_of(key_range_kernel, flash_device, k_len, diagonal, tile_q, tile_k, causal)
-            for tile, (whole, end) in enumerate(ranges):
+            ranges = ranges_of(key_range_kernel, flash_device, k_len, diagonal, tile_q, tile_k, causal, numbers=3)
+            for tile, (whole, edge, end) in enumerate(ranges):
                 first, last = tile * tile_q, (tile + 1) * tile_q - 1
                 seen_by_all = sum(sees(first, column, k_len, diagonal, causal) for column in range(k_len))
                 seen_by_any = sum(sees(last, column, k_len, diagonal, causal) for column in range(k_len))
+                assert whole == edge
                 assert (whole, end) == (seen_by_all // tile_k * tile_k, seen_by_any), (k_len, diagonal, tile)
 
 
