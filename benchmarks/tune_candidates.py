@@ -76,6 +76,8 @@ def candidates(row: Row, now: TileConfig, capability: tuple[int, int], shared_li
 
     def may_fit(config: TileConfig) -> bool:
         numbers = numbers_a_thread(row, config)
+        if row.name == "forward" and config.num_stages == 1 and capability[0] == 9:
+            return False  # it would be run on other tiles, see `describe_forward`
         return (
             _FEWEST_NUMBERS_A_THREAD <= numbers <= _MOST_NUMBERS_A_THREAD[row.arithmetic]
             and row.streamed(config) * row.head_dim <= _MOST_STREAMED_A_THREAD * 32 * config.num_warps

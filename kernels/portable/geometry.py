@@ -25,12 +25,11 @@ def padded(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
-def in_vectors(tensor: Tensor) -> bool:
-    """Whether rows are certain to be read 16 bytes at a time, and so in a pipeline, without a unit's help."""
+def in_pipeline(tensor: Tensor) -> bool:
+    """Whether tiles of a 16-bit matrix are certain to be copied ahead: strides and mask leave pieces of 4 bytes."""
     *others, column = tensor.stride()
-    # A mask that ends within a vector splits it.
-    whole = not tensor.shape[-1] % 8 and not any(stride % 16 for stride in others)
-    return whole and column == 1 and tensor.data_ptr() % 16 == 0
+    pairs = not tensor.shape[-1] % 2 and not any(stride % 2 for stride in others)
+    return pairs and column == 1 and tensor.data_ptr() % 16 == 0
 
 
 def in_units(tensors: list[Tensor]) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from ..launching import Launch, Launcher, Plans, address_of, on_device
 from ..layout import Layout, one_a_row, rows_like
 from .backward import dkdv_kernel, dq_kernel
 from .forward import forward_kernel
-from .geometry import Geometry, arithmetic_of, in_units, in_vectors
+from .geometry import Geometry, arithmetic_of, in_pipeline, in_units
 from .inputs import Input, PartsPlan, as_inputs, plan_parts
 from .softmax import LOG2_E
 
@@ -40,6 +41,13 @@ class BackwardPlan(NamedTuple):
     dq_launcher: Launcher
     dkdv_launcher: Launcher
 
+
+TOO_FEW_ROWS_FOR_WARP_GROUPS = 32
+"""Of q's tile: Triton then takes Ampere's matrix instructions.
+
+Without a pipeline k and v take turns in the same shared memory, and ptxas 12.8 derives Hopper's descriptors of the one
+tile from those of the other by way of a register that it never sets (see `machine_code`).
+"""
 
 _forward_plans: Plans[ForwardPlan] = Plans()
 _backward_plans: Plans[BackwardPlan] = Plans()
@@ -153,12 +161,11 @@ def describe_forward(
     geometry = Geometry.of(q, k, v, causal)
     work = geometry.q_len, geometry.q_matrices
     config = tuning.lookup("forward", arithmetic, geometry.block, q.device, *work)
+    in_turns = config.num_stages == 1 or not (in_pipeline(k) and in_pipeline(v))
+    if in_turns and tuning.architecture_of(q.device) == "sm_90":
+        config = dataclasses.replace(config, tile_q=TOO_FEW_ROWS_FOR_WARP_GROUPS, num_warps=4)
     strides, units = in_units([q, k, v, out])
     constants = geometry.constants(config) | {"UNITS": units, "AHEAD": config.ahead, "FLIP": scale < 0}
-    if config.num_stages == 1 or not (in_vectors(k) and in_vectors(v)):
-        # Without a pipeline k and v take turns in the same shared memory, and ptxas 12.8 computes the address of v's
-        # tile from a register that was never set, unless both tiles have one width.
-        constants |= {"BLOCK_D": geometry.block, "BLOCK_DV": geometry.block}
     return Launch(
         (config.programs("forward", *work), 1),
         (q, k, v, *[x.statistics for x in inputs], out, lse),

@@ -68,6 +68,18 @@ def test_less_shared_memory_leaves_fewer():
     assert len(candidates(row, NOW, (8, 6), 99 * KIB)) < len(candidates(row, NOW, HOPPER, 227 * KIB))
 
 
+def test_the_forward_is_tried_with_a_pipeline_alone_on_hopper():
+    stages = {
+        (name, capability): {
+            config.num_stages for config in candidates(Row(name, "half", 64), NOW, capability, 160 * KIB)
+        }
+        for name in ("forward", "dq")
+        for capability in (HOPPER, (8, 0))
+    }
+    assert 1 not in stages["forward", HOPPER]
+    assert all(1 in found for key, found in stages.items() if key != ("forward", HOPPER))
+
+
 def test_scores_a_step_ahead_are_tried_in_the_forward_alone():
     assert {config.ahead for config in candidates(ROW, NOW, HOPPER, 227 * KIB)} == {False, True}
     assert not any(config.ahead for config in candidates(Row("dq", "half", 64), NOW, HOPPER, 227 * KIB))

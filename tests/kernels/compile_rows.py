@@ -126,6 +126,7 @@ def main(arguments: Iterable[str]) -> None:
     parser.add_argument("--v-width", type=int, help="of v's heads, in place of the others'")
     parser.add_argument("--all-rows", action="store_true", help="also head dimensions between two of one configuration")
     options = parser.parse_args([*arguments])
+    tuning.architecture_of = lambda device: options.architecture  # type: ignore[assignment]
     compiled = [
         compile_row(
             int(options.architecture.removeprefix("sm_")), row, config, arithmetic, mask, options.width, options.v_width

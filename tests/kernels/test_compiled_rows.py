@@ -139,9 +139,9 @@ def test_tf32_spills_no_more_where_half_spills_most():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "v_width"), [(19, 9), (40, 24)])
+@pytest.mark.parametrize(("width", "v_width"), [(19, 9), (1, 27), (22, 6), (40, 24)])
 def test_no_register_is_read_unset_where_k_and_v_differ_in_width(width, v_width):
-    """Without a pipeline ptxas 12.8 loses the address of a tile, unless `describe_forward` makes them of one width."""
+    """With them in turns in one piece of shared memory ptxas 12.8 loses the address of a tile."""
     block = 32 if width <= 32 else 64
     options = ["--passes", "forward", "--head-dims", str(block), "--width", str(width), "--v-width", str(v_width)]
     rows = compile_rows("sm_90", *options, "--all-rows", "--masks", "none", "bottom_right")

@@ -12,7 +12,7 @@ import triton
 from cs336_systems.attention import attention
 from cs336_systems.kernels import launching, tuning
 from cs336_systems.kernels.portable import launch as portable
-from cs336_systems.kernels.portable.geometry import in_units, in_vectors
+from cs336_systems.kernels.portable.geometry import in_pipeline, in_units
 from cs336_systems.kernels.portable.inputs import Input, row_of_parts
 from cs336_systems.kernels.tuning import TileConfig
 from cs336_systems.testing import LAYOUTS, TF32_EPS, Shapes, assert_within_budget, evaluate, make_inputs
@@ -152,25 +152,31 @@ def test_kernels_are_launched_while_the_device_of_their_tensors_is_current(monke
 
 
 @pytest.mark.parametrize(
-    ("d", "dv", "stages", "blocks"),
+    ("layout", "stages", "architecture", "rows"),
     [
-        pytest.param(64, 32, 2, (64, 32), id="pipelined"),
-        pytest.param(64, 32, 1, (64, 64), id="one_stage"),
-        pytest.param(40, 24, 2, (64, 64), id="strides_not_read_in_vectors"),
+        pytest.param((64, 64), 2, "sm_90", 128, id="pipelined"),
+        pytest.param((64, 64), 1, "sm_90", 32, id="one_stage"),
+        pytest.param((64, 65), 2, "sm_90", 32, id="odd_strides"),
+        pytest.param((63, 64), 2, "sm_90", 32, id="masked_within_a_pair"),
+        pytest.param((62, 66), 2, "sm_90", 128, id="pairs"),
+        pytest.param((63, 65), 1, "sm_80", 128, id="no_descriptors"),
     ],
 )
-def test_tiles_of_k_and_v_have_one_width_without_a_pipeline(d, dv, stages, blocks):
-    """Else ptxas 12.8 takes the address of v's tile from a register that was never set."""
-    q, k, v = (torch.empty(1, 64, width, dtype=torch.float16, device="meta") for width in (d, d, dv))
-    out, lse = torch.empty(1, 64, dv, device="meta"), torch.empty(1, 64, device="meta")
-    with tuning.pin(forward=TileConfig(64, 64, 4, stages)):
+def test_without_a_pipeline_hopper_s_matrix_instructions_are_avoided(monkeypatch, layout, stages, architecture, rows):
+    """Else ptxas 12.8 takes the address of a tile from a register that was never set."""
+    monkeypatch.setattr(tuning, "architecture_of", lambda device: architecture)
+    width, stride = layout
+    q, k, v = (torch.empty(1, 64, size, dtype=torch.float16)[..., :width] for size in (64, 64, stride))
+    out, lse = torch.empty(1, 64, width, device="meta"), torch.empty(1, 64, device="meta")
+    with tuning.pin(forward=TileConfig(128, 64, 8, stages)):
         described = portable.describe_forward([Input(x, None, ()) for x in (q, k, v)], out, lse, "none", 1.0, "half")
-    assert (described.constants["BLOCK_D"], described.constants["BLOCK_DV"]) == blocks
+    assert described.constants["TILE_Q"] == rows
+    assert described.grid == (-(-64 // rows), 1)
 
 
-@pytest.mark.parametrize(("width", "whole"), [(64, True), (40, True), (37, False), (9, False)])
-def test_rows_padded_to_whole_vectors_are_read_in_them_unless_they_end_within_one(width, whole):
-    assert in_vectors(torch.empty(2, 8, row_of_parts(width), dtype=torch.float16)[..., :width]) == whole
+def test_parts_of_float32_rows_are_not_pipelined_where_they_end_within_a_pair():
+    parts = [torch.empty(2, 8, row_of_parts(width), dtype=torch.float16)[..., :width] for width in (64, 38, 37, 9)]
+    assert [in_pipeline(x) for x in parts] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(
