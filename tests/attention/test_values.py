@@ -36,7 +36,7 @@ def lengths() -> list[Case]:
 def head_dims() -> list[Case]:
     """Every size of head that kernels pad differently, and values wider and narrower than keys."""
     same = [(d, d) for d in (1, 16, 40, 64, 80, 96, 128, 192, 256)]
-    # ptxas lost the address of a tile of the second and third, now and then (see docs/kernels.md).
+    # Of the second and third ptxas 12.8 lost the address of a tile (see docs/kernels.md).
     different = [(1, 3), (1, 27), (19, 9), (40, 24), (64, 128), (128, 64), (16, 256), (192, 128)]
     return [
         Case(f"head_dims-{d}x{dv}", Shapes.of(1, q_len=33, k_len=67, d=d, dv=dv), True) for d, dv in same + different
