@@ -133,6 +133,7 @@ TABLES: dict[str, dict[Row, TileConfig]] = {
         **_rows("dkdv", "float32", (32, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 2), (32, 64, 8, 1), (16, 32, 8, 1)),
     },
     # Searched on an H200 with torch 2.11.0+cu130 and triton 3.6.0, sequences of 4,096 (2,048 for float32 at 256).
+    # Without a mask, forward and dq of half had their matrix instructions serialised then, but for dq at 256.
     "sm_90": {
         **_rows("forward", "half", (64, 128, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 2)),
         **_rows("dq", "half", (64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 4, 3), (128, 128, 8, 2), (128, 64, 8, 1)),
@@ -156,7 +157,8 @@ TABLES["sm_86"] = TABLES["sm_80"] | {
 TABLES["sm_100"] = TABLES["sm_80"] | {("dkdv", "float32", 128): TileConfig(32, 32, 4, 1)}
 
 # Instead of the above, where that would leave half of the processors idle. Smaller tiles: more programs, each of which
-# ends sooner. The rows for float32 at 128 were searched on 8 matrices of 1,024 rows; the others follow from them.
+# ends sooner. Those for float32 at 128 are the fastest of some ten tried on 8 matrices of 1,024 rows; the others were
+# reasoned, not searched.
 SMALL_GRIDS: dict[str, dict[Row, TileConfig]] = {
     "sm_90": {
         ("forward", "half", 128): TileConfig(64, 64, 4, 3),
