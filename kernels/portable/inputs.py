@@ -53,7 +53,8 @@ class PartsPlan(NamedTuple):
 
     parts_each: how many parts an input has. elements: of the buffer of all parts; starts: where each input's begin in
     it. groups: how many there are, each with statistics of its own. shares: how many programs rewrite a group, each of
-    which measures it too; None where `measure_kernel` does.
+    which measures it too; None where `measure_kernel` does. statistics: how many numbers those of the groups and what
+    `measure_kernel` writes before take together.
     """
 
     parts_each: int

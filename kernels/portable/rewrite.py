@@ -25,6 +25,14 @@ def tile_statistics(tile, NORM: tl.constexpr):
 
 
 @triton.jit
+def store_statistics(target, largest, norm, NORM: tl.constexpr):
+    """Write a largest magnitude, and with NORM a largest norm beside it."""
+    tl.store(target, largest)
+    if NORM:
+        tl.store(target + 1, norm)
+
+
+@triton.jit
 def write_parts(target, first_row, tile, largest, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """Write a tile of rows as float16 parts, in the unit of a group whose largest magnitude is ``largest``."""
     tile = tile * power_of_two(-exponent_of(largest) + TOP)
@@ -83,9 +91,7 @@ def measure(
     index = tl.program_id(0) // SLOTS
     slot = tl.program_id(0) % SLOTS
     largest, norm = group_statistics(x, sizes, strides, index, group, rows, slot, SLOTS, WIDTH, BLOCK, TILE, UNIT, NORM)
-    tl.store(partials + 2 * tl.program_id(0), largest)
-    if NORM:
-        tl.store(partials + 2 * tl.program_id(0) + 1, norm)
+    store_statistics(partials + 2 * tl.program_id(0), largest, norm, NORM)
 
 
 @triton.jit
@@ -141,9 +147,7 @@ def rewrite(
         share = tl.program_id(0) % shares
         largest, norm = group_statistics(x, sizes, strides, index, group, rows, 0, 1, WIDTH, BLOCK, TILE, UNIT, NORM)
         if share == 0:
-            tl.store(statistics + 2 * index, largest)
-            if NORM:
-                tl.store(statistics + 2 * index + 1, norm)
+            store_statistics(statistics + 2 * index, largest, norm, NORM)
         for number in range(share, group * tiles, shares):
             member = index * group + number // tiles
             first_row = number % tiles * TILE

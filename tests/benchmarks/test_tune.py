@@ -130,7 +130,7 @@ def test_checked_sizes_are_compiled_as_timed_ones_are():
         assert (reduced == 1) == (size == 1)
 
 
-def test_a_batch_of_many_is_checked_as_one(monkeypatch):
+def test_a_batch_of_many_is_checked_as_a_batch(monkeypatch):
     sizes = []
     monkeypatch.setattr(tune_trial, "_wrong", lambda trial, *given: sizes.append(given) or "")
     check(Trial(Problem(Row("forward", "half", 16), batch=8, heads=1, length=1024), NOW, device="cpu"))
