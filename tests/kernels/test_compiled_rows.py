@@ -31,10 +31,6 @@ MORE_SPILLS_ALLOWED: dict[str, dict[tuple[str, str, int], int]] = {
         ("dkdv", "float32", 256): 384,
     },
     "sm_90": {
-        ("forward", "half", 256): 128,
-        ("dq", "half", 128): 512,
-        ("dq", "half", 256): 768,
-        ("dq", "tf32", 256): 640,
         ("dkdv", "half", 64): 896,
         ("dkdv", "tf32", 64): 1280,
         ("dkdv", "half", 128): 384,

@@ -78,7 +78,7 @@ def test_a_pin_reaches_the_kernel_it_names(monkeypatch, flash_device, changed):
         watch(name)
     inputs = make_inputs(Shapes.of(1, q_len=128, d=16), dtype=torch.float16, device=flash_device)
     attend = partial(attention, impl="flash")
-    coarse, fine = TileConfig(128, 128, 4, 1), TileConfig(32, 32, 4, 1)
+    coarse, fine = TileConfig(128, 128, 4, 2), TileConfig(32, 32, 4, 2)
     with tuning.pin(forward=coarse, dq=coarse, dkdv=coarse):
         evaluate(attend, inputs)
         assert grids == {"forward": 1, "dq": 1, "dkdv": 1}
