@@ -13,6 +13,7 @@ from benchmarks.tune_candidates import Row
 from cs336_systems.attention import attention
 from cs336_systems.kernels import tuning
 from cs336_systems.kernels.portable import launch
+from cs336_systems.kernels.settings import Settings
 from cs336_systems.kernels.tuning import TileConfig
 from cs336_systems.profiling.timing import TimingMethod, measure_ms
 from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs
@@ -122,11 +123,11 @@ def inputs_of(problem: Problem, device: str = "cuda") -> tuple[Tensor, Tensor, T
 def runs_of(problem: Problem, tensors: tuple[Tensor, Tensor, Tensor, Tensor], mask: str) -> Callable[[], object]:
     """A function that runs the pass once: the forward alone, or the backward, of which both passes run."""
     q, k, v, dout = tensors
-    scale = problem.row.head_dim**-0.5
+    scale, settings = problem.row.head_dim**-0.5, Settings(mask).text
     if problem.row.name == "forward":
-        return lambda: launch.forward(q, k, v, mask, scale)
-    out, lse = launch.forward(q, k, v, mask, scale)
-    return lambda: launch.backward(q, k, v, out, lse, dout, None, mask, scale)
+        return lambda: launch.forward(q, k, v, scale, settings)
+    out, lse = launch.forward(q, k, v, scale, settings)
+    return lambda: launch.backward(q, k, v, out, lse, dout, None, scale, settings)
 
 
 def milliseconds(

@@ -51,7 +51,7 @@ class Launch(NamedTuple):
     """One launch of a kernel: the grid of programs, and its arguments in order: tensors, numbers, constants."""
 
     grid: tuple[int, int]
-    tensors: tuple[Tensor | None, ...]
+    tensors: tuple[Any, ...]
     arguments: tuple[Any, ...]
     constants: dict[str, Any]
     options: dict[str, int]
@@ -62,14 +62,16 @@ class Launcher:
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._known: dict[tuple[bool, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
+        self._known: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
 
-    def __call__(self, addresses: tuple[int | None, ...], describe: Callable[[], Launch]) -> None:
+    def __call__(self, addresses: tuple[Any, ...], describe: Callable[[], Launch]) -> None:
         """Run on the current stream. ``describe`` is asked at the first call, and when the alignment is a new one.
+
+        Among the addresses may be tuples with addresses and numbers, as the launch has tuples with tensors and numbers.
 
         Triton compiles pointers to 16-byte boundaries differently from others.
         """
-        alignment = tuple([address is None or address % 16 == 0 for address in addresses])
+        alignment = tuple([address is None or _aligned(address) for address in addresses])
         known = self._known.get(alignment)
         if known is None:
             self._first(alignment, describe())
@@ -77,13 +79,20 @@ class Launcher:
             run, rest = known
             run(*addresses, *rest)
 
-    def _first(self, alignment: tuple[bool, ...], launch: Launch) -> None:
+    def _first(self, alignment: tuple[Any, ...], launch: Launch) -> None:
         grid, tensors, arguments, constants, options = launch
         compiled = self._kernel[grid](*tensors, *arguments, **constants, **options)
         if not INTERPRETED:
             constant_names = self._kernel.arg_names[len(tensors) + len(arguments) :]
             rest = (*arguments, *[constants[name] for name in constant_names])
             self._known[alignment] = runner_of(compiled, grid), rest
+
+
+def _aligned(address: Any) -> Any:
+    """Whether an address is a multiple of 16; the same of all that a tuple holds."""
+    if type(address) is int:
+        return address % 16 == 0
+    return tuple([_aligned(item) for item in address]) if type(address) is tuple else True
 
 
 def runner_of(compiled: Any, grid: tuple[int, int]) -> Callable[..., None]:

@@ -3,66 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, overload
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import forward_ad
+from typing_extensions import Unpack
 
 from . import choose, ops
 from .choose import Explanation, Implementation
+from .features import Features
 from .flash import FlashAttentionFunction
 from .naive import compiled, naive
 from .precision import autocast_inputs
+from .rules import Mask, Scores
 from .sdpa import sdpa
 from .spec import AttentionSpec
 from .tiled import TiledAttentionFunction
 from .validation import check
 
 Result = tuple[Tensor, Tensor | None]
-Run = Callable[[Tensor, Tensor, Tensor, AttentionSpec, bool], Result]
+Run = Callable[[Tensor, Tensor, Tensor, AttentionSpec, bool, tuple[Tensor, ...]], Result]
+Window = tuple[int | None, int | None]
 
 MOST_REMEMBERED = 4096
-_remembered: dict[tuple[Any, ...], tuple[Run, AttentionSpec]] = {}
+_remembered: dict[tuple[Any, ...], tuple[Run, AttentionSpec, tuple[Tensor, ...]]] = {}
+
+
+NOTHING = (None, None, None, None, None, None, 0.0, None, None)
+"""The features of a call that asks for none."""
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of `attention`, but for ``return_lse``."""
+
+    causal: bool | str
+    window: Window | None
+    scale: float | None
+    softcap: float | None
+    alibi_slopes: Tensor | None
+    bias: Tensor | None
+    scores: Scores | None
+    mask: Tensor | Mask | None
+    sinks: Tensor | None
+    dropout_p: float
+    seed: int | Tensor | None
+    generator: torch.Generator | None
+    deterministic: bool | None
+    impl: str | Implementation
 
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool | str = ...,
-    scale: float | None = ...,
-    impl: str | Implementation = ...,
-    return_lse: Literal[False] = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[Options]
 ) -> Tensor: ...
 
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool | str = ...,
-    scale: float | None = ...,
-    impl: str | Implementation = ...,
-    return_lse: Literal[True],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool | str = ...,
-    scale: float | None = ...,
-    impl: str | Implementation = ...,
-    return_lse: bool,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[Options]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -72,7 +78,18 @@ def attention(
     v: Float[Tensor, "*batch kv_heads k_len dv"],
     *,
     causal: bool | str = False,
+    window: Window | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    scores: Scores | None = None,
+    mask: Tensor | Mask | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    generator: torch.Generator | None = None,
+    deterministic: bool | None = None,
     impl: str | Implementation = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -89,14 +106,30 @@ def attention(
         v: values (*batch, kv_heads, k_len, dv).
         causal: True or "bottom_right" hides what comes after a query, the last query aligned with the last key;
             "top_left" aligns the first ones, as torch's ``is_causal`` does.
+        window: (before, after), how many keys before and after its own position a query sees; None for all. Positions
+            are aligned as ``causal`` says, and at the ends where that is False.
         scale: what scores are multiplied by; 1 / sqrt(d) if None.
+        softcap: bounds scores by softcap * tanh(score / softcap). First of what changes scores, which is in this order:
+        alibi_slopes: (q_heads,) or (batch, q_heads); a slope times the distance of a key is taken from its score.
+        bias: is added to scores; of any shape that broadcasts to (*batch, q_heads, q_len, k_len).
+        scores: changes of one's own; see `cs336_systems.attention.rules`.
+        mask: True where a query sees a key: a bool tensor of any shape that broadcasts to (*batch, q_heads, q_len, k_len),
+            or a mask made of rules. What causal and window hide stays hidden.
+        sinks: (q_heads,), a logit for each head that takes part in the softmax without a value.
+        dropout_p: the probability that a weight is set to 0, the others being divided by what is left of 1. A weight's
+            fate follows from the seed, its batch entry, head, row and column alone.
+        seed: of dropout, an int or an int64 tensor of one element; drawn from ``generator``, or from the device's, if None.
+        deterministic: whether results have to be the same to the bit on every run; None follows
+            ``torch.are_deterministic_algorithms_enabled()``. The implementations of this library always are.
         impl: "flash" (Triton), "sdpa" (torch's own), "compiled", "tiled", "naive", or "auto" to choose. A named one
             never falls back to another.
-        return_lse: also return the log-sum-exp of each query's scores, which is differentiable.
+        return_lse: also return the log-sum-exp of each query's scores, and its sink's, which is differentiable.
+
+    q, k, v, alibi_slopes, bias, sinks and what ``scores`` captured may need gradients.
 
     Returns:
         out (*batch, q_heads, q_len, dv) in q's dtype, or (out, lse) with lse (*batch, q_heads, q_len), the natural
-        log-sum-exp in float32 (float64 for float64 inputs). A query that sees no key gets 0 and -inf.
+        log-sum-exp in float32 (float64 for float64 inputs). A query that sees no key gets 0 and -inf, or its sink.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -106,28 +139,25 @@ def attention(
     default, and in TF32 otherwise. Under autocast inputs are cast to its dtype.
     """
     q, k, v = autocast_inputs(q, k, v)
-    run, spec = _prepare(q, k, v, causal, scale, impl, return_lse)
+    given = (mask, bias, softcap, alibi_slopes, scores, sinks, dropout_p, seed, generator)
+    features = None if all([x is y for x, y in zip(given, NOTHING)]) else Features(*given)
+    run, spec, extras = _prepare(q, k, v, causal, scale, impl, return_lse, window, features, deterministic)
     if q.ndim == 2:
-        out, lse = run(q[None], k[None], v[None], spec, return_lse)
+        out, lse = run(q[None], k[None], v[None], spec, return_lse, extras)
         out, lse = out[0], None if lse is None else lse[0]
     else:
-        out, lse = run(q, k, v, spec, return_lse)
+        out, lse = run(q, k, v, spec, return_lse, extras)
     return out if lse is None else (out, lse)
 
 
-def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool | str = False,
-    scale: float | None = None,
-    impl: str | Implementation = "auto",
-    return_lse: bool = False,
-) -> Explanation:
+def explain(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[Options]) -> Explanation:
     """Which implementation `attention` would use for these arguments, and why not each other one. Computes nothing."""
     q, k, v = autocast_inputs(q, k, v)
-    return choose.explain(check(q, k, v, causal, scale, return_lse), impl)
+    given: dict[str, Any] = {**options}
+    causal, scale, impl = given.pop("causal", False), given.pop("scale", None), given.pop("impl", "auto")
+    window, deterministic = given.pop("window", None), given.pop("deterministic", None)
+    features = Features(**given) if given else None
+    return choose.explain(check(q, k, v, causal, scale, return_lse, window, features, deterministic), impl)
 
 
 def _prepare(
@@ -138,32 +168,26 @@ def _prepare(
     scale: float | None,
     impl: str | Implementation,
     return_lse: bool,
-) -> tuple[Run, AttentionSpec]:
-    """What will run, and on which spec: validated and chosen once for each new combination of metadata."""
-    if torch.compiler.is_compiling():
-        return _choose(q, k, v, causal, scale, impl, return_lse)
+    window: Window | None,
+    features: Features | None,
+    deterministic: bool | None,
+) -> tuple[Run, AttentionSpec, tuple[Tensor, ...]]:
+    """What will run, on which spec and extras: validated and chosen once for each new combination of metadata."""
+    others = (causal, scale, impl, return_lse, window, deterministic)
+    if features is not None or torch.compiler.is_compiling():
+        return _choose(q, k, v, *others, features)
     try:
         tensors = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
         # The types tell 1 from True, and what is no dense tensor from what is.
-        key = (
-            *tensors,
-            causal,
-            type(causal),
-            scale,
-            type(scale),
-            impl,
-            return_lse,
-            type(return_lse),
-            q.layout,
-            k.layout,
-            v.layout,
-        )
+        types = (type(causal), type(scale), type(return_lse), type(deterministic), q.layout, k.layout, v.layout)
+        follows_torch = deterministic is None and torch.are_deterministic_algorithms_enabled()
+        key = (*tensors, *others, *types, repr(window), follows_torch)
         known = _remembered.get(key)
     except (AttributeError, TypeError, RuntimeError):
         # Not tensors, ragged ones, or not hashable: validation says what is wrong with them.
-        return _choose(q, k, v, causal, scale, impl, return_lse)
+        return _choose(q, k, v, *others, None)
     if known is None:
-        known = _choose(q, k, v, causal, scale, impl, return_lse)
+        known = _choose(q, k, v, *others, None)
         if len(_remembered) >= MOST_REMEMBERED:
             _remembered.clear()
         _remembered[key] = known
@@ -178,30 +202,40 @@ def _choose(
     scale: float | None,
     impl: str | Implementation,
     return_lse: bool,
-) -> tuple[Run, AttentionSpec]:
-    problem = check(q, k, v, causal, scale, return_lse)
-    return RUN[choose.explain(problem, impl).choice], problem.spec
+    window: Window | None,
+    deterministic: bool | None,
+    features: Features | None,
+) -> tuple[Run, AttentionSpec, tuple[Tensor, ...]]:
+    problem = check(q, k, v, causal, scale, return_lse, window, features, deterministic)
+    return RUN[choose.explain(problem, impl).choice], problem.spec, problem.extras
 
 
-def _run_flash(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool) -> Result:
-    needs_backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+def _run_flash(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool, extras: tuple[Tensor, ...]
+) -> Result:
+    needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad or any([x.requires_grad for x in extras])
+    needs_backward = needs_gradient and torch.is_grad_enabled()
     # Forward-mode tangents ride on tensors that require no gradient: the Function refuses them, the operator would not.
     if not needs_backward and forward_ad._current_level < 0:
-        out, lse = ops.flash_forward(q, k, v, spec.causal.value, spec.scale)
+        out, lse = ops.flash_forward(q, k, v, spec.scale, spec.settings, spec.numbers, extras)
         return out, lse if return_lse else None
-    result = FlashAttentionFunction.apply(q, k, v, spec, None, return_lse)
+    result = FlashAttentionFunction.apply(q, k, v, spec, None, return_lse, *extras)
     return result if return_lse else (result, None)
 
 
-def _run_tiled(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool) -> Result:
-    result = TiledAttentionFunction.apply(q, k, v, spec, None, return_lse)
+def _run_tiled(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool, extras: tuple[Tensor, ...]
+) -> Result:
+    result = TiledAttentionFunction.apply(q, k, v, spec, None, return_lse, *extras)
     return result if return_lse else (result, None)
 
 
-def _run_compiled(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool) -> Result:
+def _run_compiled(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool, extras: tuple[Tensor, ...]
+) -> Result:
     if torch.compiler.is_compiling():
-        return naive(q, k, v, spec, return_lse)
-    return compiled(q, k, v, spec, return_lse)
+        return naive(q, k, v, spec, return_lse, extras)
+    return compiled(q, k, v, spec, return_lse, extras)
 
 
 RUN: dict[Implementation, Run] = {

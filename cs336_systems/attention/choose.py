@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels.rules import registry
 from .spec import AttentionSpec
 from .validation import Problem, check, shape_of
 
@@ -35,6 +36,9 @@ IMPLEMENTATIONS = tuple(Implementation)
 NAMES = ("auto", *(implementation.value for implementation in IMPLEMENTATIONS))
 
 TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
+
+ARGUMENTS = 6
+"""Of the autograd Functions, before a call's further tensors."""
 
 MOST_HEAD_DIM = 256
 """The widest head that the flash kernels take."""
@@ -112,6 +116,10 @@ def spec_for(
 
 def why_not(implementation: Implementation, problem: Problem) -> str | None:
     """Why an implementation cannot compute a call, or None when it can."""
+    if implementation in (Implementation.FLASH, Implementation.TILED):
+        missing = _without_gradient(problem)
+        if missing is not None:
+            return f"the score rule {missing} captured a tensor that needs a gradient, and has no `gradient` for it"
     if implementation is Implementation.FLASH:
         return _why_not_flash(problem)
     if implementation is Implementation.SDPA:
@@ -140,7 +148,22 @@ def _why_not_flash(problem: Problem) -> str | None:
     return None
 
 
+def _without_gradient(problem: Problem) -> str | None:
+    """A rule for scores that cannot say how scores depend on a tensor that needs a gradient."""
+    if not problem.extras or not torch.is_grad_enabled():
+        return None
+    captured = [(leaf[0], slot) for leaf in problem.spec.scores for slot, item in enumerate(leaf[1]) if item is None]
+    for (name, slot), tensor in zip(reversed(captured), reversed(problem.extras)):
+        if tensor.requires_grad and slot not in registry[name].gradients:
+            return name
+    return None
+
+
 def _why_not_sdpa(problem: Problem) -> str | None:
+    if not problem.spec.is_plain:
+        return "torch's kernels are asked for causal masks alone"
+    if problem.spec.deterministic and problem.device.type == "cuda":
+        return "not all of torch's kernels are deterministic"
     if problem.return_lse:
         return "torch's scaled_dot_product_attention does not return the log-sum-exp"
     if problem.is_empty:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .choose import Implementation, spec_for
+from .choose import ARGUMENTS, Implementation, spec_for
 from .derivatives import differentiable_once
 from .precision import autocast_inputs
 from .spec import AttentionSpec
@@ -30,20 +30,31 @@ class FlashAttentionFunction(torch.autograd.Function):
         is_causal: bool | str | AttentionSpec = False,
         scale: float | None = None,
         return_lse: bool = False,
+        *extras: Tensor,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The arguments are `attention`'s; ``is_causal`` may also be a spec, which is taken as validated."""
+        """The arguments are `attention`'s; ``is_causal`` may also be a spec, which is taken as validated.
+
+        Then ``extras`` are the tensors that it asks for, as `AttentionSpec.extras` lists them.
+        """
         q, k, v = autocast_inputs(q, k, v)
-        ctx.spec = spec_for(Implementation.FLASH, q, k, v, is_causal, scale, return_lse)
-        out, lse = ops.flash_forward(q, k, v, ctx.spec.causal.value, ctx.spec.scale)
+        spec = ctx.spec = spec_for(Implementation.FLASH, q, k, v, is_causal, scale, return_lse)
+        out, lse = ops.flash_forward(q, k, v, spec.scale, spec.settings, spec.numbers, extras)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, *extras)
         return (out, lse) if return_lse else out
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        """Gradients of q, k and v; None for the other arguments."""
-        q, k, v, out, lse = ctx.saved_tensors
+        """Gradients of q, k, v and those extras that need one; None for the other arguments."""
+        q, k, v, out, lse, *extras = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        gradients = ops.flash_backward(q, k, v, out, lse, dout, dlse, ctx.spec.causal.value, ctx.spec.scale)
-        return *gradients, None, None, None
+        spec = ctx.spec
+        wanted = [position for position, needed in enumerate(ctx.needs_input_grad[ARGUMENTS:]) if needed]
+        *gradients, of_extras = ops.flash_backward(
+            q, k, v, out, lse, dout, dlse, spec.scale, spec.settings, spec.numbers, extras, wanted
+        )
+        all_of_extras: list[Tensor | None] = [None] * len(extras)
+        for position, gradient in zip(wanted, of_extras, strict=True):
+            all_of_extras[position] = gradient
+        return *gradients, None, None, None, *all_of_extras

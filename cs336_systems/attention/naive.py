@@ -11,8 +11,9 @@ from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from .pairs import Extras, Pairs, changed_scores, kept_pairs, seen_pairs
 from .precision import without_autocast
-from .spec import AttentionSpec, Causal
+from .spec import AttentionSpec
 
 MOST_VARIANTS = 256
 
@@ -23,38 +24,55 @@ def naive(
     v: Float[Tensor, "*batch kv_heads k_len dv"],
     spec: AttentionSpec,
     return_lse: bool,
+    extras: tuple[Tensor, ...] = (),
 ) -> tuple[Float[Tensor, "*batch q_heads q_len dv"], Float[Tensor, "*batch q_heads q_len"] | None]:
     """softmax(q kᵀ · scale) v with every score in memory (Vaswani et al., "Attention is all you need", 2017).
 
     Works on any device and dtype, and is differentiable any number of times. Tensors without a head axis pass one of
-    size 1. The log-sum-exp is float32 (float64 for float64 inputs), and None unless asked for.
+    size 1. The log-sum-exp is float32 (float64 for float64 inputs), and None unless asked for. ``extras`` are the tensors
+    that the spec asks for.
     """
     with without_autocast(q.device):
-        return _naive(q, k, v, spec, return_lse)
+        return _naive(q, k, v, spec, return_lse, Extras.of(spec, extras))
 
 
-def _naive(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+def _naive(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool, extras: Extras
+) -> tuple[Tensor, Tensor | None]:
     q_len, k_len = q.shape[-2], k.shape[-2]
     # Each key and value head serves a group of query heads; einsum broadcasts it without a copy.
     grouped = rearrange(q, "... (kv group) row d -> ... kv group row d", kv=max(1, k.shape[-3]))
     scores = einsum(grouped, k, "... kv group row d, ... kv column d -> ... kv group row column") * spec.scale
-    if spec.causal is not Causal.NONE:
-        seen = spec.visible(slice(0, q_len), slice(0, k_len), spec.diagonal(q_len, k_len), q.device)
+    pairs = Pairs.of(q, k, slice(0, q_len), slice(0, k_len))
+    scores = changed_scores(spec, scores, pairs, extras.by_scores)
+    seen = seen_pairs(spec, pairs, spec.band(q_len, k_len), extras)
+    if seen is not None:
         scores = scores.masked_fill(~seen, float("-inf"))
-    if k_len == 0:
-        weights = scores
-    elif spec.hides_rows(q_len, k_len):
-        # A softmax over nothing is NaN, and so would be its gradient: such rows get scores of 0 and weights of 0.
-        sees_any = seen.any(-1, keepdim=True)
-        weights = torch.softmax(scores.masked_fill(~sees_any, 0.0), dim=-1).masked_fill(~sees_any, 0.0)
-    else:
-        weights = torch.softmax(scores, dim=-1)
+    if extras.sinks is not None:
+        # A key that every query sees, without a value.
+        sinks = extras.sinks.to(scores.dtype).view(-1, *scores.shape[-3:-2], 1, 1)
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
+    weights = scores
+    if scores.shape[-1] > 0:
+        weights = _softmax(scores, spec.hides_rows(q_len, k_len))
+    weights = weights[..., :k_len]
+    if extras.seed is not None:
+        kept = kept_pairs(spec, pairs, extras.seed)
+        weights = weights.masked_fill(~kept, 0.0) * spec.as_settings.kept_scale
     out = einsum(weights, v, "... kv group row column, ... kv column d -> ... kv group row d")
     out = rearrange(out, "... kv group row d -> ... (kv group) row d")
     if not return_lse:
         return out, None
     lse = torch.logsumexp(scores if scores.dtype == torch.float64 else scores.float(), dim=-1)
     return out, rearrange(lse, "... kv group row -> ... (kv group) row")
+
+
+def _softmax(scores: Tensor, hides_rows: bool) -> Tensor:
+    if not hides_rows:
+        return torch.softmax(scores, dim=-1)
+    # A softmax over nothing is NaN, and so would be its gradient: such rows get scores of 0 and weights of 0.
+    blind = (scores == float("-inf")).all(-1, keepdim=True)
+    return torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
 
 
 @functools.cache
@@ -66,8 +84,10 @@ def _compiler() -> tuple[Callable[..., tuple[Tensor, Tensor | None]], AbstractCo
     return torch.compile(naive, fullgraph=True), torch._dynamo.config.patch(recompile_limit=MOST_VARIANTS)
 
 
-def compiled(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+def compiled(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool, extras: tuple[Tensor, ...] = ()
+) -> tuple[Tensor, Tensor | None]:
     """`naive` through ``torch.compile``: the same memory, fewer passes over it."""
     function, patience = _compiler()
     with patience:
-        return function(q, k, v, spec, return_lse)
+        return function(q, k, v, spec, return_lse, extras)

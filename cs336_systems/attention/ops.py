@@ -7,7 +7,9 @@ imported when the first real tensor arrives, so that a machine without Triton ca
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +21,13 @@ PLAIN = {Tensor, torch.nn.Parameter}
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _library.define(
-    "flash_forward(Tensor q, Tensor k, Tensor v, str causal, float scale) -> (Tensor, Tensor)",
+    "flash_forward(Tensor q, Tensor k, Tensor v, float scale, str settings, float[] numbers, "
+    "Tensor[] extras) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "flash_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, "
-    "str causal, float scale) -> (Tensor, Tensor, Tensor)",
+    "flash_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, float scale, "
+    "str settings, float[] numbers, Tensor[] extras, int[] wanted) -> (Tensor, Tensor, Tensor, Tensor[])",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -37,8 +40,10 @@ def kernels() -> ModuleType:
     return launch
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, causal: str, scale: float) -> tuple[Tensor, Tensor]:
-    return kernels().forward(q, k, v, causal, scale)
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, settings: str, numbers: Sequence[float], extras: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    return kernels().forward(q, k, v, scale, settings, numbers, extras)
 
 
 def _backward(
@@ -49,10 +54,13 @@ def _backward(
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
-    causal: str,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return kernels().backward(q, k, v, out, lse, dout, dlse, causal, scale)
+    settings: str,
+    numbers: Sequence[float],
+    extras: Sequence[Tensor],
+    wanted: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    return kernels().backward(q, k, v, out, lse, dout, dlse, scale, settings, numbers, extras, wanted)
 
 
 for _device in ("CUDA", "CPU"):
@@ -61,7 +69,9 @@ for _device in ("CUDA", "CPU"):
 
 
 @torch.library.register_fake(f"{NAMESPACE}::flash_forward", lib=_library)  # type: ignore[untyped-decorator]
-def _fake_forward(q: Tensor, k: Tensor, v: Tensor, causal: str, scale: float) -> tuple[Tensor, Tensor]:
+def _fake_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, settings: str, numbers: Sequence[float], extras: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
     return rows_like(q, v.shape[-1]).empty(q.dtype, q.device), one_a_row(q).empty(torch.float32, q.device)
 
 
@@ -74,11 +84,79 @@ def _fake_backward(
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
-    causal: str,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    settings: str,
+    numbers: Sequence[float],
+    extras: Sequence[Tensor],
+    wanted: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     dq, dk, dv = (rows_like(x, x.shape[-1]).empty(x.dtype, x.device) for x in (q, k, v))
-    return dq, dk, dv
+    return dq, dk, dv, [torch.empty_like(extras[position]) for position in wanted]
+
+
+def _leading(info: Any, in_dims: Sequence[Any], *tensors: Tensor | None) -> list[Tensor | None]:
+    """Tensors of a call under vmap with its axis first, expanded where a tensor has none."""
+    moved: list[Tensor | None] = []
+    for tensor, axis in zip(tensors, in_dims, strict=True):
+        if tensor is None:
+            moved.append(None)
+        else:
+            moved.append(tensor.expand(info.batch_size, *tensor.shape) if axis is None else tensor.movedim(axis, 0))
+    return moved
+
+
+def _one_by_one(info: Any, in_dims: Any, operator: Any, *arguments: Any) -> Any:
+    """An operator for each entry along vmap's axis, and the results stacked."""
+
+    def entry(argument: Any, axis: Any, number: int) -> Any:
+        if isinstance(argument, (list, tuple)) and isinstance(axis, (list, tuple)):
+            return [entry(item, own, number) for item, own in zip(argument, axis, strict=True)]
+        return argument if axis is None else argument.select(axis, number)
+
+    results = [
+        operator(*[entry(argument, axis, number) for argument, axis in zip(arguments, in_dims, strict=True)])
+        for number in range(info.batch_size)
+    ]
+    return tuple(
+        [torch.stack(parts) for parts in zip(*column, strict=True)] if isinstance(column[0], list) else torch.stack(column)
+        for column in zip(*results, strict=True)
+    )
+
+
+@torch.library.register_vmap(f"{NAMESPACE}::flash_forward", lib=_library)  # type: ignore[untyped-decorator]
+def _vmap_forward(
+    info: Any, in_dims: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, settings: str, numbers: Sequence[float], extras: Sequence[Tensor]
+) -> Any:
+    operator = torch.ops.cs336_systems.flash_forward
+    if extras:
+        # What rules captured is numbered by the batch entries and heads of one call.
+        return _one_by_one(info, in_dims, operator, q, k, v, scale, settings, numbers, extras), (0, 0)
+    return operator(*_leading(info, in_dims[:3], q, k, v), scale, settings, numbers, []), (0, 0)
+
+
+@torch.library.register_vmap(f"{NAMESPACE}::flash_backward", lib=_library)  # type: ignore[untyped-decorator]
+def _vmap_backward(
+    info: Any,
+    in_dims: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    scale: float,
+    settings: str,
+    numbers: Sequence[float],
+    extras: Sequence[Tensor],
+    wanted: Sequence[int],
+) -> Any:
+    operator = torch.ops.cs336_systems.flash_backward
+    tensors = (q, k, v, out, lse, dout, dlse)
+    if extras:
+        results = _one_by_one(info, in_dims, operator, *tensors, scale, settings, numbers, extras, wanted)
+        return results, (0, 0, 0, [0] * len(wanted))
+    return operator(*_leading(info, in_dims[:7], *tensors), scale, settings, numbers, [], []), (0, 0, 0, [])
 
 
 def must_dispatch(*tensors: Tensor) -> bool:
@@ -94,11 +172,16 @@ def must_dispatch(*tensors: Tensor) -> bool:
     return not PLAIN.issuperset(map(type, tensors))
 
 
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: str, scale: float) -> tuple[Tensor, Tensor]:
-    """out and log-sum-exp of q (*leading, q_len, d), k, v (*leading, k_len, d or dv), at least one leading axis."""
-    if must_dispatch(q, k, v):
-        return torch.ops.cs336_systems.flash_forward(q, k, v, causal, scale)
-    return _forward(q, k, v, causal, scale)
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, settings: str, numbers: Sequence[float], extras: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """out and log-sum-exp of q (*leading, q_len, d), k, v (*leading, k_len, d or dv), at least one leading axis.
+
+    ``settings`` and ``numbers`` stand for a `Settings`, and ``extras`` are the tensors that it asks for.
+    """
+    if must_dispatch(q, k, v, *extras):
+        return torch.ops.cs336_systems.flash_forward(q, k, v, scale, settings, list(numbers), list(extras))
+    return _forward(q, k, v, scale, settings, numbers, extras)
 
 
 def flash_backward(
@@ -109,10 +192,15 @@ def flash_backward(
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
-    causal: str,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from those of out and, unless it is None, of the log-sum-exp."""
-    if must_dispatch(q, k, v, out, lse, dout):
-        return torch.ops.cs336_systems.flash_backward(q, k, v, out, lse, dout, dlse, causal, scale)
-    return _backward(q, k, v, out, lse, dout, dlse, causal, scale)
+    settings: str,
+    numbers: Sequence[float],
+    extras: Sequence[Tensor],
+    wanted: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Gradients of q, k and v, and of the extras ``wanted``, from those of out and, unless None, of the log-sum-exp."""
+    if must_dispatch(q, k, v, out, lse, dout, *extras):
+        return torch.ops.cs336_systems.flash_backward(
+            q, k, v, out, lse, dout, dlse, scale, settings, list(numbers), list(extras), list(wanted)
+        )
+    return _backward(q, k, v, out, lse, dout, dlse, scale, settings, numbers, extras, wanted)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from .pairs import NO_EXTRAS, Pairs, seen_pairs
 from .spec import AttentionSpec, Causal
 
 ANY_SCALE = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -18,7 +19,9 @@ _CUDNN_ALIGNMENT = 16
 """Bytes."""
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool) -> tuple[Tensor, None]:
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool, extras: tuple[Tensor, ...] = ()
+) -> tuple[Tensor, None]:
     """torch's ``scaled_dot_product_attention``, whose fused kernels take four dimensions."""
     q4, k4, v4 = q, k, v
     if q.ndim == 3:
@@ -30,7 +33,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool)
     if spec.causal is Causal.BOTTOM_RIGHT and q_len != k_len:
         if torch.compiler.is_compiling():
             # The subclass, which lets the fused kernels skip what is hidden, is more than torch.compile can trace.
-            mask = spec.visible(slice(0, q_len), slice(0, k_len), spec.diagonal(q_len, k_len), q.device)
+            mask = seen_pairs(spec, Pairs.of(q, k, slice(0, q_len), slice(0, k_len)), spec.band(q_len, k_len), NO_EXTRAS)
         else:
             mask = causal_lower_right(q_len, k_len)
     # Asked in an `if`, the comparison is a bool also where torch.compile keeps sizes symbolic.

@@ -6,9 +6,8 @@ import enum
 import math
 from dataclasses import dataclass
 
-import torch
-from jaxtyping import Bool
-from torch import Tensor
+from ..kernels.rules import Mask, Scores, leaves, tensors_of
+from ..kernels.settings import Settings, Window
 
 
 class Causal(str, enum.Enum):
@@ -29,25 +28,60 @@ class AttentionSpec:
 
     Attributes:
         causal: which keys a query may see.
-        scale: what scores are multiplied by before the softmax.
+        scale: what scores are multiplied by first.
+        window: how many keys before and after its own position a query sees; None for all.
+        mask: an expression of rules that say which pairs are visible (see `cs336_systems.kernels.rules`).
+        scores: rules that change scores, in order.
+        sinks: whether each head has a logit that takes part in the softmax without a value.
+        dropout: the probability that a weight is dropped, if any.
+        deterministic: whether results have to be the same to the bit on every run.
     """
 
     causal: Causal
     scale: float
+    window: Window = (None, None)
+    mask: Mask | None = None
+    scores: Scores = ()
+    sinks: bool = False
+    dropout: float | None = None
+    deterministic: bool = False
 
-    def diagonal(self, q_len: int, k_len: int) -> int:
-        """The last key that query 0 sees under a causal mask; negative when it sees none."""
-        return k_len - q_len if self.causal is Causal.BOTTOM_RIGHT else 0
+    @property
+    def as_settings(self) -> Settings:
+        """What the kernels know of it."""
+        return Settings(self.causal.value, self.window, self.dropout, self.mask, self.scores, self.sinks)
 
-    def visible(self, rows: slice, columns: slice, diagonal: int, device: torch.device) -> Bool[Tensor, "rows columns"]:
-        """Whether queries ``rows`` see keys ``columns`` under the causal mask with this `diagonal`."""
-        row = torch.arange(rows.start, rows.stop, device=device)
-        column = torch.arange(columns.start, columns.stop, device=device)
-        return column <= row[:, None] + diagonal
+    @property
+    def settings(self) -> str:
+        """The same as text, which operators can carry, but for the numbers."""
+        return self.as_settings.text
+
+    @property
+    def numbers(self) -> list[float]:
+        """The numbers that the text leaves out."""
+        return [] if self.is_plain else self.as_settings.numbers
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing but a causal mask, or none, and a scale."""
+        return self.window == (None, None) and not (self.mask or self.scores or self.sinks or self.dropout is not None)
+
+    def band(self, q_len: int, k_len: int) -> Window:
+        """Query i sees the keys from i + left to i + right; None where there is no such limit."""
+        return self.as_settings.band(q_len, k_len)
 
     def hides_rows(self, q_len: int, k_len: int) -> bool:
-        """Whether some query may see no key at all: its output is 0 and its log-sum-exp -inf."""
-        return k_len == 0 or (self.causal is not Causal.NONE and self.diagonal(q_len, k_len) < 0)
+        """Whether some query may see no key at all: its output is 0 and its log-sum-exp -inf, or its sink."""
+        left, right = self.band(q_len, k_len)
+        before_all = right is not None and right < 0
+        after_all = left is not None and q_len - 1 + left >= k_len
+        empty = left is not None and right is not None and left > right
+        return k_len == 0 or before_all or after_all or empty or self.mask is not None or bool(self.scores)
+
+    def extras(self) -> tuple[str, ...]:
+        """What each of the further tensors of a call is: "sinks", "seed", then the names of rules that captured them."""
+        names = [leaf[0] for leaf in (*leaves(self.mask), *self.scores) for _ in range(tensors_of(leaf))]
+        return *["sinks"] * self.sinks, *["seed"] * (self.dropout is not None), *names
 
 
 def default_scale(head_dim: int) -> float:

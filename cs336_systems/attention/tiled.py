@@ -7,7 +7,7 @@ softmax is one number a row, the log-sum-exp. Everything is accumulated in float
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,13 @@ from einops import einsum, rearrange, reduce
 from jaxtyping import Float
 from torch import Tensor
 
-from .choose import Implementation, spec_for
+from ..kernels.settings import Window
+from ..kernels.sinks import sink_gradient
+from .choose import ARGUMENTS, Implementation, spec_for
 from .derivatives import differentiable_once
+from .pairs import Extras, Pairs, changed_scores, kept_pairs, scores_and_slopes, seen_pairs
 from .precision import autocast_inputs, without_autocast
-from .spec import AttentionSpec, Causal
+from .spec import AttentionSpec
 
 TILE_Q = 512
 TILE_K = 512
@@ -26,6 +29,9 @@ TILE_K = 512
 
 GROUPED = "... (kv group) row d -> ... kv group row d"
 UNGROUPED = "... kv group row d -> ... (kv group) row d"
+PRODUCTS = "... kv group row d, ... kv column d -> ... kv group row column"
+SUMS_OF_KEYS = "... kv group row column, ... kv column d -> ... kv group row d"
+SUMS_OF_QUERIES = "... kv group row column, ... kv group row d -> ... kv column d"
 
 
 def tiles(length: int, size: int) -> Iterator[slice]:
@@ -34,23 +40,20 @@ def tiles(length: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, length))
 
 
-def scores_of(
-    q_tile: Float[Tensor, "... kv group rows d"],
-    k_tile: Float[Tensor, "... kv columns d"],
-    spec: AttentionSpec,
-    rows: slice,
-    columns: slice,
-    diagonal: int,
-) -> Float[Tensor, "... kv group rows columns"] | None:
-    """The scores of one tile, hidden ones -inf; None where every pair is hidden."""
-    causal = spec.causal is not Causal.NONE
-    if causal and columns.start > rows.stop - 1 + diagonal:
-        return None
-    scores = einsum(q_tile, k_tile, "... kv group row d, ... kv column d -> ... kv group row column") * spec.scale
-    if causal and columns.stop - 1 > rows.start + diagonal:
-        seen = spec.visible(rows, columns, diagonal, scores.device)
-        scores = scores.masked_fill(~seen, float("-inf"))
-    return scores
+def tiles_seen(length: int, size: int, rows: slice, band: Window) -> Iterator[slice]:
+    """The tiles of keys that some of these rows may see."""
+    left, right = band
+    for columns in tiles(length, size):
+        after = right is not None and columns.start > rows.stop - 1 + right
+        before = left is not None and columns.stop - 1 < rows.start + left
+        if not (after or before):
+            yield columns
+
+
+def hidden(scores: Tensor, spec: AttentionSpec, pairs: Pairs, band: Window, extras: Extras) -> Tensor:
+    """Scores of a tile, -inf where a pair is not visible."""
+    seen = seen_pairs(spec, pairs, band, extras)
+    return scores if seen is None else scores.masked_fill(~seen, float("-inf"))
 
 
 def forward(
@@ -58,37 +61,45 @@ def forward(
     k: Float[Tensor, "*batch kv_heads k_len d"],
     v: Float[Tensor, "*batch kv_heads k_len dv"],
     spec: AttentionSpec,
+    extras: Extras,
 ) -> tuple[Float[Tensor, "*batch q_heads q_len dv"], Float[Tensor, "*batch q_heads q_len"]]:
     """The output and the log-sum-exp of each row of scores."""
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     lse = q.new_empty(q.shape[:-1], dtype=wide)
-    diagonal = spec.diagonal(q.shape[-2], k.shape[-2])
+    band = spec.band(q.shape[-2], k.shape[-2])
     for rows in tiles(q.shape[-2], TILE_Q):
         q_tile = rearrange(q[..., rows, :].to(wide), GROUPED, kv=max(1, k.shape[-3]))
         accumulated = q_tile.new_zeros(*q_tile.shape[:-1], v.shape[-1])
-        maximum = q_tile.new_full(q_tile.shape[:-1], float("-inf"))
-        total = torch.zeros_like(maximum)
-        for columns in tiles(k.shape[-2], TILE_K):
-            scores = scores_of(q_tile, k[..., columns, :].to(wide), spec, rows, columns, diagonal)
-            if scores is None:
-                break
+        maximum, total = before_any_key(q_tile, extras.sinks)
+        for columns in tiles_seen(k.shape[-2], TILE_K, rows, band):
+            pairs = Pairs.of(q, k, rows, columns)
+            scores = einsum(q_tile, k[..., columns, :].to(wide), PRODUCTS) * spec.scale
+            scores = hidden(changed_scores(spec, scores, pairs, extras.by_scores), spec, pairs, band, extras)
             new_maximum = torch.maximum(maximum, scores.amax(-1))
             # A row that has seen nothing yet has a maximum of -inf; -inf - -inf would be NaN.
             pivot = new_maximum.masked_fill(new_maximum == float("-inf"), 0.0)
             weights = torch.exp(scores - pivot[..., None])
             rescale = torch.exp(maximum - pivot)
             total = total * rescale + weights.sum(-1)
-            values = einsum(
-                weights, v[..., columns, :].to(wide), "... kv group row column, ... kv column d -> ... kv group row d"
-            )
-            accumulated = accumulated * rescale[..., None] + values
+            if extras.seed is not None:
+                weights = weights.masked_fill(~kept_pairs(spec, pairs, extras.seed), 0.0) * spec.as_settings.kept_scale
+            accumulated = accumulated * rescale[..., None] + einsum(weights, v[..., columns, :].to(wide), SUMS_OF_KEYS)
             maximum = new_maximum
         blind = total == 0
         normalised = accumulated / total.masked_fill(blind, 1.0)[..., None]
         out[..., rows, :] = rearrange(normalised, UNGROUPED)
         lse[..., rows] = rearrange(maximum + torch.log(total), "... kv group row -> ... (kv group) row")
     return out, lse
+
+
+def before_any_key(q_tile: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Each row's largest score and sum of exponentials before it has seen a key: those of its head's sink."""
+    maximum = q_tile.new_full(q_tile.shape[:-1], float("-inf"))
+    if sinks is None:
+        return maximum, torch.zeros_like(maximum)
+    maximum = torch.maximum(maximum, sinks.to(maximum.dtype).view(-1, q_tile.shape[-3], 1))
+    return maximum, (maximum != float("-inf")).to(maximum.dtype)
 
 
 def backward(
@@ -100,21 +111,22 @@ def backward(
     dout: Float[Tensor, "*batch q_heads q_len dv"],
     dlse: Float[Tensor, "*batch q_heads q_len"] | None,
     spec: AttentionSpec,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v.
+    extras: Extras,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, list[Tensor | None]]:
+    """The gradients of q, k and v, of the sinks, and of what rules for scores captured, where those are ``wanted``.
 
     With P the probabilities and dP = dout vᵀ: dV = Pᵀ dout, dS = P ∘ (dP - delta), dQ = dS k · scale and
     dK = dSᵀ q · scale, where delta is rowsum(dout ∘ out), minus the gradient of the log-sum-exp, which reaches each
-    score through its P.
+    score through its P. Rules that change scores come between: dQ and dK take dS times their slope.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     delta = reduce(dout.to(wide) * out.to(wide), "... row d -> ... row", "sum")
     if dlse is not None:
         delta = delta - dlse
-    dq = torch.zeros_like(q, dtype=wide)
-    dk = torch.zeros_like(k, dtype=wide)
-    dv = torch.zeros_like(v, dtype=wide)
-    diagonal = spec.diagonal(q.shape[-2], k.shape[-2])
+    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+    of_captured = {number: torch.zeros_like(x, dtype=wide) for number, x in enumerate(extras.by_scores) if wanted[number]}
+    band = spec.band(q.shape[-2], k.shape[-2])
     kv = max(1, k.shape[-3])
     for rows in tiles(q.shape[-2], TILE_Q):
         q_tile = rearrange(q[..., rows, :].to(wide), GROUPED, kv=kv)
@@ -123,24 +135,28 @@ def backward(
         row_delta = rearrange(delta[..., rows, None], GROUPED, kv=kv)
         # exp(-inf - +inf) is 0: rows that see nothing have no weights.
         row_lse = row_lse.masked_fill(row_lse == float("-inf"), float("inf"))
-        for columns in tiles(k.shape[-2], TILE_K):
+        for columns in tiles_seen(k.shape[-2], TILE_K, rows, band):
+            pairs = Pairs.of(q, k, rows, columns)
             k_tile, v_tile = k[..., columns, :].to(wide), v[..., columns, :].to(wide)
-            scores = scores_of(q_tile, k_tile, spec, rows, columns, diagonal)
-            if scores is None:
-                break
-            weights = torch.exp(scores - row_lse)
-            dweights = einsum(dout_tile, v_tile, "... kv group row d, ... kv column d -> ... kv group row column")
-            dscores = weights * (dweights - row_delta) * spec.scale
-            dv[..., columns, :] += einsum(
-                weights, dout_tile, "... kv group row column, ... kv group row d -> ... kv column d"
-            )
-            dk[..., columns, :] += einsum(
-                dscores, q_tile, "... kv group row column, ... kv group row d -> ... kv column d"
-            )
-            dq[..., rows, :] += rearrange(
-                einsum(dscores, k_tile, "... kv group row column, ... kv column d -> ... kv group row d"), UNGROUPED
-            )
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+            scores = einsum(q_tile, k_tile, PRODUCTS) * spec.scale
+            scores, slope, terms = scores_and_slopes(spec, scores, pairs, extras.by_scores, wanted)
+            weights = torch.exp(hidden(scores, spec, pairs, band, extras) - row_lse)
+            dweights = einsum(dout_tile, v_tile, PRODUCTS)
+            kept = weights
+            if extras.seed is not None:
+                dropped = ~kept_pairs(spec, pairs, extras.seed)
+                kept, dweights = (x.masked_fill(dropped, 0.0) * spec.as_settings.kept_scale for x in (weights, dweights))
+            dscores = weights * (dweights - row_delta)
+            for term in terms:
+                term.add_to(of_captured, dscores, rows, columns)
+            dscores = dscores * slope * spec.scale
+            dv[..., columns, :] += einsum(kept, dout_tile, SUMS_OF_QUERIES)
+            dk[..., columns, :] += einsum(dscores, q_tile, SUMS_OF_QUERIES)
+            dq[..., rows, :] += rearrange(einsum(dscores, k_tile, SUMS_OF_KEYS), UNGROUPED)
+    of_sinks = None if extras.sinks is None else sink_gradient(extras.sinks, lse, delta)
+    rounded = [of_captured[n].to(x.dtype) if n in of_captured else None for n, x in enumerate(extras.by_scores)]
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), of_sinks, rounded
+
 
 
 class TiledAttentionFunction(torch.autograd.Function):
@@ -158,21 +174,30 @@ class TiledAttentionFunction(torch.autograd.Function):
         is_causal: bool | str | AttentionSpec = False,
         scale: float | None = None,
         return_lse: bool = False,
+        *extras: Tensor,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The arguments are `attention`'s; ``is_causal`` may also be a spec, which is taken as validated."""
+        """The arguments are `attention`'s; ``is_causal`` may also be a spec, which is taken as validated.
+
+        Then ``extras`` are the tensors that it asks for, as `AttentionSpec.extras` lists them.
+        """
         q, k, v = autocast_inputs(q, k, v)
         ctx.spec = spec_for(Implementation.TILED, q, k, v, is_causal, scale, return_lse)
         with without_autocast(q.device):
-            out, lse = forward(q, k, v, ctx.spec)
+            out, lse = forward(q, k, v, ctx.spec, Extras.of(ctx.spec, extras))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, *extras)
         return (out, lse) if return_lse else out
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        """Gradients of q, k and v; None for the other arguments."""
-        q, k, v, out, lse = ctx.saved_tensors
+        """Gradients of q, k, v, the sinks and what rules for scores captured; None for the other arguments."""
+        q, k, v, out, lse, *extras = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        parts = Extras.of(ctx.spec, extras)
+        before = len(extras) - len(parts.by_scores)
+        wanted = ctx.needs_input_grad[ARGUMENTS + before :]
         with without_autocast(q.device):
-            gradients = backward(q, k, v, out, lse, torch.zeros_like(out) if dout is None else dout, dlse, ctx.spec)
-        return *gradients, None, None, None
+            *gradients, of_sinks, of_captured = backward(q, k, v, out, lse, dout, dlse, ctx.spec, parts, wanted)
+        other = [None] * (before - ctx.spec.sinks)
+        return *gradients, None, None, None, *[of_sinks] * ctx.spec.sinks, *other, *of_captured

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..kernels.settings import Window
+from .features import Features, Sizes, assemble, window_of
 from .spec import AttentionSpec, Causal, default_scale
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -18,7 +21,7 @@ class Problem:
     """A validated call in metadata alone: all that choosing an implementation needs.
 
     ``batch`` are the leading sizes before the heads. ``q_heads`` and ``kv_heads`` are None for tensors without a head
-    axis, which have at most one batch axis.
+    axis, which have at most one batch axis. ``extras`` are the tensors that the spec asks for.
     """
 
     spec: AttentionSpec
@@ -32,6 +35,7 @@ class Problem:
     dtype: torch.dtype
     device: torch.device
     return_lse: bool
+    extras: tuple[Tensor, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -39,7 +43,17 @@ class Problem:
         return 0 in (*self.batch, self.q_heads, self.q_len, self.k_len)
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, causal: bool | str, scale: float | None, return_lse: bool) -> Problem:
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool | str,
+    scale: float | None,
+    return_lse: bool,
+    window: Window | None = None,
+    features: Features | None = None,
+    deterministic: bool | None = None,
+) -> Problem:
     """Validate the arguments of an attention call.
 
     Raises:
@@ -56,10 +70,24 @@ def check(q: Tensor, k: Tensor, v: Tensor, causal: bool | str, scale: float | No
     _check_shapes(q, k, v, has_heads)
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse must be a bool; got {return_lse!r}")
+    if deterministic is not None and not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic must be a bool or None; got {deterministic!r}")
+    spec = check_spec(causal, scale, q.shape[-1])
+    batch, q_heads = tuple(q.shape[:-3] if has_heads else q.shape[:-2]), q.shape[-3] if has_heads else None
+    if deterministic is None and q.device.type == "cuda":
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    if window is not None or deterministic:
+        spec = dataclasses.replace(spec, window=window_of(window), deterministic=bool(deterministic))
+    extras: tuple[Tensor, ...] = ()
+    if features is not None:
+        shift = 0 if spec.causal is Causal.TOP_LEFT else k.shape[-2] - q.shape[-2]
+        sizes = Sizes(batch, q_heads, q.shape[-2], k.shape[-2])
+        mask, scores, sinks, dropout, extras = assemble(features, sizes, shift, q.device)
+        spec = dataclasses.replace(spec, mask=mask, scores=scores, sinks=sinks, dropout=dropout)
     return Problem(
-        spec=check_spec(causal, scale, q.shape[-1]),
-        batch=tuple(q.shape[:-3] if has_heads else q.shape[:-2]),
-        q_heads=q.shape[-3] if has_heads else None,
+        spec=spec,
+        batch=batch,
+        q_heads=q_heads,
         kv_heads=k.shape[-3] if has_heads else None,
         q_len=q.shape[-2],
         k_len=k.shape[-2],
@@ -68,6 +96,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, causal: bool | str, scale: float | No
         dtype=q.dtype,
         device=q.device,
         return_lse=return_lse,
+        extras=extras,
     )
 
 

@@ -50,7 +50,8 @@ def terms(
 
     scores = (q @ k.mT) * spec.scale
     if spec.causal is not Causal.NONE:
-        seen = spec.visible(slice(0, q_len), slice(0, k_len), spec.diagonal(q_len, k_len), q.device)
+        _, right = spec.band(q_len, k_len)
+        seen = torch.arange(k_len, device=q.device) <= torch.arange(q_len, device=q.device)[:, None] + right
         scores = scores.masked_fill(~seen, -math.inf)
     lse = torch.logsumexp(scores, -1, keepdim=True)
     weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, math.inf))

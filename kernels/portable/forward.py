@@ -4,9 +4,10 @@ import triton
 import triton.language as tl
 
 from .addresses import matrix, store_tile
-from .masks import key_range, visible
+from .masks import key_ranges
 from .operands import load_operand, negated, product, split, transposed
-from .softmax import softmax_finish, softmax_start, softmax_step
+from .pairs import existing, kept_pairs, place_of, seen_pairs
+from .softmax import LOG2_E, softmax_finish, softmax_start, softmax_step
 from .units import TOP, unit_of
 
 SMALLEST: tl.constexpr = tl.constexpr(2.0**-126)
@@ -37,7 +38,7 @@ def forward_step(
     values,
     first_row,
     first_column,
-    diagonal,
+    place,
     scale,
     HEAD_DIM: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
@@ -45,8 +46,11 @@ def forward_step(
     BLOCK_DV: tl.constexpr,
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
     MASKED: tl.constexpr,
+    MASK: tl.constexpr,
+    SCORE: tl.constexpr,
 ):
     """Fold one tile of keys and values into the running softmax and output.
 
@@ -58,18 +62,24 @@ def forward_step(
         ahead = (products_of(q_tile, keys, first_column + TILE_K, HEAD_DIM, BLOCK_D, TILE_K, MASKED),)
     else:
         products = products_of(q_tile, keys, first_column, HEAD_DIM, BLOCK_D, TILE_K, MASKED)
+    rows = first_row + tl.arange(0, TILE_Q)[:, None]
+    columns = first_column + tl.arange(0, TILE_K)[None, :]
+    exists = existing(rows, columns, place, MASKED)
+    if SCORE is not None:
+        products = SCORE(products * scale, place.batch, place.head, rows, columns, exists, place.captured[1])
+        scale = LOG2_E
     if MASKED:
-        rows = first_row + tl.arange(0, TILE_Q)
-        columns = first_column + tl.arange(0, TILE_K)
-        seen = visible(rows[:, None], columns[None, :], keys.rows, diagonal, CAUSAL)
+        seen = seen_pairs(rows, columns, exists, place, LEFT, RIGHT, MASK)
         products = tl.where(seen, products, float("-inf"))
     state, weights, rescale = softmax_step(state, products, scale, TOP, len(q_tile) == 1)
+    if place.seed is not None:
+        weights = tl.where(kept_pairs(rows, columns, place), weights, 0.0)
     v_tile = load_operand(values, first_column, TILE_K, BLOCK_DV, V_HEAD_DIM, MASKED)
     accumulator = product(split(weights, v_tile), v_tile, accumulator * rescale[:, None])
     return state, accumulator, ahead
 
 
-@triton.jit(do_not_specialize=["q_len", "k_len", "diagonal"])
+@triton.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads", "threshold"])
 def forward_kernel(
     q,
     k,
@@ -79,6 +89,9 @@ def forward_kernel(
     v_statistics,
     out,
     lse,
+    sinks,
+    seed,
+    captured,
     q_sizes,
     kv_sizes,
     q_strides,
@@ -87,33 +100,42 @@ def forward_kernel(
     out_strides,
     distances,
     group,
+    heads,
     q_len,
     k_len,
-    diagonal,
+    left,
+    right,
     scale,
+    kept_scale,
+    threshold,
     HEAD_DIM: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
-    CAUSAL: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    MASK: tl.constexpr,
+    SCORE: tl.constexpr,
     UNITS: tl.constexpr,
     AHEAD: tl.constexpr,
     FLIP: tl.constexpr,
 ):
     """Grid: one program for each (matrix of q, tile of its rows).
 
-    ``scale`` is |scale| * log2(e); FLIP negates q. ``distances`` lead from q, k and v to their further parts.
+    ``scale`` is |scale|, times log2(e) without score rules; FLIP negates q. ``distances`` lead from q, k and v to their
+    further parts. ``sinks`` holds a logit for each head; see `pairs` for ``captured``, ``seed`` and ``threshold``.
     """
     tiles = tl.cdiv(q_len, TILE_Q)
     index = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
-    if CAUSAL:
+    if RIGHT:
         # The last rows see the most keys: starting with them leaves the short programs to fill the gaps at the end.
         tile = tiles - 1 - tile
     first_row = tile * TILE_Q
     kv_index = index // group
+    place = place_of(index, heads, q_len, k_len, left, right, captured, seed, threshold)
     keys = matrix(k, kv_index, kv_sizes, k_strides, k_len, distances[1], UNITS[1])
     values = matrix(v, kv_index, kv_sizes, v_strides, k_len, distances[2], UNITS[2])
     queries = matrix(q, index, q_sizes, q_strides, q_len, distances[0], UNITS[0])
@@ -121,29 +143,28 @@ def forward_kernel(
     if FLIP:
         q_tile = negated(q_tile)
     scale *= unit_of(q_statistics, kv_index) * unit_of(k_statistics, kv_index)
-    # A zero scale makes all scores equal; the smallest normal number does too, and -inf times it stays -inf.
-    scale = tl.where(scale > SMALLEST, scale, SMALLEST)
-    state = softmax_start(TILE_Q)
+    if SCORE is None:
+        # A zero scale makes all scores equal; the smallest normal number does too, and -inf times it stays -inf.
+        scale = tl.where(scale > SMALLEST, scale, SMALLEST)
+    state = softmax_start(TILE_Q, sinks, place.head, TOP)
     accumulator = tl.zeros([TILE_Q, BLOCK_DV], tl.float32)
-    whole, edge, end = key_range(first_row, k_len, diagonal, TILE_Q, TILE_K, CAUSAL)
+    ranges = key_ranges(first_row, k_len, left, right, TILE_Q, TILE_K, LEFT, RIGHT)
     ahead = ()
     if AHEAD:
         ahead = (products_of(q_tile, keys, 0, HEAD_DIM, BLOCK_D, TILE_K, True),)
-        # The tile that comes after the last whole one may not fill its rows: the second loop can look ahead to it.
-        whole = tl.maximum(whole - TILE_K, 0)
-        edge = tl.maximum(edge - TILE_K, 0)
-    for first_column in range(0, whole, TILE_K):
-        state, accumulator, ahead = forward_step(
-            state, accumulator, ahead, q_tile, keys, values, first_row, first_column, diagonal, scale,
-            HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, TILE_Q, TILE_K, CAUSAL, False,
-        )  # fmt: skip
-    for first_column in range(edge, end, TILE_K):
-        state, accumulator, ahead = forward_step(
-            state, accumulator, ahead, q_tile, keys, values, first_row, first_column, diagonal, scale,
-            HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, TILE_Q, TILE_K, CAUSAL, True,
-        )  # fmt: skip
+        # The tile that comes after the last whole one may not fill its rows: the last loop can look ahead to it.
+        whole = tl.maximum(ranges[1][1] - TILE_K, 0)
+        ranges = (ranges[0], (ranges[1][0], whole), (tl.maximum(ranges[2][0] - TILE_K, 0), ranges[2][1]))
+    if MASK is not None:
+        ranges = ((ranges[0][0], ranges[2][1]),)
+    for part in tl.static_range(0 if LEFT or MASK is not None else 1, 3 if MASK is None else 1):
+        for first_column in range(ranges[part][0], ranges[part][1], TILE_K):
+            state, accumulator, ahead = forward_step(
+                state, accumulator, ahead, q_tile, keys, values, first_row, first_column, place, scale,
+                HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, TILE_Q, TILE_K, LEFT, RIGHT, part != 1, MASK, SCORE,
+            )  # fmt: skip
     normaliser, row_lse = softmax_finish(state, TOP)
-    normaliser *= unit_of(v_statistics, kv_index)
+    normaliser *= unit_of(v_statistics, kv_index) * kept_scale
     target = matrix(out, index, q_sizes, out_strides, q_len, (), UNITS[3])
     store_tile(target, accumulator * normaliser[:, None], first_row, TILE_Q, BLOCK_DV, V_HEAD_DIM)
     rows = first_row + tl.arange(0, TILE_Q)

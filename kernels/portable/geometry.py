@@ -57,12 +57,11 @@ class Geometry:
     k_len: int
     head_dim: int
     v_head_dim: int
-    causal: str
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, causal: str) -> Geometry:
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> Geometry:
         """The geometry of q (*leading, q_len, d), k (*leading, k_len, d) and v (*leading, k_len, dv)."""
-        return cls(tuple(q.shape[:-2]), tuple(k.shape[:-2]), q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], causal)
+        return cls(tuple(q.shape[:-2]), tuple(k.shape[:-2]), q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
 
     @property
     def q_matrices(self) -> int:
@@ -83,10 +82,14 @@ class Geometry:
         return (0, *self.q_leading[1:]), (0, *self.kv_leading[1:])
 
     @property
-    def scalars(self) -> tuple[int, int, int, int]:
-        """group, q_len, k_len, diagonal: the kernels' integer arguments."""
-        diagonal = self.k_len - self.q_len if self.causal == "bottom_right" else 0
-        return self.q_matrices // self.kv_matrices, self.q_len, self.k_len, diagonal
+    def group(self) -> int:
+        """How many heads of q share one of k and v."""
+        return self.q_matrices // self.kv_matrices
+
+    @property
+    def heads(self) -> int:
+        """Of q: its last leading axis, if there is another before it."""
+        return self.q_leading[-1] if len(self.q_leading) > 1 else 1
 
     @property
     def widths(self) -> dict[str, int]:
@@ -99,6 +102,5 @@ class Geometry:
         }
 
     def constants(self, config: tuning.TileConfig) -> dict[str, Any]:
-        """The compile-time arguments of an attention kernel."""
-        tiles = {"TILE_Q": config.tile_q, "TILE_K": config.tile_k}
-        return {**self.widths, **tiles, "CAUSAL": self.causal != "none"}
+        """The compile-time arguments of an attention kernel that say how it is tiled."""
+        return {**self.widths, "TILE_Q": config.tile_q, "TILE_K": config.tile_k}

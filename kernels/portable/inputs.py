@@ -135,14 +135,14 @@ def _split(tensors: list[Tensor], plan: PartsPlan, statistics: Tensor) -> tuple[
 
 def describe_measure(tensors: list[Tensor], plan: PartsPlan, statistics: Tensor) -> Launch:
     """The launch of `measure_kernel` on q, k, v and perhaps dout."""
-    geometry = Geometry.of(tensors[0], tensors[1], tensors[2], "none")
+    geometry = Geometry.of(tensors[0], tensors[1], tensors[2])
     missing = 4 - len(tensors)
     strides, units = in_units(tensors)
     strides += [(0,) * tensors[0].ndim] * missing
     return Launch(
         (geometry.kv_matrices * SLOTS, len(tensors)),
         (*tensors, *[None] * missing, _split(tensors, plan, statistics)[1]),
-        (*geometry.sizes, *strides, geometry.kv_matrices, *geometry.scalars[:3]),
+        (*geometry.sizes, *strides, geometry.kv_matrices, geometry.group, geometry.q_len, geometry.k_len),
         {
             **geometry.widths,
             "TILE": _rows(geometry, ELEMENTS_A_TILE),
@@ -155,7 +155,7 @@ def describe_measure(tensors: list[Tensor], plan: PartsPlan, statistics: Tensor)
 
 def describe_rewrite(tensors: list[Tensor], plan: PartsPlan, statistics: Tensor, inputs: list[Input]) -> Launch:
     """The launch of `rewrite_kernel` from q, k, v and perhaps dout into ``inputs``."""
-    geometry = Geometry.of(tensors[0], tensors[1], tensors[2], "none")
+    geometry = Geometry.of(tensors[0], tensors[1], tensors[2])
     missing = 4 - len(tensors)
     absent = [(0,) * tensors[0].ndim] * missing
     strides, units = in_units(tensors)
@@ -170,7 +170,7 @@ def describe_rewrite(tensors: list[Tensor], plan: PartsPlan, statistics: Tensor,
             *(*tensors, *[None] * missing, final, partials if measured else None),
             *(*[x.tensor for x in inputs], *[None] * missing),
         ),
-        (*geometry.sizes, *strides, distances, geometry.kv_matrices, *geometry.scalars[:3], plan.shares or 0),
+        (*geometry.sizes, *strides, distances, geometry.kv_matrices, geometry.group, geometry.q_len, geometry.k_len, plan.shares or 0),
         {
             **geometry.widths,
             "TILE": tile,
@@ -188,5 +188,5 @@ def _rows(geometry: Geometry, elements: int) -> int:
 
 def _tiles(geometry: Geometry, tile: int) -> int:
     """Tiles of the tensor that has most."""
-    group, q_len, k_len, _ = geometry.scalars
-    return geometry.kv_matrices * max(group * triton.cdiv(q_len, tile), triton.cdiv(k_len, tile))
+    of_q = geometry.group * triton.cdiv(geometry.q_len, tile)
+    return geometry.kv_matrices * max(of_q, triton.cdiv(geometry.k_len, tile))

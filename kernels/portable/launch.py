@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import tuning
-from ..launching import Launch, Launcher, Plans, address_of, on_device
+from ..launching import Launcher, Plans, address_of, on_device
 from ..layout import Layout, one_a_row, rows_like
-from .backward import dkdv_kernel, dq_kernel
-from .forward import forward_kernel
-from .geometry import Geometry, arithmetic_of, in_pipeline, in_units
-from .inputs import Input, PartsPlan, as_inputs, plan_parts
-from .softmax import LOG2_E
+from ..settings import Settings
+from ..sinks import sink_gradient
+from .describe import KERNELS, BackwardTensors, describe_dkdv, describe_dq, describe_forward, describe_pairs
+from .geometry import arithmetic_of
+from .inputs import PartsPlan, as_inputs, plan_parts
+from .sums import Sums
+from .variation import Variation
 
 
 class ForwardPlan(NamedTuple):
@@ -26,6 +28,7 @@ class ForwardPlan(NamedTuple):
     lse: Layout
     nothing_seen: bool
     parts: PartsPlan | None
+    variation: Variation
     launcher: Launcher
 
 
@@ -38,50 +41,69 @@ class BackwardPlan(NamedTuple):
     row: Layout
     nothing_seen: bool
     parts: PartsPlan | None
+    variation: Variation
     dq_launcher: Launcher
     dkdv_launcher: Launcher
+    pair_launchers: tuple[Launcher, ...]
 
 
-TOO_FEW_ROWS_FOR_WARP_GROUPS = 32
-"""Of q's tile: Triton then takes Ampere's matrix instructions.
-
-Without a pipeline k and v take turns in the same shared memory, and ptxas 12.8 derives Hopper's descriptors of the one
-tile from those of the other by way of a register that it never sets (see `machine_code`).
-"""
+PLAIN = Settings().text
 
 _forward_plans: Plans[ForwardPlan] = Plans()
 _backward_plans: Plans[BackwardPlan] = Plans()
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, causal: str, scale: float) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    settings: str = PLAIN,
+    numbers: Sequence[float] = (),
+    extras: Sequence[Tensor] = (),
+) -> tuple[Tensor, Tensor]:
     """Attention of q (*leading, q_len, d), k and v (*leading, k_len, d or dv): out and its natural log-sum-exp.
 
-    The last leading axis is the heads'; that of k and v may be a divisor of q's. ``causal`` is "none", "top_left" or
-    "bottom_right". Strides are free. out is (*leading, q_len, dv), laid out as q is; lse is contiguous float32.
+    The last leading axis is the heads'; that of k and v may be a divisor of q's. ``settings`` and
+    ``numbers`` stand for a `Settings`, ``extras`` are the tensors that it asks for (see `Variation`). Strides are free. out is
+    (*leading, q_len, dv), laid out as q is; lse is contiguous float32.
     """
     dtype, device = q.dtype, q.device
     arithmetic = arithmetic_of(q)
-    shapes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
+    shapes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), *metadata_of(extras))
     plan = _forward_plans.get(
-        (shapes, dtype, device, causal, scale, arithmetic), lambda: _plan_forward(q, k, v, arithmetic)
+        (shapes, dtype, device, scale, arithmetic, settings, *numbers),
+        lambda: _plan_forward(q, k, v, arithmetic, Variation.of(Settings.of(settings, numbers), extras)),
     )
     out = plan.out.empty(dtype, device)
     lse = plan.lse.empty(torch.float32, device)
+    variation = plan.variation
     if plan.nothing_seen:
-        return out.zero_(), lse.fill_(-math.inf)
+        lse.fill_(-math.inf)
+        return out.zero_(), lse.copy_(extras[0][:, None]) if variation.settings.sinks else lse
     with on_device(device):
         inputs = as_inputs([q, k, v], plan.parts)
+        addresses = [extra.data_ptr() for extra in extras]
+        varied = (variation.sinks(addresses), variation.seed(addresses), variation.captured(addresses))
         plan.launcher(
-            (*inputs.addresses, *inputs.statistics, out.data_ptr(), lse.data_ptr()),
-            lambda: describe_forward(inputs.describe(), out, lse, causal, scale, arithmetic),
+            (*inputs.addresses, *inputs.statistics, out.data_ptr(), lse.data_ptr(), *varied),
+            lambda: describe_forward(inputs.describe(), out, lse, variation, extras, scale, arithmetic),
         )
     return out, lse
 
 
-def _plan_forward(q: Tensor, k: Tensor, v: Tensor, arithmetic: tuning.Arithmetic) -> ForwardPlan:
+def metadata_of(extras: Sequence[Tensor]) -> list[object]:
+    """All that a plan depends on of further tensors."""
+    return [(extra.shape, extra.stride(), extra.dtype) for extra in extras]
+
+
+def _plan_forward(
+    q: Tensor, k: Tensor, v: Tensor, arithmetic: tuning.Arithmetic, variation: Variation
+) -> ForwardPlan:
     out = rows_like(q, v.shape[-1])
     nothing_seen = 0 in out.shape or k.shape[-2] == 0
-    return ForwardPlan(out, one_a_row(q), nothing_seen, plan_parts([q, k, v], arithmetic), Launcher(forward_kernel))
+    parts = plan_parts([q, k, v], arithmetic)
+    return ForwardPlan(out, one_a_row(q), nothing_seen, parts, variation, Launcher(KERNELS["forward"]))
 
 
 def backward(
@@ -92,10 +114,16 @@ def backward(
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
-    causal: str,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, laid out as they are, from those of out and (or None) of the log-sum-exp."""
+    settings: str = PLAIN,
+    numbers: Sequence[float] = (),
+    extras: Sequence[Tensor] = (),
+    wanted: Sequence[int] = (),
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """The gradients of q, k and v, laid out as they are, from those of out and (or None) of the log-sum-exp.
+
+    And those of the extras at the positions ``wanted``, in this order.
+    """
     if dout.stride(-1) != 1:
         # Such a gradient is usually an expanded scalar; the kernels would read it element by element, many times.
         dout = dout.contiguous()
@@ -103,31 +131,64 @@ def backward(
     dtype, device = q.dtype, q.device
     arithmetic = arithmetic_of(q)
     shapes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), out.stride(), dout.stride())
-    key = (shapes, dtype, device, causal, scale, arithmetic, dlse is None)
-    plan = _backward_plans.get(key, lambda: _plan_backward(q, k, v, dout, arithmetic))
+    key = (shapes, dtype, device, scale, arithmetic, dlse is None, settings, *numbers, *metadata_of(extras), *wanted)
+    plan = _backward_plans.get(
+        key,
+        lambda: _plan_backward(q, k, v, dout, arithmetic, Variation.of(Settings.of(settings, numbers), extras, wanted)),
+    )
+    variation = plan.variation
     dq, dk, dv = (layout.empty(dtype, device) for layout in (plan.dq, plan.dk, plan.dv))
-    if plan.nothing_seen:
-        return dq.zero_(), dk.zero_(), dv.zero_()
     delta = plan.row.empty(torch.float32, device)
+    if plan.nothing_seen:
+        if dlse is not None:
+            torch.neg(dlse, out=delta)
+        gradients = [torch.zeros_like(extras[position]) for position in wanted]
+        if variation.settings.sinks and 0 in wanted:
+            gradients[[*wanted].index(0)] = sink_gradient(extras[0], lse, delta if dlse is not None else delta.zero_())
+        return dq.zero_(), dk.zero_(), dv.zero_(), gradients
     with on_device(device):
         inputs = as_inputs([q, k, v, dout], plan.parts)
         bound = None if dlse is None or arithmetic == "half" else dlse.view(math.prod(k.shape[:-2]), -1).abs().amax(1)
-        tensors = BackwardTensors(out, dlse, lse, delta, bound, dq, dk, dv)
+        sums = Sums.of(variation, q, k)
+        tensors = BackwardTensors(out, dlse, lse, delta, bound, dq, dk, dv, sums)
+        addresses = [extra.data_ptr() for extra in extras]
+        varied = (variation.seed(addresses), variation.captured(addresses))
         *qkv, dout_address = inputs.addresses
         read = (*qkv, *inputs.statistics, address_of(bound))
         rows = (address_of(dlse), lse.data_ptr(), delta.data_ptr())
+        of_call = (variation, extras, scale, arithmetic)
         plan.dq_launcher(
-            (*read, out.data_ptr(), dout_address, *rows, dq.data_ptr()),
-            lambda: describe_dq(inputs.describe(), tensors, causal, scale, arithmetic),
+            (*read, out.data_ptr(), dout_address, *rows, dq.data_ptr(), sums.addresses("row"), *varied),
+            lambda: describe_dq(inputs.describe(), tensors, *of_call),
         )
         plan.dkdv_launcher(
-            (*read, dout_address, *rows[1:], dk.data_ptr(), dv.data_ptr()),
-            lambda: describe_dkdv(inputs.describe(), tensors, causal, scale, arithmetic),
+            (*read, dout_address, *rows[1:], dk.data_ptr(), dv.data_ptr(), sums.addresses("column"), *varied),
+            lambda: describe_dkdv(inputs.describe(), tensors, *of_call),
         )
-    return dq, dk, dv
+        for launcher, term in zip(plan.pair_launchers, variation.terms("pair"), strict=True):
+            position = variation.differentiated[term].position
+            target = sums.pairs[term] = torch.empty_like(extras[position])
+            launcher(
+                (*read, dout_address, *rows[1:], target.data_ptr(), *varied),
+                lambda term=term, target=target: describe_pairs(inputs.describe(), tensors, term, target, *of_call),  # type: ignore[misc]
+            )
+        gradients = [
+            sink_gradient(extras[0], lse, delta)
+            if variation.settings.sinks and position == 0
+            else sums.gradient(position, extras[position])
+            for position in wanted
+        ]
+    return dq, dk, dv, gradients
 
 
-def _plan_backward(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, arithmetic: tuning.Arithmetic) -> BackwardPlan:
+def _plan_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    arithmetic: tuning.Arithmetic,
+    variation: Variation,
+) -> BackwardPlan:
     return BackwardPlan(
         rows_like(q, q.shape[-1]),
         rows_like(k, k.shape[-1]),
@@ -135,93 +196,10 @@ def _plan_backward(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, arithmetic: tu
         one_a_row(q),
         any(0 in x.shape for x in (q, k, v)),
         plan_parts([q, k, v, dout], arithmetic),
-        Launcher(dq_kernel),
-        Launcher(dkdv_kernel),
+        variation,
+        Launcher(KERNELS["dq"]),
+        Launcher(KERNELS["dkdv"]),
+        tuple(Launcher(KERNELS["pairs"]) for _ in variation.terms("pair")),
     )
 
 
-class BackwardTensors(NamedTuple):
-    """What the backward's kernels read and write besides their inputs; dlse and its bound may be None."""
-
-    out: Tensor
-    dlse: Tensor | None
-    lse: Tensor
-    delta: Tensor
-    dlse_bound: Tensor | None
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-
-
-def describe_forward(
-    inputs: list[Input], out: Tensor, lse: Tensor, causal: str, scale: float, arithmetic: tuning.Arithmetic
-) -> Launch:
-    """The launch of `forward_kernel`; ``inputs`` are q, k and v."""
-    q, k, v = (x.tensor for x in inputs)
-    geometry = Geometry.of(q, k, v, causal)
-    work = geometry.q_len, geometry.q_matrices
-    config = tuning.lookup("forward", arithmetic, geometry.block, q.device, *work)
-    in_turns = config.num_stages == 1 or not (in_pipeline(k) and in_pipeline(v))
-    if in_turns and tuning.architecture_of(q.device) == "sm_90":
-        config = dataclasses.replace(config, tile_q=TOO_FEW_ROWS_FOR_WARP_GROUPS, num_warps=4)
-    strides, units = in_units([q, k, v, out])
-    constants = geometry.constants(config) | {"UNITS": units, "AHEAD": config.ahead, "FLIP": scale < 0}
-    return Launch(
-        (config.programs("forward", *work), 1),
-        (q, k, v, *[x.statistics for x in inputs], out, lse),
-        (
-            *geometry.sizes,
-            *strides,
-            tuple(x.distances for x in inputs),
-            *geometry.scalars,
-            abs(scale) * LOG2_E.value,
-        ),
-        constants,
-        config.options | {"enable_fp_fusion": arithmetic != "float32"},
-    )
-
-
-def describe_dq(
-    inputs: list[Input], tensors: BackwardTensors, causal: str, scale: float, arithmetic: tuning.Arithmetic
-) -> Launch:
-    """The launch of `dq_kernel`; ``inputs`` are q, k, v and dout."""
-    q, k, v, dout = (x.tensor for x in inputs)
-    geometry = Geometry.of(q, k, v, causal)
-    work = geometry.q_len, geometry.q_matrices
-    config = tuning.lookup("dq", arithmetic, geometry.block, q.device, *work)
-    read = (q, k, v, *[x.statistics for x in inputs], tensors.dlse_bound)
-    rows = (tensors.dlse, tensors.lse, tensors.delta)
-    strides, units = in_units([q, k, v, tensors.out, dout, tensors.dq])
-    return Launch(
-        (config.programs("dq", *work), 1),
-        (*read, tensors.out, dout, *rows, tensors.dq),
-        _backward_arguments(geometry, inputs, strides, scale),
-        geometry.constants(config) | {"UNITS": units},
-        config.options,
-    )
-
-
-def describe_dkdv(
-    inputs: list[Input], tensors: BackwardTensors, causal: str, scale: float, arithmetic: tuning.Arithmetic
-) -> Launch:
-    """The launch of `dkdv_kernel`; ``inputs`` are q, k, v and dout."""
-    q, k, v, dout = (x.tensor for x in inputs)
-    geometry = Geometry.of(q, k, v, causal)
-    work = geometry.k_len, geometry.kv_matrices
-    config = tuning.lookup("dkdv", arithmetic, geometry.block, q.device, *work)
-    read = (q, k, v, *[x.statistics for x in inputs], tensors.dlse_bound)
-    strides, units = in_units([q, k, v, dout, tensors.dk, tensors.dv])
-    return Launch(
-        (config.programs("dkdv", *work), 1),
-        (*read, dout, tensors.lse, tensors.delta, tensors.dk, tensors.dv),
-        _backward_arguments(geometry, inputs, strides, scale),
-        geometry.constants(config) | {"UNITS": units},
-        config.options,
-    )
-
-
-def _backward_arguments(
-    geometry: Geometry, inputs: list[Input], strides: list[tuple[int, ...]], scale: float
-) -> tuple[object, ...]:
-    distances = tuple(x.distances for x in inputs)
-    return *geometry.sizes, *strides, distances, *geometry.scalars, scale, scale * LOG2_E.value

@@ -1,8 +1,8 @@
 """Which pairs of a query row and a key column are visible, and which tiles hold any.
 
-A predicate and the tile ranges that follow from it stand side by side so that they cannot disagree. ``diagonal`` is the
-column of the last key that row 0 sees: 0 when the mask aligns the first query with the first key, ``k_len - q_len``
-when it aligns the last ones. It may be negative: then the first rows see nothing. Without a mask it must be 0.
+A band and the tile ranges that follow from it stand side by side so that they cannot disagree. Row i sees the columns from
+i + left, with LEFT, to i + right, with RIGHT: a causal mask has a right edge, a sliding window also a left one. Either may
+be negative: then the first rows see nothing. Without its flag an edge must be 0.
 """
 
 import triton
@@ -10,42 +10,69 @@ import triton.language as tl
 
 
 @triton.jit
-def visible(rows, columns, k_len, diagonal, CAUSAL: tl.constexpr):
+def visible(rows, columns, k_len, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
     """Whether each row sees each column; the arguments broadcast."""
     seen = columns < k_len
-    if CAUSAL:
-        seen = seen & (columns <= rows + diagonal)
+    if RIGHT:
+        seen = seen & (columns <= rows + right)
+    if LEFT:
+        seen = seen & (columns >= rows + left)
     return seen
 
 
 @triton.jit
-def key_range(first_row, k_len, diagonal, ROWS: tl.constexpr, TILE_K: tl.constexpr, CAUSAL: tl.constexpr):
-    """For ROWS rows: columns [0, whole) need no mask and fill whole tiles, [edge, end) need it, the rest is hidden.
+def key_ranges(
+    first_row, k_len, left, right, ROWS: tl.constexpr, TILE_K: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
+):
+    """For ROWS rows three ranges of columns to visit, all from whole tiles on; the second needs no mask.
 
-    ``edge`` is ``whole``, in a way that the compiler cannot tell. It would keep what the second loop starts with from
-    the first, and find it anew, along with an accumulator of zeros, where the first did not run; an accumulator that is
-    set in two places makes ptxas run each matrix instruction to its end before the next (C7515).
+    The third begins where the second ends, in a way that the compiler cannot tell. It would keep what the third loop starts
+    with from the second, and find it anew, along with an accumulator of zeros, where that did not run; an accumulator that
+    is set in two places makes ptxas run each matrix instruction to its end before the next (C7515).
     """
     seen_by_all = k_len
     end = k_len
-    if CAUSAL:
-        seen_by_all = tl.maximum(0, tl.minimum(k_len, first_row + diagonal + 1))
-        end = tl.maximum(0, tl.minimum(k_len, first_row + ROWS + diagonal))
+    if RIGHT:
+        seen_by_all = tl.maximum(0, tl.minimum(k_len, first_row + right + 1))
+        end = tl.maximum(0, tl.minimum(k_len, first_row + ROWS + right))
     whole = seen_by_all // TILE_K * TILE_K
+    # Rounding a zero-dimensional tensor keeps one type on every path.
+    begin = whole * 0
+    start = begin
     edge = whole
-    if not CAUSAL:
-        edge += diagonal  # which is 0 without a mask
-    return whole, edge, end
+    if LEFT:
+        begin = tl.maximum(0, first_row + left) // TILE_K * TILE_K
+        seen_from = tl.maximum(0, first_row + ROWS - 1 + left)
+        start = tl.minimum(tl.cdiv(seen_from, TILE_K), tl.cdiv(end, TILE_K)) * TILE_K
+        edge = tl.maximum(start, whole)
+    if not RIGHT:
+        edge += right  # which is 0 without that edge
+    return (begin, start), (start, whole), (edge, end)
 
 
 @triton.jit
-def query_range(first_column, q_len, diagonal, COLUMNS: tl.constexpr, TILE_Q: tl.constexpr, CAUSAL: tl.constexpr):
-    """For COLUMNS columns: rows [start, whole) need the mask, [whole, q_len) see all; both start on whole tiles."""
-    # Rounding a zero-dimensional tensor keeps one type on every path.
-    start = first_column * 0
-    whole = start
-    if CAUSAL:
-        start = tl.maximum(0, first_column - diagonal) // TILE_Q * TILE_Q
-        sees_all = tl.maximum(0, first_column + COLUMNS - 1 - diagonal)
-        whole = tl.minimum(tl.cdiv(sees_all, TILE_Q) * TILE_Q, tl.cdiv(q_len, TILE_Q) * TILE_Q)
-    return start, whole
+def query_ranges(
+    first_column,
+    q_len,
+    left,
+    right,
+    COLUMNS: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+):
+    """For COLUMNS columns three ranges of rows to visit, all from whole tiles on; rows of the second see all columns."""
+    begin = first_column * 0
+    start = begin
+    if RIGHT:
+        begin = tl.maximum(0, first_column - right) // TILE_Q * TILE_Q
+        sees_all = tl.maximum(0, first_column + COLUMNS - 1 - right)
+        start = tl.minimum(tl.cdiv(sees_all, TILE_Q), tl.cdiv(q_len, TILE_Q)) * TILE_Q
+    whole = q_len
+    end = q_len
+    if LEFT:
+        end = tl.maximum(0, tl.minimum(q_len, first_column + COLUMNS - left))
+        start = tl.minimum(start, tl.cdiv(end, TILE_Q) * TILE_Q)
+        seen_by_all = tl.maximum(0, tl.minimum(q_len, first_column - left + 1))
+        whole = tl.maximum(start, seen_by_all // TILE_Q * TILE_Q)
+    return (begin, start), (start, whole), (whole, end)

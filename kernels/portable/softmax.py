@@ -23,9 +23,15 @@ class Softmax(NamedTuple):
 
 
 @triton.jit
-def softmax_start(ROWS: tl.constexpr):
-    """No score seen yet."""
-    return Softmax(tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32))
+def softmax_start(ROWS: tl.constexpr, sinks, head, SHIFT: tl.constexpr):
+    """No score seen yet but that of the head's sink, if there are sinks: a key that every row sees, without a value."""
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        maximum = tl.full([ROWS], 0.0, tl.float32) + sink
+        total += tl.where(sink == float("-inf"), 0.0, 2.0**SHIFT)
+    return Softmax(maximum, total)
 
 
 @triton.jit

@@ -41,25 +41,30 @@ def unit_of(statistics, index):
 
 
 @triton.jit
-def gradient_unit(v_statistics, dout_statistics, dlse_bound, index):
-    """A unit in which no score gradient overflows: |p (dp - delta)| <= 2 max|dout row| max|v row| + max|dlse|."""
+def gradient_unit(v_statistics, dout_statistics, dlse_bound, index, steepest):
+    """A unit in which no score gradient overflows: |p (dp - delta)| <= 2 max|dout row| max|v row| + max|dlse|.
+
+    ``steepest`` is by how much score rules may multiply that, and dropout the first term.
+    """
     unit = 1.0
     if v_statistics is not None:
         bound = 2.0 * tl.load(v_statistics + 2 * index + 1) * tl.load(dout_statistics + 2 * index + 1)
         if dlse_bound is not None:
             bound += tl.load(dlse_bound + index)
-        unit = power_of_two(exponent_of(bound) - TOP)
+        unit = power_of_two(exponent_of(bound * steepest) - TOP)
     return unit
 
 
 class Scales(NamedTuple):
     """Factors between what the products compute and what they stand for; plain ones unless inputs were rewritten.
 
-    score: from q @ k.T to base-2 scores. dp, delta: from dout @ v.T and from delta to score gradients in their unit.
-    dq, dk, dv: from the accumulated tiles to the gradients.
+    score: from q @ k.T to base-2 scores; natural: to scores. dp, delta: from dout @ v.T and from delta to score gradients
+    in their unit, step. dq, dk, dv: from the accumulated tiles to the gradients.
     """
 
     score: tl.tensor
+    natural: tl.tensor
+    step: tl.tensor
     dp: tl.tensor
     delta: tl.tensor
     dq: tl.tensor
@@ -68,20 +73,36 @@ class Scales(NamedTuple):
 
 
 @triton.jit
-def scales_of(q_statistics, k_statistics, v_statistics, dout_statistics, dlse_bound, index, scale, score_scale):
-    """The factors for the group of matrices ``index``. Weights are scaled up by 2**TOP where inputs were rewritten."""
+def scales_of(
+    q_statistics,
+    k_statistics,
+    v_statistics,
+    dout_statistics,
+    dlse_bound,
+    index,
+    scale,
+    score_scale,
+    kept_scale,
+    steepest,
+):
+    """The factors for the group of matrices ``index``. Weights are scaled up by 2**TOP where inputs were rewritten.
+
+    Those that dropout keeps are multiplied by ``kept_scale``.
+    """
     q_unit = unit_of(q_statistics, index)
     k_unit = unit_of(k_statistics, index)
     dout_unit = unit_of(dout_statistics, index)
-    step = gradient_unit(v_statistics, dout_statistics, dlse_bound, index)
+    step = gradient_unit(v_statistics, dout_statistics, dlse_bound, index, steepest)
     shift = 1.0
     if q_statistics is not None:
         shift = WEIGHT_UNIT
     return Scales(
         score_scale * (q_unit * k_unit),
-        dout_unit * unit_of(v_statistics, index) / step * shift,
+        scale * (q_unit * k_unit),
+        step,
+        dout_unit * unit_of(v_statistics, index) / step * shift * kept_scale,
         shift / step,
         step * k_unit * scale,
         step * q_unit * scale,
-        dout_unit * shift,
+        dout_unit * shift * kept_scale,
     )

@@ -25,7 +25,7 @@ def ran(monkeypatch):
     names: list[Implementation] = []
 
     def record(implementation):
-        def run(q, k, v, spec, return_lse):
+        def run(q, k, v, spec, return_lse, extras):
             names.append(implementation)
             return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_zeros(q.shape[:-1]) if return_lse else None
 

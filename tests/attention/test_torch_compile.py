@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cs336_systems.attention import Attention, attention
 from cs336_systems.attention import ops as operators
+from cs336_systems.kernels.settings import Settings
 from cs336_systems.testing import (
     LAYOUTS,
     Shapes,
@@ -161,12 +162,13 @@ SHAPE_PARAMS = [pytest.param(shapes, id=name) for name, shapes in OPERATOR_SHAPE
 
 
 def forward_arguments(inputs, causal="bottom_right"):
-    return (*inputs[:3], causal, 0.25)
+    return (*inputs[:3], 0.25, Settings(causal).text, [], [])
 
 
 def backward_arguments(inputs, causal="bottom_right", with_dlse=True):
     out, lse = operators.flash_forward(*forward_arguments(inputs, causal))
-    return (*inputs[:3], out, lse, inputs.dout, inputs.dlse if with_dlse else None, causal, 0.25)
+    dlse = inputs.dlse if with_dlse else None
+    return (*inputs[:3], out, lse, inputs.dout, dlse, 0.25, Settings(causal).text, [], [], [])
 
 
 @pytest.mark.parametrize("shapes", SHAPE_PARAMS)
@@ -182,7 +184,12 @@ def test_the_backward_operator_is_sound(flash_device, shapes):
 
 
 def metadata(results):
-    return [(x.shape, x.dtype, x.stride(), x.device) for x in results]
+    return [(x.shape, x.dtype, x.stride(), x.device) for x in tensors_of(results)]
+
+
+def tensors_of(results):
+    """Of an operator or of `attention`, in one list."""
+    return [x for result in results for x in (result if isinstance(result, list) else [result])]
 
 
 def test_the_operators_are_sound_in_float32_and_without_a_gradient_of_the_log_sum_exp(flash_device):
@@ -224,7 +231,7 @@ def test_operators_agree_with_the_functions_they_stand_for(flash_device):
         (operators.flash_forward, FORWARD, forward_arguments(inputs)),
         (operators.flash_backward, BACKWARD, backward_arguments(inputs)),
     ):
-        for x, y in zip(direct(*arguments), operator(*arguments), strict=True):
+        for x, y in zip(tensors_of(direct(*arguments)), tensors_of(operator(*arguments)), strict=True):
             assert torch.equal(x, y)
 
 

@@ -27,10 +27,13 @@ from cs336_systems.kernels import tuning
 from cs336_systems.kernels.inspection import compile_for
 from cs336_systems.kernels.launching import Launch
 from cs336_systems.kernels.machine_code import unset_reads
-from cs336_systems.kernels.portable import launch as portable
+from cs336_systems.kernels.portable import describe as portable
 from cs336_systems.kernels.portable.inputs import Input, row_of_parts
+from cs336_systems.kernels.portable.sums import Sums
+from cs336_systems.kernels.portable.variation import Variation
+from cs336_systems.kernels.settings import Settings
 
-KERNELS = {"forward": portable.forward_kernel, "dq": portable.dq_kernel, "dkdv": portable.dkdv_kernel}
+KERNELS = {name: portable.KERNELS[name] for name in ("forward", "dq", "dkdv")}
 MATRIX_INSTRUCTIONS = r"mma\.sync|wgmma\.mma_async|tcgen05\.mma"
 
 
@@ -51,14 +54,16 @@ def launch_of(name: str, arithmetic: tuning.Arithmetic, head_dim: int, v_head_di
         for width in (head_dim, v_head_dim)
     )
     row = made(2, 4, 512)
+    variation = Variation.of(Settings(mask), ())
     scale = head_dim**-0.5
     inputs = [read(head_dim), read(head_dim), read(v_head_dim)]
     if name == "forward":
-        return portable.describe_forward(inputs, v_written, row, mask, scale, arithmetic)
+        return portable.describe_forward(inputs, v_written, row, variation, (), scale, arithmetic)
     bound = None if arithmetic == "half" else made(8)
-    tensors = portable.BackwardTensors(v_written, row, row, row, bound, written, written, v_written)
+    sums = Sums.of(variation, written, written)
+    tensors = portable.BackwardTensors(v_written, row, row, row, bound, written, written, v_written, sums)
     describe = portable.describe_dq if name == "dq" else portable.describe_dkdv
-    return describe([*inputs, read(v_head_dim)], tensors, mask, scale, arithmetic)
+    return describe([*inputs, read(v_head_dim)], tensors, variation, (), scale, arithmetic)
 
 
 def compile_row(

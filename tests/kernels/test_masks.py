@@ -1,4 +1,4 @@
-"""The ranges of tiles that kernels visit are exactly those that the mask asks for, wherever the diagonal lies."""
+"""The ranges of tiles that kernels visit are those that the band asks for, wherever its edges lie."""
 
 from __future__ import annotations
 
@@ -7,85 +7,106 @@ import torch
 import triton
 import triton.language as tl
 
-from cs336_systems.kernels.portable.masks import key_range, query_range, visible
+from cs336_systems.kernels.portable.masks import key_ranges, query_ranges, visible
 
 TILES = 3
 LENGTHS = (1, 16, 41)
-DIAGONALS = range(-20, 21)
+EDGES = {
+    "no_band": [(None, None)],
+    "right": [(None, right) for right in range(-20, 21)],
+    "left": [(left, None) for left in range(-20, 21)],
+    "both": [(right - width, right) for right in range(-20, 21, 3) for width in (0, 5, 17, 30)],
+}
 
 
-@triton.jit(do_not_specialize=["k_len", "diagonal"])
-def key_range_kernel(ranges, k_len, diagonal, ROWS: tl.constexpr, TILE_K: tl.constexpr, CAUSAL: tl.constexpr):
-    whole, edge, end = key_range(tl.program_id(0) * ROWS, k_len, diagonal, ROWS, TILE_K, CAUSAL)
-    tl.store(ranges + 3 * tl.program_id(0), whole)
-    tl.store(ranges + 3 * tl.program_id(0) + 1, edge)
-    tl.store(ranges + 3 * tl.program_id(0) + 2, end)
+@triton.jit
+def store_ranges(target, ranges):
+    for number in tl.static_range(3):
+        tl.store(target + 6 * tl.program_id(0) + 2 * number, ranges[number][0])
+        tl.store(target + 6 * tl.program_id(0) + 2 * number + 1, ranges[number][1])
 
 
-@triton.jit(do_not_specialize=["q_len", "diagonal"])
-def query_range_kernel(ranges, q_len, diagonal, COLUMNS: tl.constexpr, TILE_Q: tl.constexpr, CAUSAL: tl.constexpr):
-    start, whole = query_range(tl.program_id(0) * COLUMNS, q_len, diagonal, COLUMNS, TILE_Q, CAUSAL)
-    tl.store(ranges + 2 * tl.program_id(0), start)
-    tl.store(ranges + 2 * tl.program_id(0) + 1, whole)
+@triton.jit(do_not_specialize=["k_len", "left", "right"])
+def key_ranges_kernel(
+    target, k_len, left, right, ROWS: tl.constexpr, TILE_K: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
+):
+    store_ranges(target, key_ranges(tl.program_id(0) * ROWS, k_len, left, right, ROWS, TILE_K, LEFT, RIGHT))
 
 
-@triton.jit(do_not_specialize=["k_len", "diagonal"])
-def visible_kernel(seen, k_len, diagonal, SIZE: tl.constexpr, CAUSAL: tl.constexpr):
+@triton.jit(do_not_specialize=["q_len", "left", "right"])
+def query_ranges_kernel(
+    target, q_len, left, right, COLUMNS: tl.constexpr, TILE_Q: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
+):
+    store_ranges(target, query_ranges(tl.program_id(0) * COLUMNS, q_len, left, right, COLUMNS, TILE_Q, LEFT, RIGHT))
+
+
+@triton.jit(do_not_specialize=["k_len", "left", "right"])
+def visible_kernel(seen, k_len, left, right, SIZE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
     rows = tl.arange(0, SIZE)[:, None]
     columns = tl.arange(0, SIZE)[None, :]
-    tl.store(seen + rows * SIZE + columns, visible(rows, columns, k_len, diagonal, CAUSAL).to(tl.int32))
+    tl.store(seen + rows * SIZE + columns, visible(rows, columns, k_len, left, right, LEFT, RIGHT).to(tl.int32))
 
 
-def sees(row, column, k_len, diagonal, causal):
-    return column < k_len and (not causal or column <= row + diagonal)
+def sees(row, column, left, right):
+    return (left is None or column >= row + left) and (right is None or column <= row + right)
 
 
-def ranges_of(kernel, device, *arguments, numbers=2):
-    ranges = torch.full((TILES, numbers), -1, dtype=torch.int32, device=device)
-    kernel[(TILES,)](ranges, *arguments)
-    return ranges.tolist()
+def ranges_of(kernel, device, length, band, rows, columns):
+    left, right = band
+    target = torch.full((TILES, 3, 2), -1, dtype=torch.int32, device=device)
+    kernel[(TILES,)](target, length, left or 0, right or 0, rows, columns, left is not None, right is not None)
+    return target.tolist()
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_visible_is_the_mask(flash_device, causal):
-    for diagonal in (-3, 0, 5):
+def check_ranges(ranges, step, length, seen_by_any, seen_by_all, key):
+    """Tiles from ``step`` on: each with anything to see is visited once, and those of the second range are seen whole."""
+    visited = [[*range(start, stop, step)] for start, stop in ranges]
+    flat = [start for part in visited for start in part]
+    assert len(flat) == len(set(flat)), key
+    assert all(start % step == 0 and 0 <= start < length for start in flat), key
+    needed = {place // step * step for place in seen_by_any}
+    assert needed <= set(flat), key
+    # Not more than a tile at each end is visited in vain.
+    assert len(flat) <= len(needed) + 2, key
+    for start in visited[1]:
+        assert all(place in seen_by_all for place in range(start, min(start + step, length))), key
+    whole = [start for start in flat if all(place in seen_by_all for place in range(start, start + step))]
+    assert set(whole) <= set(visited[1]), key
+
+
+@pytest.mark.parametrize("edges", EDGES)
+def test_visible_is_the_band(flash_device, edges):
+    for left, right in EDGES[edges][::7]:
         seen = torch.empty(16, 16, dtype=torch.int32, device=flash_device)
-        visible_kernel[(1,)](seen, 13, diagonal, 16, causal)
-        expected = [[sees(row, column, 13, diagonal, causal) for column in range(16)] for row in range(16)]
+        visible_kernel[(1,)](seen, 13, left or 0, right or 0, 16, left is not None, right is not None)
+        expected = [[column < 13 and sees(row, column, left, right) for column in range(16)] for row in range(16)]
         assert seen.bool().tolist() == expected
 
 
 @pytest.mark.parametrize(("tile_q", "tile_k"), [(16, 16), (32, 16), (16, 32)])
-@pytest.mark.parametrize("causal", [False, True])
-def test_keys_of_a_tile_of_queries(flash_device, tile_q, tile_k, causal):
+@pytest.mark.parametrize("edges", EDGES)
+def test_keys_of_a_tile_of_queries(flash_device, tile_q, tile_k, edges):
     for k_len in LENGTHS:
-        for diagonal in DIAGONALS if causal else [0]:
-            ranges = ranges_of(key_range_kernel, flash_device, k_len, diagonal, tile_q, tile_k, causal, numbers=3)
-            for tile, (whole, edge, end) in enumerate(ranges):
-                first, last = tile * tile_q, (tile + 1) * tile_q - 1
-                seen_by_all = sum(sees(first, column, k_len, diagonal, causal) for column in range(k_len))
-                seen_by_any = sum(sees(last, column, k_len, diagonal, causal) for column in range(k_len))
-                assert whole == edge
-                assert (whole, end) == (seen_by_all // tile_k * tile_k, seen_by_any), (k_len, diagonal, tile)
+        for band in EDGES[edges]:
+            ranges = ranges_of(key_ranges_kernel, flash_device, k_len, band, tile_q, tile_k)
+            for tile, own in enumerate(ranges):
+                rows = range(tile * tile_q, (tile + 1) * tile_q)
+                by_any = {column for column in range(k_len) if any(sees(row, column, *band) for row in rows)}
+                by_all = {column for column in by_any if all(sees(row, column, *band) for row in rows)}
+                # The second range leaves rows of keys unchecked: they all have to exist.
+                check_ranges(own, tile_k, k_len, by_any, by_all, (k_len, band, tile))
+                assert own[1][1] <= max(k_len // tile_k * tile_k, own[1][0]), (k_len, band, tile)
 
 
 @pytest.mark.parametrize(("tile_q", "tile_k"), [(16, 16), (32, 16), (16, 32)])
-@pytest.mark.parametrize("causal", [False, True])
-def test_queries_of_a_tile_of_keys(flash_device, tile_q, tile_k, causal):
+@pytest.mark.parametrize("edges", EDGES)
+def test_queries_of_a_tile_of_keys(flash_device, tile_q, tile_k, edges):
     """Of the last tile's columns some may not exist; which rows would see them is asked all the same."""
     for q_len in LENGTHS:
-        for diagonal in DIAGONALS if causal else [0]:
-            ranges = ranges_of(query_range_kernel, flash_device, q_len, diagonal, tile_k, tile_q, causal)
-            for tile, (start, whole) in enumerate(ranges):
-                first, last = tile * tile_k, (tile + 1) * tile_k - 1
-                key = (q_len, diagonal, tile)
-                sighted = [row for row in range(q_len) if sees(row, first, last + 1, diagonal, causal)]
-                see_all = [row for row in range(q_len) if sees(row, last, last + 1, diagonal, causal)]
-                assert start % tile_q == 0, key
-                assert whole % tile_q == 0, key
-                if sighted:
-                    assert start == sighted[0] // tile_q * tile_q, key
-                else:
-                    assert start + tile_q > q_len, key
-                masked = see_all[0] if see_all else q_len
-                assert whole == -(-masked // tile_q) * tile_q, key
+        for band in EDGES[edges]:
+            ranges = ranges_of(query_ranges_kernel, flash_device, q_len, band, tile_k, tile_q)
+            for tile, own in enumerate(ranges):
+                columns = range(tile * tile_k, (tile + 1) * tile_k)
+                by_any = {row for row in range(q_len) if any(sees(row, column, *band) for column in columns)}
+                by_all = {row for row in by_any if all(sees(row, column, *band) for column in columns)}
+                check_ranges(own, tile_q, q_len, by_any, by_all, (q_len, band, tile))

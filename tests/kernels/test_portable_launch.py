@@ -12,8 +12,11 @@ import triton
 from cs336_systems.attention import attention
 from cs336_systems.kernels import launching, tuning
 from cs336_systems.kernels.portable import launch as portable
+from cs336_systems.kernels.portable.describe import describe_forward
 from cs336_systems.kernels.portable.geometry import in_pipeline, in_units
 from cs336_systems.kernels.portable.inputs import Input, row_of_parts
+from cs336_systems.kernels.portable.variation import Variation
+from cs336_systems.kernels.settings import Settings
 from cs336_systems.kernels.tuning import TileConfig
 from cs336_systems.testing import LAYOUTS, TF32_EPS, Shapes, assert_within_budget, evaluate, make_inputs
 
@@ -169,7 +172,8 @@ def test_without_a_pipeline_hopper_s_matrix_instructions_are_avoided(monkeypatch
     q, k, v = (torch.empty(1, 64, size, dtype=torch.float16)[..., :width] for size in (64, 64, stride))
     out, lse = torch.empty(1, 64, width, device="meta"), torch.empty(1, 64, device="meta")
     with tuning.pin(forward=TileConfig(128, 64, 8, stages)):
-        described = portable.describe_forward([Input(x, None, ()) for x in (q, k, v)], out, lse, "none", 1.0, "half")
+        inputs, variation = [Input(x, None, ()) for x in (q, k, v)], Variation.of(Settings(), ())
+        described = describe_forward(inputs, out, lse, variation, (), 1.0, "half")
     assert described.constants["TILE_Q"] == rows
     assert described.grid == (-(-64 // rows), 1)
 

@@ -1,0 +1,198 @@
+"""From the arguments that a user gives for masks, scores, sinks and dropout to a spec's expressions and their tensors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels import rules as expressions
+from . import variants
+from .rules import Mask, Scores
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a call asks for besides causality, a window and a scale, as `attention` takes it."""
+
+    mask: Tensor | Mask | None = None
+    bias: Tensor | None = None
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
+    scores: Scores | None = None
+    sinks: Tensor | None = None
+    dropout_p: float = 0.0
+    seed: int | Tensor | None = None
+    generator: torch.Generator | None = None
+
+
+class Assembled(NamedTuple):
+    """Features as a spec has them, and the tensors that go with them, in the order of `AttentionSpec.extras`."""
+
+    mask: expressions.Mask | None
+    scores: expressions.Scores
+    sinks: bool
+    dropout: float | None
+    extras: tuple[Tensor, ...]
+
+
+class Sizes(NamedTuple):
+    """Of the scores. ``heads`` is None where tensors have no head axis."""
+
+    batch: tuple[int, ...]
+    heads: int | None
+    q_len: int
+    k_len: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(*batch, heads, q_len, k_len), as masks and biases broadcast to it."""
+        return (*self.batch, *(() if self.heads is None else (self.heads,)), self.q_len, self.k_len)
+
+
+def assemble(features: Features, sizes: Sizes, causal_shift: int, device: torch.device) -> Assembled:
+    """Validate features, and put them together.
+
+    Args:
+        causal_shift: how far the position of query i among the keys is from i, which ALiBi's distances are measured from.
+
+    Raises:
+        TypeError, ValueError: an argument is not what it has to be; the message names it.
+    """
+    mask = _mask(features.mask, sizes, device)
+    scores = Scores((), ())
+    if features.softcap is not None:
+        scores += variants.softcap(_positive("softcap", features.softcap))
+    if features.alibi_slopes is not None:
+        scores += variants.alibi(_slopes(features.alibi_slopes, sizes, device), causal_shift)
+    if features.bias is not None:
+        _check("bias", features.bias, device, FLOATS)
+        scores += variants.bias(_broadcast("bias", features.bias, sizes))
+    if features.scores is not None:
+        if not isinstance(features.scores, Scores):
+            raise TypeError(f"scores must be Scores, which score rules give; got {type(features.scores).__name__}")
+        scores += features.scores
+    for tensor in (*(mask.tensors if mask else ()), *scores.tensors):
+        if tensor.device != device:
+            raise ValueError(f"what rules captured must be on {device} to match q; got {tensor.device}")
+    sinks = () if features.sinks is None else (_sinks(features.sinks, sizes, device),)
+    dropout = _probability(features.dropout_p)
+    seed = () if dropout is None else (_seed(features, device),)
+    extras = _distinct((*sinks, *seed, *(mask.tensors if mask else ()), *scores.tensors))
+    return Assembled(mask.expression if mask else None, scores.expression, bool(sinks), dropout, extras)
+
+
+def _distinct(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The tensors, views standing for those that came before: torch.compile takes none twice."""
+    return tuple(
+        tensor.view_as(tensor) if any(tensor is other for other in tensors[:number]) else tensor
+        for number, tensor in enumerate(tensors)
+    )
+
+
+def _mask(mask: Tensor | Mask | None, sizes: Sizes, device: torch.device) -> Mask | None:
+    if mask is None or isinstance(mask, Mask):
+        return mask
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask must be a bool tensor or a Mask; got {type(mask).__name__}")
+    _check("mask", mask, device, (torch.bool,))
+    return variants.visible_where(_broadcast("mask", mask, sizes))
+
+
+def _check(name: str, tensor: Tensor, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name} must have dtype {expected}; got {tensor.dtype}")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device} to match q; got {tensor.device}")
+
+
+def _broadcast(name: str, tensor: Tensor, sizes: Sizes) -> Tensor:
+    """(batch or 1, heads or 1, q_len or 1, k_len or 1): a view, unless several batch axes are only partly broadcast."""
+    shape = sizes.shape
+    own = (1,) * (len(shape) - tensor.ndim) + tuple(tensor.shape)
+    if len(own) != len(shape) or any(mine not in (1, full) for mine, full in zip(own, shape, strict=True)):
+        written = ", ".join(map(str, shape))
+        raise ValueError(f"{name} must have a shape that broadcasts to ({written}); got {tuple(tensor.shape)}")
+    tensor = tensor.reshape(own)
+    if sizes.heads is None:
+        return tensor[:, None] if tensor.ndim == 3 else tensor[None, None]
+    leading = own[:-3]
+    if any(size != 1 for size in leading):
+        tensor = tensor.expand(*sizes.batch, *own[-3:])
+        return tensor.reshape(math.prod(sizes.batch), *own[-3:])
+    return tensor.reshape(1, *own[-3:])
+
+
+def _slopes(slopes: Tensor, sizes: Sizes, device: torch.device) -> Tensor:
+    _check("alibi_slopes", slopes, device, FLOATS)
+    heads, batch = sizes.heads or 1, math.prod(sizes.batch)
+    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        raise ValueError(f"alibi_slopes must have shape ({heads},) or ({batch}, {heads}); got {tuple(slopes.shape)}")
+    return slopes.reshape(-1, heads)
+
+
+def _sinks(sinks: Tensor, sizes: Sizes, device: torch.device) -> Tensor:
+    _check("sinks", sinks, device, FLOATS)
+    heads = sizes.heads or 1
+    if tuple(sinks.shape) != (heads,):
+        raise ValueError(f"sinks must have shape ({heads},), a logit for each head; got {tuple(sinks.shape)}")
+    return sinks.contiguous()
+
+
+def _positive(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a float or None; got {value!r} of type {type(value).__name__}")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be above 0 and finite; got {value}")
+    return float(value)
+
+
+def _probability(value: float) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"dropout_p must be a float; got {value!r} of type {type(value).__name__}")
+    if not 0 <= value <= 1:
+        raise ValueError(f"dropout_p must be from 0 to 1; got {value}")
+    return float(value) if value > 0 else None
+
+
+def _seed(features: Features, device: torch.device) -> Tensor:
+    """The seed as an int64 tensor of one element on this device; drawn there where none is given."""
+    seed = features.seed
+    if seed is None:
+        generator = features.generator
+        drawn_on = device if generator is None else generator.device
+        return torch.randint(-(2**63), 2**63 - 1, (1,), device=drawn_on, generator=generator).to(device)
+    if isinstance(seed, Tensor):
+        if seed.numel() != 1 or seed.dtype != torch.int64 or seed.device != device:
+            raise ValueError(f"seed must be one int64 on {device}; got {tuple(seed.shape)} {seed.dtype} on {seed.device}")
+        return seed.reshape(1)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an int, a tensor or None; got {type(seed).__name__}")
+    return torch.tensor([(seed + 2**63) % 2**64 - 2**63], device=device)
+
+
+def window_of(window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
+    """A window as (before, after).
+
+    Raises:
+        TypeError, ValueError: it is no pair of numbers from 0 on, or None.
+    """
+    expected = "window must be (before, after), each None or an integer from 0 on"
+    if window is None:
+        return None, None
+    if not isinstance(window, tuple) or len(window) != 2:
+        raise TypeError(f"{expected}; got {window!r}")
+    for side in window:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
+            raise TypeError(f"{expected}; got {window!r}")
+        if side is not None and side < 0:
+            raise ValueError(f"{expected}; got {window!r}")
+    return window

@@ -1,0 +1,188 @@
+"""What becomes of pairs of a query and a key, on torch's tensors: what is visible, changed scores, dropped weights.
+
+The same rules as the kernels', from the same source (see `cs336_systems.kernels.language`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.rules import AXES, OPERATORS, Leaf, Mask, leaves, registry, tensors_of
+from ..kernels.settings import THRESHOLD_BITS
+from .spec import AttentionSpec
+
+
+class Extras(NamedTuple):
+    """The further tensors of a call, by what they are for."""
+
+    sinks: Tensor | None
+    seed: Tensor | None
+    by_mask: tuple[Tensor, ...]
+    by_scores: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, extras: Sequence[Tensor]) -> Extras:
+        """From the tensors in the order that `AttentionSpec.extras` tells."""
+        rest = iter(extras)
+        sinks = next(rest) if spec.sinks else None
+        seed = next(rest) if spec.dropout is not None else None
+        by_mask = [next(rest) for leaf in leaves(spec.mask) for _ in range(tensors_of(leaf))]
+        return cls(sinks, seed, tuple(by_mask), tuple(rest))
+
+
+NO_EXTRAS = Extras(None, None, (), ())
+
+
+class Pairs(NamedTuple):
+    """Indices that broadcast to the scores (..., kv_heads, group, rows, columns) of some rows and columns.
+
+    ``batch`` and ``head`` are numbers, row-major over the axes before the heads; without a head axis ``head`` is 0.
+    """
+
+    batch: Tensor
+    head: Tensor
+    row: Tensor
+    column: Tensor
+    heads: int
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, rows: slice, columns: slice) -> Pairs:
+        """The pairs of queries ``rows`` and keys ``columns`` of q (*batch, [heads,] q_len, d) and k."""
+        device = q.device
+        row = torch.arange(rows.start, rows.stop, device=device)[:, None]
+        column = torch.arange(columns.start, columns.stop, device=device)
+        if q.ndim < 4:
+            # Where there is no head axis, the batch takes its place in the scores.
+            batch = torch.arange(q.shape[0], device=device).view(-1, 1, 1, 1)
+            return cls(batch, batch.new_zeros(()), row, column, 1)
+        leading = q.shape[:-3]
+        batch = torch.arange(math.prod(leading), device=device).view(*leading, 1, 1, 1, 1)
+        head = torch.arange(q.shape[-3], device=device).view(k.shape[-3], -1, 1, 1) if k.shape[-3] else batch
+        return cls(batch, head, row, column, q.shape[-3])
+
+
+def seen_pairs(spec: AttentionSpec, pairs: Pairs, band: tuple[int | None, int | None], extras: Extras) -> Tensor | None:
+    """Which pairs are visible, in a shape that broadcasts to the scores'; None if all are."""
+    left, right = band
+    seen = None
+    if right is not None:
+        seen = pairs.column <= pairs.row + right
+    if left is not None:
+        after = pairs.column >= pairs.row + left
+        seen = after if seen is None else seen & after
+    if spec.mask is not None:
+        by_rules = _by_mask(spec.mask, pairs, iter(extras.by_mask))
+        seen = by_rules if seen is None else seen & by_rules
+    return seen
+
+
+def changed_scores(spec: AttentionSpec, scores: Tensor, pairs: Pairs, captured: Sequence[Tensor]) -> Tensor:
+    """The scores as the rules leave them."""
+    rest = iter(captured)
+    for leaf in spec.scores:
+        function = registry[leaf[0]].in_torch[torch.promote_types(scores.dtype, torch.float32)]
+        changed = function(scores, pairs.batch, pairs.head, pairs.row, pairs.column, *_captured(leaf, rest))
+        scores = changed.to(scores.dtype)
+    return scores
+
+
+class Term(NamedTuple):
+    """d score / d element of a captured tensor: the tensor's number, its axes, and the term of each pair."""
+
+    number: int
+    axes: tuple[str, ...]
+    term: Tensor | float
+
+    def add_to(self, totals: dict[int, Tensor], dscores: Tensor, rows: slice, columns: slice) -> None:
+        """Add to the tensor's gradient what the score gradients of these rows and columns contribute."""
+        total = totals[self.number]
+        sizes = dict(zip(self.axes, total.shape, strict=True))
+        part = dscores * self.term
+        # (batch, heads, rows, columns), summed over the axes that the tensor is shared along or has not.
+        part = part.flatten(-4, -3).flatten(0, -4) if part.ndim > 4 else part
+        shared = [axis for axis, name in enumerate(AXES) if sizes.get(name, 1) == 1]
+        part = part.sum(shared, keepdim=True) if shared else part
+        own = {"row": rows, "column": columns}
+        place = tuple(own.get(name, slice(None)) if size > 1 else slice(None) for name, size in sizes.items())
+        total[place] += part.reshape([size for size, name in zip(part.shape, AXES, strict=True) if name in sizes])
+
+
+def scores_and_slopes(
+    spec: AttentionSpec, scores: Tensor, pairs: Pairs, captured: Sequence[Tensor], wanted: Sequence[bool]
+) -> tuple[Tensor, Tensor | float, list[Term]]:
+    """The scores as the rules leave them, their derivative, and terms for the captured tensors ``wanted``."""
+    places, rest, first = (pairs.batch, pairs.head, pairs.row, pairs.column), iter(captured), 0
+    steps = []
+    for leaf in spec.scores:
+        code, arguments = registry[leaf[0]], (scores, *places, *_captured(leaf, rest))
+        steps.append((leaf, code, arguments, first))
+        first += tensors_of(leaf)
+        scores = code.in_torch[scores.dtype](*arguments)
+    slope: Tensor | float = 1.0
+    terms = []
+    for leaf, code, arguments, first in reversed(steps):
+        slots = [slot for slot, item in enumerate(leaf[1]) if item is None]
+        for number, slot in enumerate(slots, first):
+            if wanted[number]:
+                own = code.gradients[slot]
+                factor = 1.0 if own.code is None else own.in_torch[arguments[0].dtype](*arguments)
+                terms.append(Term(number, own.axes, slope * factor))
+        if code.derivative is not None:
+            slope = slope * code.derivative_in_torch[arguments[0].dtype](*arguments)
+    return scores, slope, terms
+
+
+def kept_pairs(spec: AttentionSpec, pairs: Pairs, seed: Tensor) -> Tensor:
+    """Whether dropout keeps the weight of each pair; the kernels draw the same numbers."""
+    matrix = pairs.batch * pairs.heads + pairs.head
+    number = philox(seed, pairs.column // 4, pairs.row, matrix)
+    word = pairs.column % 4
+    chosen = torch.where(word < 2, torch.where(word == 0, *number[:2]), torch.where(word == 2, *number[2:]))
+    return chosen >> (32 - THRESHOLD_BITS) >= spec.as_settings.dropout_threshold
+
+
+def _by_mask(mask: Mask, pairs: Pairs, rest: Iterator[Tensor]) -> Tensor:
+    if mask[0] in OPERATORS:
+        first, second = _by_mask(mask[1], pairs, rest), _by_mask(mask[2], pairs, rest)
+        return first & second if mask[0] == "and" else first | second
+    if mask[0] == "not":
+        return ~_by_mask(mask[1], pairs, rest)
+    function = registry[mask[0]].in_torch[torch.float32]
+    seen = function(pairs.batch, pairs.head, pairs.row, pairs.column, *_captured((mask[0], mask[1]), rest))
+    return torch.as_tensor(seen, device=pairs.row.device) != 0
+
+
+def _captured(leaf: Leaf, rest: Iterator[Tensor]) -> list[float | Tensor]:
+    return [next(rest) if item is None else item for item in leaf[1]]
+
+
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+
+
+def philox(seed: Tensor, column: Tensor, row: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox 4x32 with 10 rounds (Salmon et al., 2011) of the counter (column, row, matrix, 0): four 32-bit numbers.
+
+    ``seed`` is an int64 tensor of one element; its halves are the key.
+    """
+    low, high = seed.reshape(()) & _WORD, (seed.reshape(()) >> 32) & _WORD
+    c0, c1, c2 = torch.broadcast_tensors(column, row, matrix)
+    c3 = torch.zeros_like(c0)
+    for _ in range(10):
+        first, second = _wide_product(c0, _MULTIPLIERS[0]), _wide_product(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = second[0] ^ c1 ^ low, second[1], first[0] ^ c3 ^ high, first[1]
+        low, high = (low + _INCREMENTS[0]) & _WORD, (high + _INCREMENTS[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+def _wide_product(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """The upper and the lower 32 bits of a product of 32-bit numbers, which as a whole would overflow an int64."""
+    low = (x & 0xFFFF) * factor
+    high = (x >> 16) * factor + (low >> 16)
+    return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)

@@ -1,0 +1,199 @@
+"""Masks and score changes of one's own: functions of a pair, which all implementations compute.
+
+>>> @predicate
+... def nearby(batch, head, row, column, distance):
+...     return abs(row - column) <= at(distance, (head,))
+>>> attention(q, k, v, mask=nearby(distances) & ~document(ids))
+
+>>> @score_rule
+... def decayed(score, batch, head, row, column, rate):
+...     return score - at(rate, (head,)) * abs(row - column)
+>>> @decayed.gradient("rate", axes="head")
+... def _(score, batch, head, row, column, rate):
+...     return -abs(row - column).to(tl.float32)
+>>> attention(q, k, v, scores=decayed(rates))
+
+The functions are Triton's and compute element by element; what they may use is in `cs336_systems.kernels.language`, from
+where ``at`` and ``tl`` come. Rows and columns are positions in q and k, from 0 on. What follows them is captured: tensors,
+read with ``at``, and numbers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import rules
+from ..kernels.language import jit
+from ..kernels.rules import AXES, Code, Gradient
+
+Captured = Tensor | float
+_PLACES = ("batch", "head", "row", "column")
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Which pairs are visible: an expression of predicates and the tensors that they captured.
+
+    Combine masks with ``&``, ``|`` and ``~``.
+    """
+
+    expression: rules.Mask
+    tensors: tuple[Tensor, ...]
+
+    def __and__(self, other: Mask) -> Mask:
+        return self._with("and", other)
+
+    def __or__(self, other: Mask) -> Mask:
+        return self._with("or", other)
+
+    def __invert__(self) -> Mask:
+        return Mask(("not", self.expression), self.tensors)
+
+    def _with(self, operator: str, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return Mask((operator, self.expression, other.expression), self.tensors + other.tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """What becomes of scores: rules, applied in order, and the tensors that they captured. Join them with ``+``."""
+
+    expression: rules.Scores
+    tensors: tuple[Tensor, ...]
+
+    def __add__(self, other: Scores) -> Scores:
+        if not isinstance(other, Scores):
+            return NotImplemented
+        return Scores(self.expression + other.expression, self.tensors + other.tensors)
+
+
+class _Rule:
+    """A function of pairs under a name of its own."""
+
+    _before: tuple[str, ...] = _PLACES
+
+    def __init__(self, function: Callable[..., Any], **code: Any) -> None:
+        python = getattr(function, "fn", function)
+        self._parameters = tuple(inspect.signature(python).parameters)
+        if self._parameters[: len(self._before)] != self._before:
+            expected = ", ".join(self._before)
+            raise TypeError(
+                f"{python.__name__} must take {expected} and what it captures; got ({', '.join(self._parameters)})"
+            )
+        self.name = _register(f"{python.__module__}.{python.__qualname__}", Code(_jitted(function), **code))
+        self.__doc__ = python.__doc__
+
+    @property
+    def code(self) -> Code:
+        """What the rule computes."""
+        return rules.registry[self.name]
+
+    @property
+    def captures(self) -> tuple[str, ...]:
+        """The names of what it captures."""
+        return self._parameters[len(self._before) :]
+
+    def _captured(self, captured: Sequence[Captured]) -> tuple[rules.Leaf, tuple[Tensor, ...]]:
+        if len(captured) != len(self.captures):
+            raise TypeError(f"{self.name} must be given {', '.join(self.captures) or 'nothing'}; got {len(captured)} values")
+        for name, value in zip(self.captures, captured, strict=True):
+            if isinstance(value, bool) or not isinstance(value, (Tensor, int, float)):
+                raise TypeError(f"{name} must be a tensor or a number; got {value!r} of type {type(value).__name__}")
+            if not isinstance(value, Tensor) and not math.isfinite(value):
+                raise ValueError(f"{name} must be finite; got {value}")
+        numbers = tuple(None if isinstance(value, Tensor) else value for value in captured)
+        return (self.name, numbers), tuple(value for value in captured if isinstance(value, Tensor))
+
+
+class Predicate(_Rule):
+    """A function of (batch, head, row, column, *captured) that says which pairs are visible; called, it gives a `Mask`."""
+
+    def __call__(self, *captured: Captured) -> Mask:
+        """The mask of this predicate with these tensors and numbers."""
+        return Mask(*self._captured(captured))
+
+
+class ScoreRule(_Rule):
+    """A function of (score, batch, head, row, column, *captured) that changes a score; called, it gives `Scores`."""
+
+    _before = ("score", *_PLACES)
+
+    def __call__(self, *captured: Captured) -> Scores:
+        """The change that this rule makes with these tensors and numbers."""
+        leaf, tensors = self._captured(captured)
+        return Scores((leaf,), tensors)
+
+    def derivative(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorates the derivative of the rule with respect to the score, of the same arguments. Without one it is 1."""
+        self.code.derivative = _jitted(function)
+        self.code.derivative_in_torch = rules.in_both(self.code.derivative)
+        return function
+
+    def gradient(self, captured: str, axes: str, code: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Decorates d score / d element, for the element of a captured tensor that a pair reads.
+
+        Args:
+            captured: the name of the tensor.
+            axes: its axes, such as "batch head": of "batch", "head", "row" and "column", in this order.
+        """
+        if captured not in self.captures:
+            raise ValueError(f"captured must be one of {', '.join(self.captures)}; got {captured!r}")
+        names = tuple(axes.split())
+        if not set(names) <= set(AXES) or names != tuple(name for name in AXES if name in names):
+            raise ValueError(f"axes must be of {', '.join(AXES)}, in this order; got {axes!r}")
+
+        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+            self.code.gradients[self.captures.index(captured)] = Gradient(_jitted(function), names)
+            return function
+
+        return decorate
+
+    def adds(self, captured: str, axes: str) -> None:
+        """Says that the rule adds the element of a captured tensor that a pair reads: its gradient is the score's."""
+        self.gradient(captured, axes)(None)  # type: ignore[arg-type]
+
+
+def predicate(function: Callable[..., Any]) -> Predicate:
+    """Decorates a function of (batch, head, row, column, *captured) that says which pairs are visible."""
+    return Predicate(function)
+
+
+def score_rule(function: Callable[..., Any] | None = None, *, steepest: float = 1.0) -> Any:
+    """Decorates a function of (score, batch, head, row, column, *captured) that changes a score.
+
+    Args:
+        steepest: the largest magnitude of its derivative, which float32 gradients are scaled by so that they stay in range.
+    """
+    if function is None:
+        return lambda function: ScoreRule(function, steepest=steepest)
+    return ScoreRule(function, steepest=steepest)
+
+
+def _jitted(function: Any) -> Any:
+    return function if function is None or hasattr(function, "fn") else jit(function)
+
+
+def _register(name: str, code: Code) -> str:
+    # A function defined anew, as in a notebook, is another rule: what was compiled for the old one stays its own.
+    unused = name
+    number = 1
+    while unused in rules.registry:
+        number += 1
+        unused = f"{name}_{number}"
+    rules.registry[unused] = code
+    return unused
+
+
+def as_device(tensor: Tensor, device: torch.device, name: str) -> Tensor:
+    """The tensor, if it is on this device."""
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device} to match q; got {tensor.device}")
+    return tensor

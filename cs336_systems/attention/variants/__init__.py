@@ -1,0 +1,28 @@
+"""Named masks and score changes, each a small file of rules. Positions are those in q and k, from 0 on.
+
+Masks: `causal`, `window`, `prefix`, `document`, `dilated`, `block_local`, `visible_where`. Scores: `softcap`, `alibi`, `bias`.
+"""
+
+from .alibi import alibi
+from .bias import bias
+from .block_local import block_local
+from .causal import causal
+from .dilated import dilated
+from .document import document
+from .prefix import prefix
+from .softcap import softcap
+from .visible_where import visible_where
+from .window import window
+
+__all__ = [
+    "alibi",
+    "bias",
+    "block_local",
+    "causal",
+    "dilated",
+    "document",
+    "prefix",
+    "softcap",
+    "visible_where",
+    "window",
+]

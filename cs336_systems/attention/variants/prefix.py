@@ -1,0 +1,23 @@
+"""A prefix that every query sees whole (Raffel et al., "T5", 2020): ``prefix(lengths) | causal()`` is a prefix LM."""
+
+import torch
+from torch import Tensor
+
+from ...kernels.language import at
+from ..rules import Mask, predicate
+
+
+@predicate
+def _prefix(batch, head, row, column, lengths):
+    return column < at(lengths, (batch,))
+
+
+def prefix(lengths: Tensor) -> Mask:
+    """Every query of entry b of the batch sees the first lengths[b] keys.
+
+    Args:
+        lengths: (batch,) or (1,), integers.
+    """
+    if lengths.ndim != 1 or lengths.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"lengths must be (batch,) integers; got {tuple(lengths.shape)} {lengths.dtype}")
+    return _prefix(lengths)

@@ -1,0 +1,22 @@
+"""Logit soft-capping: scores bounded smoothly (Gemma Team, "Gemma 2", 2024)."""
+
+from ...kernels.language import tanh
+from ..rules import Scores, score_rule
+
+
+@score_rule
+def _softcap(score, batch, head, row, column, cap):
+    return cap * tanh(score / cap)
+
+
+@_softcap.derivative
+def _softcap_slope(score, batch, head, row, column, cap):
+    ratio = tanh(score / cap)
+    return 1.0 - ratio * ratio
+
+
+def softcap(cap: float) -> Scores:
+    """cap * tanh(score / cap)."""
+    if not cap > 0:
+        raise ValueError(f"cap must be above 0; got {cap}")
+    return _softcap(float(cap))

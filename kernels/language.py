@@ -1,0 +1,128 @@
+"""The language that masks and score changes are written in: one function, for Triton's kernels and for torch's tensors.
+
+`jit` functions compute element by element: with operators, with what `tl` has for elements (where, minimum, maximum,
+abs, exp, exp2, log, log2, sqrt, sin, cos, floor, sigmoid), and with `at` and `tanh` from here. Triton compiles them into its
+kernels. `in_torch` runs the same source on torch's tensors, where autograd differentiates it; that needs no Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # there is none for this platform: functions are for torch alone
+    triton = tl = None
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """A function that kernels can call; without Triton the function as it is."""
+    if tl is None:
+        return function
+    if triton.knobs.runtime.interpret:
+        # The interpreter insists on finding the language among a function's globals, used or not.
+        function.__globals__.setdefault("_triton_language", tl)
+    return triton.jit(function)
+
+
+@jit
+def at(view, index):
+    """The element of a captured tensor at ``index``, a tuple with one number or tile for each of its axes.
+
+    Axes of size 1 are read at 0 whatever the index. Floating-point elements come in float32.
+    """
+    # Where an index for each pair is given, pairs that exist are in bounds; for the others any element will do.
+    one = tl.full((), 1, tl.int64)
+    offset = tl.zeros((), tl.int64)
+    within = tl.zeros((), tl.int64)
+    for axis in tl.static_range(len(index)):
+        if view[1][axis] is not None:
+            offset += index[axis] * (view[1][axis] * one)
+            within += tl.minimum(tl.maximum(index[axis], 0), view[2][axis] - 1) * (view[1][axis] * one)
+    if offset.numel == view[3].numel:
+        element = tl.load(view[0] + offset, mask=view[3], other=0)
+    else:
+        element = tl.load(view[0] + within)
+    if element.dtype.is_floating():
+        element = element.to(tl.float32)
+    return element
+
+
+@jit
+def tanh(x):
+    """The hyperbolic tangent, to float32's rounding: a polynomial near 0, where the quotient would cancel."""
+    square = x * x
+    series = -0.0061980313 * square + 0.0210200752
+    series = series * square - 0.0538404055
+    series = series * square + 0.1333247951
+    series = series * square - 0.3333331465
+    near = series * square * x + x
+    decay = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - decay) / (1.0 + decay)
+    return tl.where(tl.abs(x) < 0.55, near, tl.where(x < 0.0, -far, far))
+
+
+class _TorchLanguage:
+    """What stands for ``triton.language`` where functions run on torch's tensors; ``wide`` stands for float32."""
+
+    int32 = torch.int64
+    int64 = torch.int64
+    int1 = torch.bool
+
+    def __init__(self, wide: torch.dtype) -> None:
+        self.float32 = self.float64 = wide
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("where", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "floor", "ceil", "sigmoid"):
+            return _of_tensors(getattr(torch, name))
+        if name in ("abs", "minimum", "maximum"):
+            return _of_tensors(getattr(torch, name))
+        raise AttributeError(f"a function of pairs may not use tl.{name}: torch's tensors have no such operation")
+
+
+def _of_tensors(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(operation)
+    def applied(*values: Any) -> Tensor:
+        device = next((value.device for value in values if isinstance(value, Tensor)), None)
+        return operation(*[torch.as_tensor(value, device=device) for value in values])
+
+    return applied
+
+
+def _at_in_torch(tensor: Tensor, index: tuple[Any, ...], wide: torch.dtype) -> Tensor:
+    places = tuple(0 if size == 1 else place for size, place in zip(tensor.shape, index, strict=True))
+    element = tensor[places]
+    return element.to(wide) if element.is_floating_point() else element
+
+
+def in_torch(function: Any, wide: torch.dtype) -> Callable[..., Any]:
+    """A `jit` function as one of torch's tensors, its float32 being ``wide``.
+
+    Raises:
+        AttributeError: (when called) it uses what torch's tensors do not have.
+    """
+    python = getattr(function, "fn", function)
+    language = _TorchLanguage(wide)
+    twins: dict[str, Any] = {}
+    for name in python.__code__.co_names:
+        value = python.__globals__.get(name)
+        if value is None or isinstance(value, types.ModuleType):
+            twins[name] = language if value is tl else value
+        elif value is at:
+            twins[name] = functools.partial(_at_in_torch, wide=wide)
+        elif value is tanh:
+            twins[name] = torch.tanh
+        elif hasattr(value, "fn"):
+            twins[name] = in_torch(value, wide)
+        elif hasattr(value, "value"):  # a tl.constexpr
+            twins[name] = value.value
+    # Without a name torch.compile does not take these globals for the module's.
+    scope = {name: value for name, value in python.__globals__.items() if name != "__name__"}
+    return types.FunctionType(python.__code__, {**scope, **twins}, python.__name__)

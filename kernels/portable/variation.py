@@ -1,0 +1,126 @@
+"""What a call computes besides plain attention, as the kernels take it: rules, what they captured, sinks and a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..rules import AXES, Leaf, Wanted, leaves, mask_code, registry, score_code, steepest
+from ..settings import Settings, structure_of
+
+Strides = tuple[int | None, ...]
+NOTHING_CAPTURED: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
+
+
+class View(NamedTuple):
+    """How a captured tensor is read: its position among the extras, and its strides (None for axes of size 1) and sizes."""
+
+    position: int
+    strides: Strides
+    sizes: tuple[int, ...]
+
+
+class Differentiated(NamedTuple):
+    """A captured tensor whose gradient is wanted.
+
+    position: among the extras. axes: those that its elements differ along, among "batch", "head", "row" and "column".
+    """
+
+    position: int
+    axes: frozenset[str]
+
+    @property
+    def kind(self) -> str:
+        """Which pass gathers it: "pair" its own, "column" that of dK and dV, "row" that of dQ."""
+        if {"row", "column"} <= self.axes:
+            return "pair"
+        return "column" if "column" in self.axes else "row"
+
+
+@dataclass(frozen=True)
+class Variation:
+    """Derived once for each new combination of settings and of the extras' metadata.
+
+    ``extras`` are a call's further tensors: one of sinks, if there are any, one with the seed, if weights are dropped, and
+    what the rules of the mask captured, then those of scores.
+    """
+
+    settings: Settings
+    captured_by_mask: tuple[float | View, ...]
+    captured_by_scores: tuple[float | View, ...]
+    differentiated: tuple[Differentiated, ...]
+    wanted: tuple[Wanted, ...]
+
+    @classmethod
+    def of(cls, settings: Settings, extras: Sequence[Tensor], wanted: Sequence[int] = ()) -> Variation:
+        """``wanted`` are the positions of the captured tensors whose gradients are to be computed."""
+        position = settings.sinks + (settings.dropout is not None)
+        captured: list[tuple[float | View, ...]] = []
+        differentiated: list[Differentiated] = []
+        terms: list[Wanted] = []
+        for rules in ([*leaves(settings.mask)], settings.scores):
+            views: list[float | View] = []
+            for number, leaf in enumerate(rules):
+                for slot, item in enumerate(leaf[1]):
+                    if item is not None:
+                        views.append(item)
+                        continue
+                    views.append(_view(position, extras[position]))
+                    if position in wanted:
+                        differentiated.append(Differentiated(position, _axes(leaf, slot, extras[position])))
+                        terms.append(Wanted(number, slot))
+                    position += 1
+            captured.append(tuple(views))
+        return cls(settings, captured[0], captured[1], tuple(differentiated), tuple(terms))
+
+    def captured(self, extras: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """What rules captured, as kernels take it; ``extras`` are the tensors, or their addresses."""
+        if not (self.captured_by_mask or self.captured_by_scores):
+            return NOTHING_CAPTURED
+        return _filled(self.captured_by_mask, extras), _filled(self.captured_by_scores, extras)
+
+    def sinks(self, extras: Sequence[Any]) -> Any:
+        """The sinks among the extras, or None."""
+        return extras[0] if self.settings.sinks else None
+
+    def seed(self, extras: Sequence[Any]) -> Any:
+        """The seed among the extras, or None."""
+        return extras[self.settings.sinks] if self.settings.dropout is not None else None
+
+    def terms(self, kind: str) -> tuple[int, ...]:
+        """Which of the differentiated tensors a pass gathers."""
+        return tuple(number for number, one in enumerate(self.differentiated) if one.kind == kind)
+
+    def constants(self, q_len: int, k_len: int, *, backward: bool) -> dict[str, Any]:
+        """The compile-time arguments that say what is visible and what becomes of scores."""
+        left, right = self.settings.band(q_len, k_len)
+        constants: dict[str, Any] = {"LEFT": left is not None, "RIGHT": right is not None, "MASK": None, "SCORE": None}
+        if self.settings.mask is not None:
+            constants["MASK"] = mask_code(structure_of(self.settings.mask))
+        if self.settings.scores:
+            code = score_code(structure_of(self.settings.scores), self.wanted)
+            constants["SCORE"] = code.differentiate if backward else code.apply
+        return constants
+
+    @property
+    def steepest(self) -> float:
+        """By how much score gradients may exceed those of plain attention."""
+        return max(1.0, steepest(self.settings.scores) * max(1.0, self.settings.kept_scale))
+
+
+def _view(position: int, tensor: Tensor) -> View:
+    strides = tuple(None if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return View(position, strides, tuple(tensor.shape))
+
+
+def _axes(leaf: Leaf, slot: int, tensor: Tensor) -> frozenset[str]:
+    declared = registry[leaf[0]].gradients[slot].axes
+    assert set(declared) <= set(AXES)
+    return frozenset(axis for axis, size in zip(declared, tensor.shape, strict=True) if size != 1)
+
+
+def _filled(items: tuple[float | View, ...], extras: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple([(extras[x.position], x.strides, x.sizes) if isinstance(x, View) else x for x in items])

@@ -1,0 +1,205 @@
+"""Rules for pairs of a query row and a key column: which are visible, and what becomes of their scores.
+
+A rule's code is a `jit` function (see `language`). What a call applies is an expression of rules, a plain value that can be
+hashed and written as text: it names rules and holds the numbers they captured, with None where a tensor was captured::
+
+    mask    (name, captured) | ("and", mask, mask) | ("or", mask, mask) | ("not", mask)
+    scores  ((name, captured), ...), applied in this order
+
+`mask_code` and `score_code` write an expression out as one function for the kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import linecache
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from .language import in_torch, jit
+
+Leaf = tuple[str, tuple[float | None, ...]]
+Mask = tuple[Any, ...]
+Scores = tuple[Leaf, ...]
+
+OPERATORS = {"and": "&", "or": "|"}
+AXES = ("batch", "head", "row", "column")
+
+
+InTorch = dict[torch.dtype, Callable[..., Any]]
+"""A `jit` function on torch's tensors, by what stands for float32."""
+
+
+def in_both(function: Any) -> InTorch:
+    """A function with either dtype for float32, made at once: torch.compile can call functions, but not make them."""
+    return {} if function is None else {wide: in_torch(function, wide) for wide in (torch.float32, torch.float64)}
+
+
+@dataclass
+class Gradient:
+    """How a score depends on a tensor that its rule captured.
+
+    code: d score / d element, for the element that a pair reads; None stands for 1. axes: of the tensor, among `AXES`.
+    """
+
+    code: Any
+    axes: tuple[str, ...]
+    in_torch: InTorch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.in_torch = in_both(self.code)
+
+
+@dataclass
+class Code:
+    """What a rule computes.
+
+    function: of (batch, head, row, column, *captured), with the score before them for a score rule. derivative: of a score
+    rule, its own derivative with respect to the score, of the same arguments; None stands for 1. steepest: the largest
+    magnitude that it has. gradients: by the position of a captured tensor. in_torch, derivative_in_torch: the functions on
+    torch's tensors.
+    """
+
+    function: Any
+    derivative: Any = None
+    steepest: float = 1.0
+    gradients: dict[int, Gradient] = field(default_factory=dict)
+    in_torch: InTorch = field(init=False)
+    derivative_in_torch: InTorch = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.in_torch = in_both(self.function)
+
+
+registry: dict[str, Code] = {}
+"""Every rule by its name."""
+
+
+def leaves(mask: Mask | None) -> Iterator[Leaf]:
+    """The rules of a mask, from left to right."""
+    if mask is None:
+        return
+    if mask[0] in OPERATORS or mask[0] == "not":
+        yield from itertools.chain.from_iterable(leaves(part) for part in mask[1:])
+    else:
+        yield mask  # type: ignore[misc]
+
+
+def tensors_of(leaf: Leaf) -> int:
+    """How many tensors a rule captured."""
+    return sum(value is None for value in leaf[1])
+
+
+@functools.cache
+def mask_code(mask: Mask) -> Any:
+    """A mask, its structure alone (see `settings`), as one function of (batch, head, row, column, exists, captured).
+
+    ``captured`` holds what all its rules captured, in one tuple: numbers as they are, and tensors as the first three items
+    of what `language.at` takes; ``exists`` is the fourth.
+    """
+    writer = _Writer()
+    body = writer.mask(mask)
+    return writer.function("mask_rule", "batch, head, row, column, exists, captured", [f"return {body}"])
+
+
+class Wanted(NamedTuple):
+    """A captured tensor whose gradient is wanted: the score rule's position, and the tensor's among what it captured."""
+
+    rule: int
+    slot: int
+
+
+class ScoreCode(NamedTuple):
+    """Score rules, written out as functions of (score, batch, head, row, column, exists, captured).
+
+    apply: the score that the last rule makes. differentiate: that score, its derivative with respect to the first one, and a
+    tuple with d score / d element for each `Wanted`.
+    """
+
+    apply: Any
+    differentiate: Any
+
+
+@functools.cache
+def score_code(scores: Scores, wanted: tuple[Wanted, ...]) -> ScoreCode:
+    """The structure of score rules, one after another, as one function each way.
+
+    The derivative is the product of theirs.
+    """
+    parameters = "score, batch, head, row, column, exists, captured"
+    writer = _Writer()
+    calls = [writer.arguments(leaf) for leaf in scores]
+    codes = [registry[leaf[0]] for leaf in scores]
+    steps = [f"score = {writer.name(code.function)}(score, {call})" for code, call in zip(codes, calls, strict=True)]
+    apply = writer.function("score_rule", parameters, [*steps, "return score"])
+    lines, terms, outer = ["score_0 = score"], {}, "1.0"
+    for number, (code, call) in enumerate(zip(codes, calls, strict=True)):
+        lines.append(f"score_{number + 1} = {writer.name(code.function)}(score_{number}, {call})")
+    for number in reversed(range(len(scores))):
+        code, call = codes[number], f"(score_{number}, {calls[number]})"
+        for slot in (want.slot for want in wanted if want.rule == number):
+            own = code.gradients[slot].code
+            terms[number, slot] = f"term_{number}_{slot}"
+            lines.append(f"term_{number}_{slot} = {outer}" + ("" if own is None else f" * {writer.name(own)}{call}"))
+        if code.derivative is not None:
+            lines.append(f"slope_{number} = {outer} * {writer.name(code.derivative)}{call}")
+            outer = f"slope_{number}"
+    tuple_of_terms = "".join(f"{terms[want]}, " for want in wanted)
+    lines.append(f"return score_{len(scores)}, {outer}, ({tuple_of_terms})")
+    return ScoreCode(apply, writer.function("score_rule_backward", parameters, lines))
+
+
+def steepest(scores: Scores) -> float:
+    """The largest magnitude of the derivative of score rules one after another."""
+    product = 1.0
+    for name, _ in scores:
+        product *= registry[name].steepest
+    return product
+
+
+class _Writer:
+    """Source text that calls rules, and the names it calls them by."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, Any] = {}
+        self._captured = itertools.count()
+
+    def name(self, code: Any) -> str:
+        """What a rule's function is called in the text."""
+        for known, value in self._names.items():
+            if value is code:
+                return known
+        name = f"{getattr(code, 'fn', code).__name__.strip('_')}_{len(self._names)}"
+        self._names[name] = code
+        return name
+
+    def arguments(self, leaf: Leaf) -> str:
+        """The arguments of a rule's functions after the score."""
+        places = [f"captured[{next(self._captured)}]{' + (exists,)' if item is None else ''}" for item in leaf[1]]
+        return ", ".join(["batch", "head", "row", "column", *places])
+
+    def mask(self, mask: Mask) -> str:
+        """A mask as an expression."""
+        if mask[0] in OPERATORS:
+            return f"({self.mask(mask[1])} {OPERATORS[mask[0]]} {self.mask(mask[2])})"
+        if mask[0] == "not":
+            # A comparison, because ~ of what Triton made of a Python bool would be an integer's.
+            return f"({self.mask(mask[1])} == 0)"
+        return f"{self.name(registry[mask[0]].function)}({self.arguments(mask)})"  # type: ignore[arg-type]
+
+    def function(self, name: str, parameters: str, lines: list[str]) -> Any:
+        """A `jit` function of these lines. Triton reads its source, so that is left where Python looks for it."""
+        source = "\n".join([f"def {name}({parameters}):", *[f"    {line}" for line in lines], ""])
+        file = f"<{name} {next(_numbers)}>"
+        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+        scope: dict[str, Any] = {"__name__": __name__, **self._names}
+        exec(compile(source, file, "exec"), scope)
+        written: Callable[..., Any] = scope[name]
+        return jit(written)
+
+
+_numbers = itertools.count()

@@ -1,0 +1,116 @@
+"""What kernels compute apart from tensors and the scale, as a value that operators can carry: a text, and numbers.
+
+Numbers are kept out of the text because torch.compile may know them only by a name, such as a difference of lengths.
+
+Imports no Triton: every implementation needs it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .rules import Mask, Scores
+
+Window = tuple[int | None, int | None]
+"""How many keys before and after its own position a query sees; None for all."""
+
+THRESHOLD_BITS = 31
+"""Of the random number that decides whether a weight is dropped."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is visible, what becomes of scores, and how many weights are dropped.
+
+    causal: "none", "top_left" or "bottom_right". window: as `Window` says; positions are aligned as ``causal`` says, and
+    at the ends where it says nothing. dropout: the part of the weights that is dropped, if any. mask, scores: see `rules`. sinks:
+    whether each head has a logit that takes part in the softmax without a value.
+    """
+
+    causal: str = "none"
+    window: Window = (None, None)
+    dropout: float | None = None
+    mask: Mask | None = None
+    scores: Scores = ()
+    sinks: bool = False
+
+    @property
+    def text(self) -> str:
+        """All but the numbers, as `of` reads it."""
+        return text_of(*structure_of(self.fields))
+
+    @property
+    def numbers(self) -> list[float]:
+        """The numbers that `text` leaves out."""
+        return numbers_of(self.fields)
+
+    @property
+    def fields(self) -> tuple[Any, ...]:
+        """Its fields, in order."""
+        return self.causal, self.window, self.dropout, self.mask, self.scores, self.sinks
+
+    @staticmethod
+    def of(text: str, numbers: Sequence[float]) -> Settings:
+        """The settings with this `text` and these `numbers`."""
+        return Settings(*_filled(ast.literal_eval(text), iter(numbers)))
+
+    @property
+    def dropout_threshold(self) -> int:
+        """Weights are dropped where a random number of `THRESHOLD_BITS` bits is below this."""
+        return round((self.dropout or 0.0) * 2**THRESHOLD_BITS)
+
+    @property
+    def kept_scale(self) -> float:
+        """What the weights that are kept are multiplied by, so that their mean stays."""
+        dropout = self.dropout or 0.0
+        return 0.0 if dropout == 1.0 else 1.0 / (1.0 - dropout)
+
+    def band(self, q_len: int, k_len: int) -> Window:
+        """Row i sees the columns from i + left to i + right; None where there is no such limit."""
+        shift = 0 if self.causal == "top_left" else k_len - q_len
+        before, after = self.window
+        if self.causal != "none":
+            after = 0 if after is None else min(after, 0)
+        return None if before is None else shift - before, None if after is None else shift + after
+
+
+def structure_of(fields: Any) -> Any:
+    """Fields with 0 in place of every number."""
+    if isinstance(fields, tuple):
+        return tuple([structure_of(field) for field in fields])
+    if isinstance(fields, float):
+        return 0.0
+    return 0 if isinstance(fields, int) and not isinstance(fields, bool) else fields
+
+
+def numbers_of(fields: Any) -> list[float]:
+    """The numbers among fields, in order."""
+    if isinstance(fields, tuple):
+        return [number for field in fields for number in numbers_of(field)]
+    return [float(fields)] if isinstance(fields, (int, float)) and not isinstance(fields, bool) else []
+
+
+def _filled(structure: Any, numbers: Iterator[float]) -> Any:
+    if isinstance(structure, tuple):
+        return tuple([_filled(part, numbers) for part in structure])
+    if isinstance(structure, float):
+        return next(numbers)
+    return int(next(numbers)) if isinstance(structure, int) and not isinstance(structure, bool) else structure
+
+
+_texts: dict[tuple[Any, ...], str] = {}
+
+
+def text_of(*structure: Any) -> str:
+    """The structure of settings as text."""
+    text = _texts.get(structure)
+    if text is None:
+        text = _texts[structure] = repr(structure)
+    return text
+
+
+# torch.compile takes what it returns for a constant, as its arguments are.
+text_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
