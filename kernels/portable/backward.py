@@ -63,10 +63,15 @@ def zeros_for(SIZE: tl.constexpr, CHOSEN: tl.constexpr):
 
 
 @triton.jit
-def row_lse_of(lse, rows, q_len):
-    """Each row's log-sum-exp; +inf, which leaves no weight, for rows past the end and those that see nothing."""
+def row_lse_of(lse, rows, q_len, SCORE: tl.constexpr):
+    """Each row's log-sum-exp; +inf, which leaves no weight, for rows past the end.
+
+    And for rows that see nothing where rules may have made every score -inf: masks hide them anyhow.
+    """
     row_lse = tl.load(lse + rows, mask=rows < q_len, other=float("inf"))
-    return tl.where(row_lse == float("-inf"), float("inf"), row_lse)
+    if SCORE is not None:
+        row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
+    return row_lse
 
 
 @triton.jit
@@ -199,7 +204,7 @@ def dq_kernel(
     if dlse is not None:
         row_delta -= tl.load(dlse + row_offsets + rows, mask=rows < q_len, other=0.0)
     tl.store(delta + row_offsets + rows, row_delta, mask=rows < q_len)
-    row_lse = row_lse_of(lse + row_offsets, rows, q_len)
+    row_lse = row_lse_of(lse + row_offsets, rows, q_len, SCORE)
     q_tile = load_operand(queries, first_row, TILE_Q, BLOCK_D, HEAD_DIM, True)
     dq_tile = tl.zeros([TILE_Q, BLOCK_D], tl.float32)
     row_sums = zeros_for(TILE_Q, SUMMED)
@@ -256,7 +261,7 @@ def dkdv_step(
     across = first_row + tl.arange(0, TILE_Q)
     q_tile = load_operand(queries, first_row, TILE_Q, BLOCK_D, HEAD_DIM, True)
     dout_tile = load_operand(douts, first_row, TILE_Q, BLOCK_DV, V_HEAD_DIM, True)
-    row_lse = row_lse_of(lse, across, queries.rows)
+    row_lse = row_lse_of(lse, across, queries.rows, SCORE)
     row_delta = tl.load(delta + across, mask=across < queries.rows, other=0.0)
     rows = across[None, :]
     columns = first_column + tl.arange(0, TILE_K)[:, None]

@@ -102,7 +102,7 @@ def pair_gradient_kernel(
         q_tile = load_operand(queries, first_row, TILE_Q, BLOCK_D, HEAD_DIM, True)
         k_tile = load_operand(keys, first_column, TILE_K, BLOCK_D, HEAD_DIM, True)
         row_offset = tl.cast(index, tl.int64) * q_len
-        row_lse = row_lse_of(lse + row_offset, across, q_len)
+        row_lse = row_lse_of(lse + row_offset, across, q_len, SCORE)
         row_delta = tl.load(delta + row_offset + across, mask=across < q_len, other=0.0)
         weights, _, terms = weights_and_slopes(
             product(q_tile, transposed(k_tile), None), rows, columns, row_lse[:, None], scales, place,
