@@ -33,7 +33,9 @@ def sdpa(
     if spec.causal is Causal.BOTTOM_RIGHT and q_len != k_len:
         if torch.compiler.is_compiling():
             # The subclass, which lets the fused kernels skip what is hidden, is more than torch.compile can trace.
-            mask = seen_pairs(spec, Pairs.of(q, k, slice(0, q_len), slice(0, k_len)), spec.band(q_len, k_len), NO_EXTRAS)
+            mask = seen_pairs(
+                spec, Pairs.of(q, k, slice(0, q_len), slice(0, k_len)), spec.band(q_len, k_len), NO_EXTRAS
+            )
         else:
             mask = causal_lower_right(q_len, k_len)
     # Asked in an `if`, the comparison is a bool also where torch.compile keeps sizes symbolic.

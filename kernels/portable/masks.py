@@ -1,8 +1,8 @@
 """Which pairs of a query row and a key column are visible, and which tiles hold any.
 
-A band and the tile ranges that follow from it stand side by side so that they cannot disagree. Row i sees the columns from
-i + left, with LEFT, to i + right, with RIGHT: a causal mask has a right edge, a sliding window also a left one. Either may
-be negative: then the first rows see nothing. Without its flag an edge must be 0.
+A band and the tile ranges that follow from it stand side by side so that they cannot disagree. Row i sees the columns
+from i + left, with LEFT, to i + right, with RIGHT: a causal mask has a right edge, a sliding window also a left one.
+Either may be negative: then the first rows see nothing. Without its flag an edge must be 0.
 """
 
 import triton
@@ -26,9 +26,9 @@ def key_ranges(
 ):
     """For ROWS rows three ranges of columns to visit, all from whole tiles on; the second needs no mask.
 
-    The third begins where the second ends, in a way that the compiler cannot tell. It would keep what the third loop starts
-    with from the second, and find it anew, along with an accumulator of zeros, where that did not run; an accumulator that
-    is set in two places makes ptxas run each matrix instruction to its end before the next (C7515).
+    The third begins where the second ends, in a way that the compiler cannot tell. It would keep what the third loop
+    starts with from the second, and find it anew, along with an accumulator of zeros, where that did not run; an
+    accumulator that is set in two places makes ptxas run each matrix instruction to its end before the next (C7515).
     """
     seen_by_all = k_len
     end = k_len
@@ -61,7 +61,7 @@ def query_ranges(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
 ):
-    """For COLUMNS columns three ranges of rows to visit, all from whole tiles on; rows of the second see all columns."""
+    """For COLUMNS columns three ranges of rows to visit, from whole tiles on; rows of the second see all of them."""
     begin = first_column * 0
     start = begin
     if RIGHT:

@@ -16,7 +16,7 @@ NOTHING_CAPTURED: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
 
 
 class View(NamedTuple):
-    """How a captured tensor is read: its position among the extras, and its strides (None for axes of size 1) and sizes."""
+    """A captured tensor: its position among the extras, its strides (None for axes of size 1), and its sizes."""
 
     position: int
     strides: Strides
@@ -44,8 +44,8 @@ class Differentiated(NamedTuple):
 class Variation:
     """Derived once for each new combination of settings and of the extras' metadata.
 
-    ``extras`` are a call's further tensors: one of sinks, if there are any, one with the seed, if weights are dropped, and
-    what the rules of the mask captured, then those of scores.
+    ``extras`` are a call's further tensors: one of sinks, if there are any, one with the seed, if weights are dropped,
+    and what the rules of the mask captured, then those of scores.
     """
 
     settings: Settings

@@ -24,7 +24,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 
 from cs336_systems.kernels import tuning
-from cs336_systems.kernels.inspection import compile_for
+from cs336_systems.kernels.inspection import Report, compile_for
 from cs336_systems.kernels.launching import Launch
 from cs336_systems.kernels.machine_code import unset_reads
 from cs336_systems.kernels.portable import describe as portable
@@ -89,6 +89,14 @@ def compile_row(
         "head_dim": head_dim,
         "mask": mask,
         "config": [*dataclasses.astuple(config)],
+        **report_of(report, capability),
+        "on_small_chips": tuning.TABLES["sm_86"][row] == config,
+    }
+
+
+def report_of(report: Report, capability: int) -> dict[str, Any]:
+    """What the assembler said of a kernel, and what its code tells."""
+    return {
         "registers": report.registers,
         "spilled": report.spill_stores + report.spill_loads,
         "shared": report.shared,
@@ -98,7 +106,6 @@ def compile_row(
         "reads_single_elements": "ld.global.b16" in report.ptx,
         # Blackwell's instructions are not among those that the analysis knows.
         "unset_reads": unset_reads(report.sass) if capability < 100 else [],
-        "on_small_chips": tuning.TABLES["sm_86"][row] == config,
     }
 
 

@@ -59,7 +59,7 @@ def ranges_of(kernel, device, length, band, rows, columns):
 
 
 def check_ranges(ranges, step, length, seen_by_any, seen_by_all, key):
-    """Tiles from ``step`` on: each with anything to see is visited once, and those of the second range are seen whole."""
+    """Each tile with anything to see is visited once, and those of the second range are seen whole."""
     visited = [[*range(start, stop, step)] for start, stop in ranges]
     flat = [start for part in visited for start in part]
     assert len(flat) == len(set(flat)), key
