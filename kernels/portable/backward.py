@@ -357,7 +357,9 @@ def dkdv_kernel(
     dk_tile = tl.zeros([TILE_K, BLOCK_D], tl.float32)
     dv_tile = tl.zeros([TILE_K, BLOCK_DV], tl.float32)
     ranges = query_ranges(first_column, q_len, left, right, TILE_K, TILE_Q, LEFT, RIGHT)
-    if MASK is not None:
+    # A loop more, for the other edge of a window, costs more in registers than masking costs in time.
+    MASK_ALL: tl.constexpr = LEFT or MASK is not None
+    if MASK_ALL:
         ranges = ((ranges[0][0], ranges[2][1]),)
     columns = first_column + tl.arange(0, TILE_K)
     for member in range(group):
@@ -370,7 +372,7 @@ def dkdv_kernel(
         row_lse = lse + tl.cast(q_index, tl.int64) * q_len
         row_delta = delta + tl.cast(q_index, tl.int64) * q_len
         column_sums = zeros_for(TILE_K, SUMMED)
-        for part in tl.static_range(0 if RIGHT or MASK is not None else 1, 1 if MASK is not None else 3 if LEFT else 2):
+        for part in tl.static_range(0 if RIGHT or MASK_ALL else 1, 1 if MASK_ALL else 2):
             for first_row in range(ranges[part][0], ranges[part][1], TILE_Q):
                 dk_tile, dv_tile, column_sums = dkdv_step(
                     dk_tile, dv_tile, column_sums, k_tile, v_tile, queries, douts, row_lse, row_delta, first_row,

@@ -106,6 +106,12 @@ class Variation:
         return constants
 
     @property
+    def with_rules(self) -> bool:
+        """Whether more becomes of pairs than a causal mask does."""
+        settings = self.settings
+        return bool(settings.mask or settings.scores or settings.dropout or settings.window != (None, None))
+
+    @property
     def steepest(self) -> float:
         """By how much score gradients may exceed those of plain attention."""
         return max(1.0, steepest(self.settings.scores) * max(1.0, self.settings.kept_scale))
