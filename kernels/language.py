@@ -22,6 +22,8 @@ try:
 except ImportError:  # there is none for this platform: functions are for torch alone
     triton = tl = None
 
+__all__ = ["at", "in_torch", "jit", "tanh", "tl"]
+
 
 def jit(function: Callable[..., Any]) -> Any:
     """A function that kernels can call; without Triton the function as it is."""

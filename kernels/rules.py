@@ -87,7 +87,7 @@ def leaves(mask: Mask | None) -> Iterator[Leaf]:
     if mask[0] in OPERATORS or mask[0] == "not":
         yield from itertools.chain.from_iterable(leaves(part) for part in mask[1:])
     else:
-        yield mask  # type: ignore[misc]
+        yield mask
 
 
 def tensors_of(leaf: Leaf) -> int:
@@ -190,7 +190,7 @@ class _Writer:
         if mask[0] == "not":
             # A comparison, because ~ of what Triton made of a Python bool would be an integer's.
             return f"({self.mask(mask[1])} == 0)"
-        return f"{self.name(registry[mask[0]].function)}({self.arguments(mask)})"  # type: ignore[arg-type]
+        return f"{self.name(registry[mask[0]].function)}({self.arguments(mask)})"
 
     def function(self, name: str, parameters: str, lines: list[str]) -> Any:
         """A `jit` function of these lines. Triton reads its source, so that is left where Python looks for it."""

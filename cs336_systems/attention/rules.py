@@ -160,7 +160,7 @@ class ScoreRule(_Rule):
 
     def adds(self, captured: str, axes: str) -> None:
         """Says that the rule adds the element of a captured tensor that a pair reads: its gradient is the score's."""
-        self.gradient(captured, axes)(None)  # type: ignore[arg-type]
+        self.gradient(captured, axes)(None)
 
 
 def predicate(function: Callable[..., Any]) -> Predicate:

@@ -12,14 +12,11 @@ import json
 import os
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
-sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from compile_rows import report_of
 from torch import Tensor
 
 from cs336_systems.attention import variants
@@ -126,7 +123,7 @@ def main(arguments: Iterable[str]) -> None:
             "feature": name,
             "pass": which,
             "arithmetic": arithmetic,
-            **report_of(compile_for(capability, portable.KERNELS[which], launch), capability),
+            **compile_for(capability, portable.KERNELS[which], launch).as_row(),
         }
         for name in options.features
         for arithmetic in options.arithmetics

@@ -11,7 +11,7 @@ from cs336_systems.kernels.portable.masks import key_ranges, query_ranges, visib
 
 TILES = 3
 LENGTHS = (1, 16, 41)
-EDGES = {
+EDGES: dict[str, list[tuple[int | None, int | None]]] = {
     "no_band": [(None, None)],
     "right": [(None, right) for right in range(-20, 21)],
     "left": [(left, None) for left in range(-20, 21)],
