@@ -1,7 +1,7 @@
 """How far an implementation may be from the oracle.
 
 The budget compares with `attention(..., impl="naive")` in the same dtype, both measured against the oracle, which is
-naive in float64. With ``m`` either the Euclidean norm or the largest magnitude, and for each of out, lse, dq, dk, dv::
+naive in float64. With ``m`` either the Euclidean norm or the largest magnitude, and for each of out, lse and gradients::
 
     m(x - oracle) <= 2 m(naive - oracle)      twice the error of the straightforward computation
                      + eps m(oracle)          the result is rounded to its dtype, whose eps this is
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from .evaluation import Results
+from .features import Features
 from .inputs import Inputs
 from .oracle import naive_results, oracle, terms, unit_of
 
@@ -33,7 +34,7 @@ class Finding:
     """How far one result is from the oracle, and how far it may be.
 
     Attributes:
-        name: of the result: out, lse, dq, dk or dv.
+        name: of the result: out, lse, dq, dk, dv, or the gradient of a feature.
         measure: "norm" or "largest", for the Euclidean norm or the largest magnitude of the difference.
         error, naive_error: of the implementation, and of naive in the same dtype.
         size: of the oracle's result, in the same measure.
@@ -109,14 +110,15 @@ def assert_within_budget(
     *,
     causal: bool | str = False,
     scale: float | None = None,
+    features: Features | None = None,
     eps: float | None = None,
 ) -> None:
-    """Hold what an implementation made of ``inputs`` to the budget.
+    """Hold what an implementation made of ``inputs``, and ``features``, to the budget.
 
     Raises:
         AssertionError: it is beyond it; the message lists every result.
     """
-    settings: dict[str, Any] = {"causal": causal, "scale": scale, "return_lse": "lse" in actual}
+    settings: dict[str, Any] = {"causal": causal, "scale": scale, "features": features, "return_lse": "lse" in actual}
     exact, naive, summed = (make(inputs, **settings) for make in (oracle, naive_results, terms))
     findings = compare(actual, exact, naive, summed, eps=eps)
     if not all(finding.holds for finding in findings):
