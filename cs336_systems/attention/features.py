@@ -50,6 +50,11 @@ class Sizes(NamedTuple):
     k_len: int
 
     @property
+    def matrices(self) -> int:
+        """Of each batch entry: its heads, or 1 where tensors have no head axis."""
+        return 1 if self.heads is None else self.heads
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """(*batch, heads, q_len, k_len), as masks and biases broadcast to it."""
         return (*self.batch, *(() if self.heads is None else (self.heads,)), self.q_len, self.k_len)
@@ -133,15 +138,15 @@ def _broadcast(name: str, tensor: Tensor, sizes: Sizes) -> Tensor:
 
 def _slopes(slopes: Tensor, sizes: Sizes, device: torch.device) -> Tensor:
     _check("alibi_slopes", slopes, device, FLOATS)
-    heads, batch = sizes.heads or 1, math.prod(sizes.batch)
+    heads, batch = sizes.matrices, math.prod(sizes.batch)
     if tuple(slopes.shape) not in ((heads,), (batch, heads)):
         raise ValueError(f"alibi_slopes must have shape ({heads},) or ({batch}, {heads}); got {tuple(slopes.shape)}")
-    return slopes.reshape(-1, heads)
+    return slopes if slopes.ndim == 2 else slopes[None]
 
 
 def _sinks(sinks: Tensor, sizes: Sizes, device: torch.device) -> Tensor:
     _check("sinks", sinks, device, FLOATS)
-    heads = sizes.heads or 1
+    heads = sizes.matrices
     if tuple(sinks.shape) != (heads,):
         raise ValueError(f"sinks must have shape ({heads},), a logit for each head; got {tuple(sinks.shape)}")
     return sinks.contiguous()

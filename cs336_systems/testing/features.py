@@ -1,4 +1,4 @@
-"""What a call asks for besides causality and a scale, as the arguments of `attention`, and gradients of what is in them."""
+"""What a call asks for besides causality and a scale, and leaves for the gradients of what is in it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from ..attention.rules import Scores
 
 Features = Mapping[str, Any]
-"""Arguments of `attention` by name. Tensors that require a gradient, alone or captured by ``scores``, are to get one."""
+"""Arguments of `attention` by name. Tensors that require a gradient, also among what ``scores`` captured, get one."""
 
 
 def leaves_of(features: Features) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The features with new leaves for the tensors that require a gradient, and these by the names of their gradients.
 
-    A gradient is called as its argument is, with a "d" before it: "dbias". Tensors that ``scores`` captured are numbered:
+    A gradient is called as its argument is, with a "d" before it: "dbias". What ``scores`` captured is numbered:
     "dscores_0".
     """
     leaves: dict[str, Tensor] = {}

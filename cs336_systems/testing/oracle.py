@@ -118,7 +118,8 @@ def terms(
         made[names[term.number]] = squares.sqrt()
     if extras.sinks is not None:
         of_sinks = torch.exp(sinks - never) * (1.0 + (sink_terms + _finite(lse).abs()) * notable) * delta_terms
-        by_head = of_sinks.reshape(math.prod(problem.batch), problem.q_heads or 1, problem.q_len)
+        heads = 1 if problem.q_heads is None else problem.q_heads
+        by_head = of_sinks.reshape(math.prod(problem.batch), heads, problem.q_len)
         made["dsinks"] = torch.linalg.vector_norm(by_head, dim=(0, 2))
     return made
 
