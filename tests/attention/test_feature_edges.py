@@ -1,4 +1,4 @@
-"""Where features meet what is empty, hidden or infinite, any number of axes, and tensors in any arrangement in memory."""
+"""Where features meet what is empty, hidden or infinite, any number of axes, and tensors arranged in any way."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ def hiding_bias():
 
 
 def on(device, features):
-    """The features' tensors on a device, as leaves with the same strides."""
+    """The features' tensors on a device, with the same strides."""
     moved = {}
     for name, value in features.items():
         if isinstance(value, torch.Tensor):
-            place = value.detach()
-            if device.type != "cpu":
-                place = torch.empty_strided(place.shape, place.stride(), dtype=place.dtype, device=device).copy_(place)
-            value = place.requires_grad_(value.requires_grad)
-        moved[name] = value
+            size = value.untyped_storage().nbytes() // value.element_size()
+            memory = value.detach().as_strided((size,), (1,), 0).to(device)
+            place = memory.as_strided(value.shape, value.stride(), value.storage_offset())
+            moved[name] = place.requires_grad_(value.requires_grad)
+        else:
+            moved[name] = value
     return moved
 
 
@@ -100,11 +101,10 @@ def test_a_row_that_sees_nothing_has_its_sink_for_a_log_sum_exp(impl, dtype, dev
     ("causal", "window"),
     [("top_left", (2, 3)), (False, (0, 0)), (True, (None, 0)), (False, (200, 200)), (True, (3, 5))],
 )
-@pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("lengths", [(40, 5), (5, 40)])
+@pytest.mark.parametrize(("lengths", "with_sinks"), [((40, 5), True), ((40, 5), False), ((5, 40), True)])
 def test_windows_past_the_ends(flash_device, lengths, with_sinks, causal, window):
-    shapes = Shapes.of(1, q_len=lengths[0], k_len=lengths[1], d=8, q_heads=2)
-    features = {"window": window} | ({"sinks": parameter(2)} if with_sinks else {})
+    shapes = Shapes.of(1, q_len=lengths[0], k_len=lengths[1], d=8)
+    features = {"window": window} | ({"sinks": parameter(1)} if with_sinks else {})
     for impl, dtype in (("flash", torch.float16), ("tiled", torch.float32)):
         check(impl, dtype, flash_device, shapes, on(flash_device, features), causal=causal)
 
@@ -129,7 +129,7 @@ SIZE = {"q_len": 5, "k_len": 6, "d": 8}
 AXES = {
     "none": Shapes.of(**SIZE),
     "batch": Shapes.of(3, **SIZE),
-    "two_batch_axes": Shapes.of(2, 3, **SIZE, q_heads=4, kv_heads=2),
+    "two_batch_axes": Shapes.of(2, 3, **SIZE, q_heads=2, kv_heads=1),
     "no_queries": Shapes.of(2, **SIZE | {"q_len": 0}, q_heads=2),
     "no_keys": Shapes.of(2, **SIZE | {"k_len": 0}, q_heads=2),
     "neither": Shapes.of(1, **SIZE | {"q_len": 0, "k_len": 0}, q_heads=2),
@@ -140,11 +140,11 @@ AXES = {
 }
 
 
-@pytest.mark.parametrize("causal", [False, "top_left"])
 @pytest.mark.parametrize("name", AXES)
 @every_implementation
-def test_every_feature_with_any_axes(impl, dtype, device, name, causal):
-    check(impl, dtype, device, AXES[name], on(device, everything(AXES[name])), causal=causal)
+def test_every_feature_with_any_axes(impl, dtype, device, name):
+    features = on(device, everything(AXES[name]))
+    check(impl, dtype, device, AXES[name], features, causal="top_left" if "no_" in name else False)
 
 
 FIVE = AXES["two_batch_axes"]
@@ -163,16 +163,16 @@ ARRANGED = {
     ),
     "last_axes_alone": (SHAPES, {"bias": torch.randn(11), "mask": torch.rand(9, 1) < 0.6}),
     "slopes_of_each_entry": (SHAPES, {"alibi_slopes": torch.rand(2, 2).mT}),
-    "first_batch_axis": (FIVE, {"bias": torch.randn(2, 1, 4, 5, 6), "mask": torch.rand(2, 1, 1, 5, 6) < 0.6}),
-    "second_batch_axis": (FIVE, {"bias": torch.randn(3, 4, 5, 1), "mask": torch.rand(3, 1, 1, 6) < 0.6}),
-    "slopes_of_two_axes": (FIVE, {"alibi_slopes": torch.rand(6, 4)}),
-    "expanded_over_batch_axes": (FIVE, {"bias": torch.randn(1, 1, 1, 5, 6).expand(2, 3, 4, 5, 6)}),
+    "first_batch_axis": (FIVE, {"bias": torch.randn(2, 1, 2, 5, 6), "mask": torch.rand(2, 1, 1, 5, 6) < 0.6}),
+    "second_batch_axis": (FIVE, {"bias": torch.randn(3, 2, 5, 1), "mask": torch.rand(3, 1, 1, 6) < 0.6}),
+    "slopes_of_two_axes": (FIVE, {"alibi_slopes": torch.rand(6, 2)}),
+    "expanded_over_batch_axes": (FIVE, {"bias": torch.randn(1, 1, 1, 5, 6).expand(2, 3, 2, 5, 6)}),
     "no_head_axis": (AXES["batch"], {"bias": torch.randn(3, 1, 6), "mask": torch.rand(1, 5, 6) < 0.6}),
 }
 
 
 @pytest.mark.parametrize("name", ARRANGED)
-@every_implementation
+@pytest.mark.parametrize(("impl", "dtype"), IMPLEMENTATIONS[::2])
 def test_tensors_in_any_arrangement(impl, dtype, device, name):
     shapes, features = ARRANGED[name]
     differentiated = {key: x.detach().requires_grad_(x.is_floating_point()) for key, x in features.items()}
