@@ -12,10 +12,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from .rules import Mask, Scores
 
 Window = tuple[int | None, int | None]
 """How many keys before and after its own position a query sees; None for all."""
+
+NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+"""Those of a traced call stand for any."""
 
 THRESHOLD_BITS = 31
 """Of the random number that decides whether a weight is dropped."""
@@ -81,16 +86,18 @@ def structure_of(fields: Any) -> Any:
     """Fields with 0 in place of every number."""
     if isinstance(fields, tuple):
         return tuple([structure_of(field) for field in fields])
-    if isinstance(fields, float):
+    if isinstance(fields, (float, torch.SymFloat)):
         return 0.0
-    return 0 if isinstance(fields, int) and not isinstance(fields, bool) else fields
+    return 0 if isinstance(fields, (int, torch.SymInt)) and not isinstance(fields, bool) else fields
 
 
 def numbers_of(fields: Any) -> list[float]:
     """The numbers among fields, in order."""
     if isinstance(fields, tuple):
         return [number for field in fields for number in numbers_of(field)]
-    return [float(fields)] if isinstance(fields, (int, float)) and not isinstance(fields, bool) else []
+    if isinstance(fields, bool) or not isinstance(fields, NUMBERS):
+        return []
+    return [torch.sym_float(fields)]
 
 
 def _filled(structure: Any, numbers: Iterator[float]) -> Any:

@@ -15,4 +15,4 @@ def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     minus the gradient of the log-sum-exp.
     """
     weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse.masked_fill(lse == -math.inf, math.inf))
-    return -(weights * delta).view(-1, sinks.shape[0], lse.shape[-1]).sum((0, 2)).to(sinks.dtype)
+    return -(weights * delta).sum(-1).sum_to_size(sinks.shape).to(sinks.dtype)

@@ -50,6 +50,11 @@ class Sizes(NamedTuple):
     k_len: int
 
     @property
+    def matrices(self) -> int:
+        """Of each batch entry: its heads, or 1 where tensors have no head axis."""
+        return 1 if self.heads is None else self.heads
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """(*batch, heads, q_len, k_len), as masks and biases broadcast to it."""
         return (*self.batch, *(() if self.heads is None else (self.heads,)), self.q_len, self.k_len)
@@ -78,11 +83,13 @@ def assemble(features: Features, sizes: Sizes, causal_shift: int, device: torch.
         if not isinstance(features.scores, Scores):
             raise TypeError(f"scores must be Scores, which score rules give; got {type(features.scores).__name__}")
         scores += features.scores
-    for tensor in (*(mask.tensors if mask else ()), *scores.tensors):
-        if tensor.device != device:
-            raise ValueError(f"what rules captured must be on {device} to match q; got {tensor.device}")
+    for name, tensors in (("mask", mask.tensors if mask else ()), ("scores", scores.tensors)):
+        for tensor in tensors:
+            if tensor.device != device:
+                raise ValueError(f"what {name} captured must be on {device} to match q; got {tensor.device}")
     sinks = () if features.sinks is None else (_sinks(features.sinks, sizes, device),)
     dropout = _probability(features.dropout_p)
+    _check_randomness(features, device)
     seed = () if dropout is None else (_seed(features, device),)
     extras = _distinct((*sinks, *seed, *(mask.tensors if mask else ()), *scores.tensors))
     return Assembled(mask.expression if mask else None, scores.expression, bool(sinks), dropout, extras)
@@ -134,15 +141,15 @@ def _broadcast(name: str, tensor: Tensor, sizes: Sizes) -> Tensor:
 
 def _slopes(slopes: Tensor, sizes: Sizes, device: torch.device) -> Tensor:
     _check("alibi_slopes", slopes, device, FLOATS)
-    heads, batch = sizes.heads or 1, math.prod(sizes.batch)
+    heads, batch = sizes.matrices, math.prod(sizes.batch)
     if tuple(slopes.shape) not in ((heads,), (batch, heads)):
         raise ValueError(f"alibi_slopes must have shape ({heads},) or ({batch}, {heads}); got {tuple(slopes.shape)}")
-    return slopes.reshape(-1, heads)
+    return slopes if slopes.ndim == 2 else slopes[None]
 
 
 def _sinks(sinks: Tensor, sizes: Sizes, device: torch.device) -> Tensor:
     _check("sinks", sinks, device, FLOATS)
-    heads = sizes.heads or 1
+    heads = sizes.matrices
     if tuple(sinks.shape) != (heads,):
         raise ValueError(f"sinks must have shape ({heads},), a logit for each head; got {tuple(sinks.shape)}")
     return sinks.contiguous()
@@ -164,6 +171,18 @@ def _probability(value: float) -> float | None:
     return float(value) if value > 0 else None
 
 
+def _check_randomness(features: Features, device: torch.device) -> None:
+    seed, generator = features.seed, features.generator
+    if isinstance(seed, Tensor):
+        if seed.numel() != 1 or seed.dtype != torch.int64 or seed.device != device:
+            got = f"{tuple(seed.shape)} {seed.dtype} on {seed.device}"
+            raise ValueError(f"seed must be one int64 on {device}; got {got}")
+    elif seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise TypeError(f"seed must be an int, a tensor or None; got {type(seed).__name__}")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator or None; got {type(generator).__name__}")
+
+
 def _seed(features: Features, device: torch.device) -> Tensor:
     """The seed as an int64 tensor of one element on this device; drawn there where none is given."""
     seed = features.seed
@@ -172,13 +191,7 @@ def _seed(features: Features, device: torch.device) -> Tensor:
         drawn_on = device if generator is None else generator.device
         return torch.randint(-(2**63), 2**63 - 1, (1,), device=drawn_on, generator=generator).to(device)
     if isinstance(seed, Tensor):
-        if seed.numel() != 1 or seed.dtype != torch.int64 or seed.device != device:
-            raise ValueError(
-                f"seed must be one int64 on {device}; got {tuple(seed.shape)} {seed.dtype} on {seed.device}"
-            )
         return seed.reshape(1)
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed must be an int, a tensor or None; got {type(seed).__name__}")
     return torch.tensor([(seed + 2**63) % 2**64 - 2**63], device=device)
 
 

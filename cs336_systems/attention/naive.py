@@ -11,7 +11,7 @@ from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from .pairs import Extras, Pairs, changed_scores, kept_pairs, seen_pairs
+from .pairs import Extras, Pairs, by_group, changed_scores, kept_pairs, seen_pairs
 from .precision import without_autocast
 from .spec import AttentionSpec
 
@@ -50,11 +50,15 @@ def _naive(
         scores = scores.masked_fill(~seen, float("-inf"))
     if extras.sinks is not None:
         # A key that every query sees, without a value.
-        sinks = extras.sinks.to(scores.dtype).view(-1, *scores.shape[-3:-2], 1, 1)
+        sinks = by_group(extras.sinks.to(scores.dtype), k)[..., None]
         scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
-    weights = scores
-    if scores.shape[-1] > 0:
-        weights = _softmax(scores, spec.hides_rows(q_len, k_len))
+    blind = None
+    if spec.hides_rows(q_len, k_len):
+        # A softmax over nothing is NaN, and so would be its gradient: such rows get scores of 0 and weights of 0.
+        blind = (scores == float("-inf")).all(-1, keepdim=True)
+        scores = scores.masked_fill(blind, 0.0)
+    weights = torch.softmax(scores, dim=-1) if scores.shape[-1] > 0 else scores
+    weights = weights if blind is None else weights.masked_fill(blind, 0.0)
     weights = weights[..., :k_len]
     if extras.seed is not None:
         kept = kept_pairs(spec, pairs, extras.seed)
@@ -64,15 +68,8 @@ def _naive(
     if not return_lse:
         return out, None
     lse = torch.logsumexp(scores if scores.dtype == torch.float64 else scores.float(), dim=-1)
+    lse = lse if blind is None else lse.masked_fill(blind.squeeze(-1), float("-inf"))
     return out, rearrange(lse, "... kv group row -> ... (kv group) row")
-
-
-def _softmax(scores: Tensor, hides_rows: bool) -> Tensor:
-    if not hides_rows:
-        return torch.softmax(scores, dim=-1)
-    # A softmax over nothing is NaN, and so would be its gradient: such rows get scores of 0 and weights of 0.
-    blind = (scores == float("-inf")).all(-1, keepdim=True)
-    return torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
 
 
 @functools.cache

@@ -62,8 +62,13 @@ class Pairs(NamedTuple):
             return cls(batch, batch.new_zeros(()), row, column, 1)
         leading = q.shape[:-3]
         batch = torch.arange(math.prod(leading), device=device).view(*leading, 1, 1, 1, 1)
-        head = torch.arange(q.shape[-3], device=device).view(k.shape[-3], -1, 1, 1) if k.shape[-3] else batch
+        head = torch.arange(q.shape[-3], device=device).view(max(1, k.shape[-3]), -1, 1, 1)
         return cls(batch, head, row, column, q.shape[-3])
+
+
+def by_group(sinks: Tensor, k: Tensor) -> Tensor:
+    """The sinks of all heads in a shape (kv_heads, group, 1) that broadcasts to rows of scores."""
+    return sinks.view(max(1, k.shape[-3]) if k.ndim > 3 else 1, -1, 1)
 
 
 def seen_pairs(spec: AttentionSpec, pairs: Pairs, band: tuple[int | None, int | None], extras: Extras) -> Tensor | None:
@@ -141,7 +146,7 @@ def scores_and_slopes(
 def kept_pairs(spec: AttentionSpec, pairs: Pairs, seed: Tensor) -> Tensor:
     """Whether dropout keeps the weight of each pair; the kernels draw the same numbers."""
     matrix = pairs.batch * pairs.heads + pairs.head
-    number = philox(seed, pairs.column // 4, pairs.row, matrix)
+    number = philox(seed, pairs.column // 4, pairs.row, matrix, torch.zeros_like(pairs.row))
     word = pairs.column % 4
     chosen = torch.where(word < 2, torch.where(word == 0, *number[:2]), torch.where(word == 2, *number[2:]))
     return chosen >> (32 - THRESHOLD_BITS) >= spec.as_settings.dropout_threshold
@@ -167,14 +172,13 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 
 
-def philox(seed: Tensor, column: Tensor, row: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox 4x32 with 10 rounds (Salmon et al., 2011) of the counter (column, row, matrix, 0): four 32-bit numbers.
+def philox(seed: Tensor, *counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox 4x32 with 10 rounds (Salmon et al., 2011) of a counter of four 32-bit numbers: four others.
 
     ``seed`` is an int64 tensor of one element; its halves are the key.
     """
     low, high = seed.reshape(()) & _WORD, (seed.reshape(()) >> 32) & _WORD
-    c0, c1, c2 = torch.broadcast_tensors(column, row, matrix)
-    c3 = torch.zeros_like(c0)
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     for _ in range(10):
         first, second = _wide_product(c0, _MULTIPLIERS[0]), _wide_product(c2, _MULTIPLIERS[1])
         c0, c1, c2, c3 = second[0] ^ c1 ^ low, second[1], first[0] ^ c3 ^ high, first[1]

@@ -26,12 +26,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..kernels import rules
 from ..kernels.language import jit
 from ..kernels.rules import AXES, Code, Gradient
+from ..kernels.settings import NUMBERS
 
 Captured = Tensor | float
 _PLACES = ("batch", "head", "row", "column")
@@ -82,7 +82,7 @@ class _Rule:
 
     def __init__(self, function: Callable[..., Any], **code: Any) -> None:
         python = getattr(function, "fn", function)
-        self._parameters = tuple(inspect.signature(python).parameters)
+        self._parameters = _parameters_of(function)
         if self._parameters[: len(self._before)] != self._before:
             expected = ", ".join(self._before)
             raise TypeError(
@@ -107,9 +107,9 @@ class _Rule:
                 f"{self.name} must be given {', '.join(self.captures) or 'nothing'}; got {len(captured)} values"
             )
         for name, value in zip(self.captures, captured, strict=True):
-            if isinstance(value, bool) or not isinstance(value, (Tensor, int, float)):
+            if isinstance(value, bool) or not isinstance(value, (Tensor, *NUMBERS)):
                 raise TypeError(f"{name} must be a tensor or a number; got {value!r} of type {type(value).__name__}")
-            if not isinstance(value, Tensor) and not math.isfinite(value):
+            if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name} must be finite; got {value}")
         numbers = tuple(None if isinstance(value, Tensor) else value for value in captured)
         return (self.name, numbers), tuple(value for value in captured if isinstance(value, Tensor))
@@ -135,11 +135,12 @@ class ScoreRule(_Rule):
 
     def derivative(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Decorates the derivative of the rule with respect to the score, of the same arguments; else it is 1."""
+        self._check_arguments(function)
         self.code.derivative = _jitted(function)
         self.code.derivative_in_torch = rules.in_both(self.code.derivative)
         return function
 
-    def gradient(self, captured: str, axes: str, code: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    def gradient(self, captured: str, axes: str) -> Callable[..., Any]:
         """Decorates d score / d element, for the element of a captured tensor that a pair reads.
 
         Args:
@@ -147,16 +148,25 @@ class ScoreRule(_Rule):
             axes: its axes, such as "batch head": of "batch", "head", "row" and "column", in this order.
         """
         if captured not in self.captures:
-            raise ValueError(f"captured must be one of {', '.join(self.captures)}; got {captured!r}")
+            raise ValueError(f"captured must be one of {', '.join(self.captures) or 'nothing'}; got {captured!r}")
         names = tuple(axes.split())
         if not set(names) <= set(AXES) or names != tuple(name for name in AXES if name in names):
             raise ValueError(f"axes must be of {', '.join(AXES)}, in this order; got {axes!r}")
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+            self._check_arguments(function)
             self.code.gradients[self.captures.index(captured)] = Gradient(_jitted(function), names)
             return function
 
         return decorate
+
+    def _check_arguments(self, function: Any) -> None:
+        parameters = self._parameters if function is None else _parameters_of(function)
+        if len(parameters) != len(self._parameters):
+            expected = ", ".join(self._parameters)
+            raise TypeError(
+                f"the function must take what {self.name} does, ({expected}); got ({', '.join(parameters)})"
+            )
 
     def adds(self, captured: str, axes: str) -> None:
         """Says that the rule adds the element of a captured tensor that a pair reads: its gradient is the score's."""
@@ -173,11 +183,19 @@ def score_rule(function: Callable[..., Any] | None = None, *, steepest: float = 
 
     Args:
         steepest: the largest magnitude of its derivative, which float32 gradients are scaled by so that they stay in
-        range.
+            range.
     """
+    if isinstance(steepest, bool) or not isinstance(steepest, (int, float)):
+        raise TypeError(f"steepest must be a number; got {steepest!r} of type {type(steepest).__name__}")
+    if not 0 < steepest < math.inf:
+        raise ValueError(f"steepest must be above 0 and finite; got {steepest}")
     if function is None:
         return lambda function: ScoreRule(function, steepest=steepest)
     return ScoreRule(function, steepest=steepest)
+
+
+def _parameters_of(function: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(getattr(function, "fn", function)).parameters)
 
 
 def _jitted(function: Any) -> Any:
@@ -193,10 +211,3 @@ def _register(name: str, code: Code) -> str:
         unused = f"{name}_{number}"
     rules.registry[unused] = code
     return unused
-
-
-def as_device(tensor: Tensor, device: torch.device, name: str) -> Tensor:
-    """The tensor, if it is on this device."""
-    if tensor.device != device:
-        raise ValueError(f"{name} must be on {device} to match q; got {tensor.device}")
-    return tensor

@@ -19,7 +19,7 @@ from ..kernels.settings import Window
 from ..kernels.sinks import sink_gradient
 from .choose import ARGUMENTS, Implementation, spec_for
 from .derivatives import differentiable_once
-from .pairs import Extras, Pairs, changed_scores, kept_pairs, scores_and_slopes, seen_pairs
+from .pairs import Extras, Pairs, by_group, changed_scores, kept_pairs, scores_and_slopes, seen_pairs
 from .precision import autocast_inputs, without_autocast
 from .spec import AttentionSpec
 
@@ -71,7 +71,7 @@ def forward(
     for rows in tiles(q.shape[-2], TILE_Q):
         q_tile = rearrange(q[..., rows, :].to(wide), GROUPED, kv=max(1, k.shape[-3]))
         accumulated = q_tile.new_zeros(*q_tile.shape[:-1], v.shape[-1])
-        maximum, total = before_any_key(q_tile, extras.sinks)
+        maximum, total = before_any_key(q_tile, k, extras.sinks)
         for columns in tiles_seen(k.shape[-2], TILE_K, rows, band):
             pairs = Pairs.of(q, k, rows, columns)
             scores = einsum(q_tile, k[..., columns, :].to(wide), PRODUCTS) * spec.scale
@@ -93,12 +93,12 @@ def forward(
     return out, lse
 
 
-def before_any_key(q_tile: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def before_any_key(q_tile: Tensor, k: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Each row's largest score and sum of exponentials before it has seen a key: those of its head's sink."""
     maximum = q_tile.new_full(q_tile.shape[:-1], float("-inf"))
     if sinks is None:
         return maximum, torch.zeros_like(maximum)
-    maximum = torch.maximum(maximum, sinks.to(maximum.dtype).view(-1, q_tile.shape[-3], 1))
+    maximum = torch.maximum(maximum, by_group(sinks.to(maximum.dtype), k))
     return maximum, (maximum != float("-inf")).to(maximum.dtype)
 
 

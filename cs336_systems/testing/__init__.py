@@ -6,6 +6,7 @@
 
 from .budget import TF32_EPS, Finding, assert_within_budget, compare, difference
 from .evaluation import Attend, Results, evaluate, poisoned_memory
+from .features import Features, in_dtype, leaves_of
 from .inputs import LAYOUTS, Inputs, Shapes, make_inputs
 from .oracle import naive_results, oracle, terms
 
@@ -13,6 +14,7 @@ __all__ = [
     "LAYOUTS",
     "TF32_EPS",
     "Attend",
+    "Features",
     "Finding",
     "Inputs",
     "Results",
@@ -21,6 +23,8 @@ __all__ = [
     "compare",
     "difference",
     "evaluate",
+    "in_dtype",
+    "leaves_of",
     "make_inputs",
     "naive_results",
     "oracle",

@@ -1,14 +1,15 @@
 """How far an implementation may be from the oracle.
 
 The budget compares with `attention(..., impl="naive")` in the same dtype, both measured against the oracle, which is
-naive in float64. With ``m`` either the Euclidean norm or the largest magnitude, and for each of out, lse, dq, dk, dv::
+naive in float64. With ``m`` either the Euclidean norm or the largest magnitude, and for out, lse and each gradient::
 
     m(x - oracle) <= 2 m(naive - oracle)      twice the error of the straightforward computation
                      + eps m(oracle)          the result is rounded to its dtype, whose eps this is
                      + rounding m(terms)      so is what is multiplied, and sums are rounded, in float32 or float64
                      + smallest m(1)          nothing is resolved below the smallest subnormal number
 
-where rounding is eps / 2, but at least 4 eps of float32, and 16 eps in float64, in which the oracle is no more exact.
+where rounding is eps / 2, but at least 4 eps of float32, and 16 eps in float64, in which the oracle is no more exact. A
+gradient in a finer dtype than out's, as a float32 bias of float16 inputs has it, is made of numbers rounded to out's.
 ``terms`` is, element for element, the root of the sum of the squares of what is added up to make it. It matters where
 naive happens to be exact, and where terms cancel: with a single key the gradients of q and k are 0, and computed as the
 difference of two roundings of the same number. A score's terms count among its weight's, whose exponent it is. A NaN
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from .evaluation import Results
+from .features import Features
 from .inputs import Inputs
 from .oracle import naive_results, oracle, terms, unit_of
 
@@ -33,7 +35,7 @@ class Finding:
     """How far one result is from the oracle, and how far it may be.
 
     Attributes:
-        name: of the result: out, lse, dq, dk or dv.
+        name: of the result: out, lse, dq, dk, dv, or the gradient of a feature.
         measure: "norm" or "largest", for the Euclidean norm or the largest magnitude of the difference.
         error, naive_error: of the implementation, and of naive in the same dtype.
         size: of the oracle's result, in the same measure.
@@ -87,7 +89,8 @@ def compare(
             )
         info = torch.finfo(x.dtype)
         own_eps = info.eps if eps is None or x.dtype != torch.float32 else eps
-        rounding = 16 * info.eps if x.dtype == torch.float64 else max(own_eps / 2, 4 * torch.finfo(torch.float32).eps)
+        rounded_to = x.dtype if name in ("out", "lse") else _coarser(x.dtype, actual["out"].dtype)
+        rounding = _rounding(rounded_to, eps)
         sizes = zip(
             _measure(difference(x, exact[name])),
             _measure(difference(naive[name], exact[name])),
@@ -109,14 +112,15 @@ def assert_within_budget(
     *,
     causal: bool | str = False,
     scale: float | None = None,
+    features: Features | None = None,
     eps: float | None = None,
 ) -> None:
-    """Hold what an implementation made of ``inputs`` to the budget.
+    """Hold what an implementation made of ``inputs``, and ``features``, to the budget.
 
     Raises:
         AssertionError: it is beyond it; the message lists every result.
     """
-    settings: dict[str, Any] = {"causal": causal, "scale": scale, "return_lse": "lse" in actual}
+    settings: dict[str, Any] = {"causal": causal, "scale": scale, "features": features, "return_lse": "lse" in actual}
     exact, naive, summed = (make(inputs, **settings) for make in (oracle, naive_results, terms))
     findings = compare(actual, exact, naive, summed, eps=eps)
     if not all(finding.holds for finding in findings):
@@ -127,6 +131,18 @@ def difference(x: Tensor, exact: Tensor) -> Tensor:
     """x - exact in float64: 0 where both are the same infinity, NaN where only one is finite."""
     x = x.to(torch.float64)
     return torch.where(x == exact, 0.0, x - exact)
+
+
+def _coarser(first: torch.dtype, second: torch.dtype) -> torch.dtype:
+    return max(first, second, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _rounding(dtype: torch.dtype, eps: float | None) -> float:
+    """How large the rounding of a term is; ``eps`` stands for float32's."""
+    info = torch.finfo(dtype)
+    if dtype == torch.float64:
+        return 16 * info.eps
+    return max((info.eps if eps is None or dtype != torch.float32 else eps) / 2, 4 * torch.finfo(torch.float32).eps)
 
 
 def _measure(x: Tensor) -> tuple[float, float]:

@@ -10,21 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .features import Features, leaves_of
 from .inputs import Inputs
 
-Attend = Callable[[Tensor, Tensor, Tensor], "Tensor | tuple[Tensor, Tensor]"]
-"""Attention of q, k, v, its settings already bound: out, or (out, lse)."""
+Attend = Callable[..., "Tensor | tuple[Tensor, Tensor]"]
+"""Attention of q, k, v and features by name, its settings already bound: out, or (out, lse)."""
 Results = dict[str, Tensor]
-"""By name: out, lse if there is one, dq, dk, dv."""
+"""By name: out, lse if there is one, dq, dk, dv, and the gradients of features (see `features`)."""
 
 
-def evaluate(attend: Attend, inputs: Inputs) -> Results:
-    """What ``attend`` returns for these inputs, and the gradients of q, k and v, as the very tensors given."""
+def evaluate(attend: Attend, inputs: Inputs, features: Features | None = None) -> Results:
+    """What ``attend`` returns for these inputs, and the gradients of q, k and v, as the very tensors given.
+
+    And those of the features that require one.
+    """
     leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-    returned = attend(*leaves)
+    given, further = leaves_of(features or {})
+    returned = attend(*leaves, **given)
     outputs = (returned,) if isinstance(returned, Tensor) else returned
-    gradients = torch.autograd.grad(outputs, leaves, (inputs.dout, inputs.dlse)[: len(outputs)])
-    named = zip(("out", "lse", "dq", "dk", "dv"), (*outputs, *[None] * (2 - len(outputs)), *gradients), strict=True)
+    gradients = torch.autograd.grad(outputs, (*leaves, *further.values()), (inputs.dout, inputs.dlse)[: len(outputs)])
+    values = (*outputs, *[None] * (2 - len(outputs)), *gradients)
+    named = zip(("out", "lse", "dq", "dk", "dv", *further), values, strict=True)
     return {name: x.detach() for name, x in named if x is not None}
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,68 +13,141 @@ from einops import rearrange
 from torch import Tensor
 
 from ..attention import attention
-from ..attention.spec import Causal
+from ..attention.features import Features as AskedFeatures
+from ..attention.pairs import Extras, Pairs, kept_pairs, scores_and_slopes, seen_pairs
+from ..attention.spec import AttentionSpec
 from ..attention.validation import check
+from ..kernels.rules import tensors_of
 from .evaluation import Results, evaluate
+from .features import Features, in_dtype
 from .inputs import Inputs
 
 
 def naive_results(
-    inputs: Inputs, *, causal: bool | str = False, scale: float | None = None, return_lse: bool = True
+    inputs: Inputs,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    features: Features | None = None,
+    return_lse: bool = True,
 ) -> Results:
     """Values and gradients of the naive implementation in the dtype of the inputs."""
     settings: dict[str, Any] = {"causal": causal, "scale": scale, "return_lse": return_lse}
-    return evaluate(partial(attention, impl="naive", **settings), inputs)
+    return evaluate(partial(attention, impl="naive", **settings), inputs, features)
 
 
 def oracle(
-    inputs: Inputs, *, causal: bool | str = False, scale: float | None = None, return_lse: bool = True
+    inputs: Inputs,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    features: Features | None = None,
+    return_lse: bool = True,
 ) -> Results:
     """Values and gradients for these inputs, computed in float64."""
-    return naive_results(inputs.to(torch.float64), causal=causal, scale=scale, return_lse=return_lse)
+    settings: dict[str, Any] = {"causal": causal, "scale": scale, "return_lse": return_lse}
+    return naive_results(inputs.to(torch.float64), features=in_dtype(features or {}, torch.float64), **settings)
 
 
 @torch.no_grad()
 def terms(
-    inputs: Inputs, *, causal: bool | str = False, scale: float | None = None, return_lse: bool = True
+    inputs: Inputs,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    features: Features | None = None,
+    return_lse: bool = True,
 ) -> Results:
     """For each result, the root of the sum of the squares of what is added up to make it, in some shape."""
-    problem = check(*inputs[:3], causal, scale, return_lse)
-    spec, q_len, k_len = problem.spec, problem.q_len, problem.k_len
     q, k, v, dout, dlse = inputs.to(torch.float64)
-    if problem.q_heads is None:
-        q, k, v, dout, dlse = (x.unsqueeze(-3) for x in (q, k, v, dout, dlse.unsqueeze(-1)))
-    else:
-        dlse = dlse.unsqueeze(-1)
+    asked = in_dtype(features or {}, torch.float64)
+    window = asked.pop("window", None)
+    problem = check(q, k, v, causal, scale, return_lse, window, AskedFeatures(**asked))
+    spec, extras = problem.spec, Extras.of(problem.spec, problem.extras)
+    if q.ndim == 2:
+        q, k, v, dout, dlse = (x[None] for x in (q, k, v, dout, dlse))
+    rows, columns = slice(0, problem.q_len), slice(0, problem.k_len)
+    pairs = Pairs.of(q, k, rows, columns)
     kv = max(1, k.shape[-3])
-    q, dout, dlse = (rearrange(x, "... (kv group) row d -> ... kv group row d", kv=kv) for x in (q, dout, dlse))
+    q, dout, dlse = (
+        rearrange(x, "... (kv group) row d -> ... kv group row d", kv=kv) for x in (q, dout, dlse.unsqueeze(-1))
+    )
     k, v = k.unsqueeze(-3), v.unsqueeze(-3)
 
-    scores = (q @ k.mT) * spec.scale
-    if spec.causal is not Causal.NONE:
-        _, right = spec.band(q_len, k_len)
-        seen = torch.arange(k_len, device=q.device) <= torch.arange(q_len, device=q.device)[:, None] + right
+    products, product_terms = (q @ k.mT) * spec.scale, _root_sum_square(q, k.mT) * abs(spec.scale)
+    captured = _captured(asked)
+    wanted = [tensor.requires_grad for tensor in captured.values()]
+    scores, slope, of_captured = scores_and_slopes(spec, products, pairs, extras.by_scores, wanted)
+    score_terms = _score_terms(spec, products, product_terms, pairs, extras.by_scores)
+    seen = seen_pairs(spec, pairs, spec.band(problem.q_len, problem.k_len), extras)
+    if seen is not None:
         scores = scores.masked_fill(~seen, -math.inf)
-    lse = torch.logsumexp(scores, -1, keepdim=True)
-    weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, math.inf))
-    score_terms = _root_sum_square(q, k.mT) * abs(spec.scale)
-    largest = score_terms.masked_fill(scores == -math.inf, 0.0).amax(-1) if k_len else 0.0
-    delta_terms = torch.linalg.vector_norm(dout * (weights @ v), dim=-1, keepdim=True)
+    sinks = scores.new_full((1, 1, 1), -math.inf)
+    if extras.sinks is not None:
+        sinks = extras.sinks.view(1 if problem.q_heads is None else kv, q.shape[-3], 1, 1)
+    lse = torch.logsumexp(torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1), -1, keepdim=True)
+    never = lse.masked_fill(lse == -math.inf, math.inf)
+    weights = torch.exp(scores - never)
+    kept = 1.0 if extras.seed is None else kept_pairs(spec, pairs, extras.seed) * spec.as_settings.kept_scale
+    score_terms = score_terms.masked_fill(scores == -math.inf, 0.0)
+    sink_terms = _finite(sinks).abs()
+    largest = score_terms.amax(-1, keepdim=True) if problem.k_len else 0.0
+    delta_terms = torch.linalg.vector_norm(dout * ((weights * kept) @ v), dim=-1, keepdim=True)
     if return_lse:
         delta_terms = delta_terms + dlse.abs()
     # Weights inherit the rounding of their scores; in a backward pass that has only the log-sum-exp to start from, its
     # rounding too. Both are done in float32 at least, which is beneath notice for 16-bit results.
     notable = inputs.q.dtype.itemsize > 2
     weights_once = weights * (1.0 + score_terms * notable)
-    weights_again = weights_once + weights * lse.masked_fill(lse.isinf(), 0.0).abs() * notable
-    score_gradients = weights_again * (_root_sum_square(dout, v.mT) + delta_terms) * abs(spec.scale)
-    return {
-        "out": _root_sum_square(weights_once, v),
-        "lse": largest + lse.squeeze(-1).masked_fill(lse.squeeze(-1).isinf(), 0.0).abs() + 1.0,
-        "dq": _root_sum_square(score_gradients, k),
-        "dk": _root_sum_square(_over_group(score_gradients).mT, _over_group(q)),
-        "dv": _root_sum_square(_over_group(weights_again).mT, _over_group(dout)),
+    weights_again = weights_once + weights * _finite(lse).abs() * notable
+    score_gradients = weights_again * (_root_sum_square(dout, v.mT) * kept + delta_terms)
+    # A slope is made of terms as large as 1, as that of a cap is, however flat it is.
+    product_gradients = score_gradients * abs(spec.scale) * torch.as_tensor(slope).abs().clamp(min=1.0)
+    made = {
+        "out": _root_sum_square(weights_once * kept, v),
+        "lse": largest + sink_terms + _finite(lse).abs() + 1.0,
+        "dq": _root_sum_square(product_gradients, k),
+        "dk": _root_sum_square(_over_group(product_gradients).mT, _over_group(q)),
+        "dv": _root_sum_square(_over_group(weights_again * kept).mT, _over_group(dout)),
     }
+    names = [*captured]
+    for term in of_captured:
+        squares = torch.zeros_like(extras.by_scores[term.number])
+        squared = term._replace(term=torch.as_tensor(term.term).square())
+        squared.add_to({term.number: squares}, score_gradients.square(), rows, columns)
+        made[names[term.number]] = squares.sqrt()
+    if extras.sinks is not None:
+        of_sinks = torch.exp(sinks - never) * (1.0 + (sink_terms + _finite(lse).abs()) * notable) * delta_terms
+        heads = 1 if problem.q_heads is None else problem.q_heads
+        by_head = of_sinks.reshape(math.prod(problem.batch), heads, problem.q_len)
+        made["dsinks"] = torch.linalg.vector_norm(by_head, dim=(0, 2))
+    return made
+
+
+def _captured(features: Features) -> dict[str, Tensor]:
+    """The tensors that change scores, by the names of their gradients, in the order of `AttentionSpec.extras`."""
+    alone = {f"d{name}": features[name] for name in ("alibi_slopes", "bias") if features.get(name) is not None}
+    by_rules = features["scores"].tensors if features.get("scores") is not None else ()
+    return alone | {f"dscores_{number}": tensor for number, tensor in enumerate(by_rules)}
+
+
+def _score_terms(spec: AttentionSpec, scores: Tensor, size: Tensor, pairs: Pairs, captured: Sequence[Tensor]) -> Tensor:
+    """The size of what is added up to make each score, from that of q kᵀ: a rule is taken for the line that touches it.
+
+    Its slope multiplies what was there, and what the line crosses the axis at is added to it.
+    """
+    rest = iter(captured)
+    for leaf in spec.scores:
+        own = [next(rest) for _ in range(tensors_of(leaf))]
+        rule = dataclasses.replace(spec, scores=(leaf,))
+        changed, slope, _ = scores_and_slopes(rule, scores, pairs, own, [False] * len(own))
+        size = ((slope * size) ** 2 + (changed - slope * scores) ** 2 + changed**2).sqrt()
+        scores = changed
+    return size
+
+
+def _finite(x: Tensor) -> Tensor:
+    return x.masked_fill(x.isinf(), 0.0)
 
 
 def _over_group(x: Tensor) -> Tensor:

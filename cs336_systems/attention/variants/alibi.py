@@ -4,6 +4,7 @@ from torch import Tensor
 
 from ...kernels.language import at, tl
 from ..rules import Scores, score_rule
+from .arguments import integer, tensor
 
 
 @score_rule
@@ -23,8 +24,7 @@ def alibi(slopes: Tensor, shift: int = 0) -> Scores:
         slopes: (batch or 1, heads or 1).
         shift: k_len - q_len aligns the last query with the last key.
     """
-    if slopes.ndim != 2 or not slopes.is_floating_point():
-        raise ValueError(
-            f"slopes must be (batch, heads) floating-point numbers; got {tuple(slopes.shape)} {slopes.dtype}"
-        )
-    return _alibi(slopes, shift)
+    if tensor("slopes", slopes).ndim != 2 or not slopes.is_floating_point():
+        got = f"{tuple(slopes.shape)} {slopes.dtype}"
+        raise ValueError(f"slopes must be (batch, heads) floating-point numbers; got {got}")
+    return _alibi(slopes, integer("shift", shift))

@@ -1,6 +1,7 @@
 """Blocks that see nothing but themselves."""
 
 from ..rules import Mask, predicate
+from .arguments import integer
 
 
 @predicate
@@ -10,6 +11,4 @@ def _block_local(batch, head, row, column, size):
 
 def block_local(size: int) -> Mask:
     """Query i sees the keys of its own block of ``size`` positions."""
-    if size < 1:
-        raise ValueError(f"size must be at least 1; got {size}")
-    return _block_local(size)
+    return _block_local(integer("size", size, 1))

@@ -1,6 +1,7 @@
 """Every so many keys (Child et al., "Generating long sequences with sparse transformers", 2019)."""
 
 from ..rules import Mask, predicate
+from .arguments import integer
 
 
 @predicate
@@ -11,6 +12,4 @@ def _dilated(batch, head, row, column, step):
 
 def dilated(step: int) -> Mask:
     """Query i sees the keys whose distance from it is a multiple of ``step``."""
-    if step < 1:
-        raise ValueError(f"step must be at least 1; got {step}")
-    return _dilated(step)
+    return _dilated(integer("step", step, 1))

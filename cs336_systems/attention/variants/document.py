@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ...kernels.language import at
 from ..rules import Mask, predicate
+from .arguments import tensor
 
 
 @predicate
@@ -21,6 +22,6 @@ def document(of_queries: Tensor, of_keys: Tensor | None = None) -> Mask:
     """
     of_keys = of_queries if of_keys is None else of_keys
     for name, ids in (("of_queries", of_queries), ("of_keys", of_keys)):
-        if ids.ndim != 2 or ids.dtype not in (torch.int32, torch.int64):
+        if tensor(name, ids).ndim != 2 or ids.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{name} must be (batch, length) integers; got {tuple(ids.shape)} {ids.dtype}")
     return _document(of_queries, of_keys)

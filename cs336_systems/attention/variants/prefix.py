@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ...kernels.language import at
 from ..rules import Mask, predicate
+from .arguments import tensor
 
 
 @predicate
@@ -18,6 +19,6 @@ def prefix(lengths: Tensor) -> Mask:
     Args:
         lengths: (batch,) or (1,), integers.
     """
-    if lengths.ndim != 1 or lengths.dtype not in (torch.int32, torch.int64):
+    if tensor("lengths", lengths).ndim != 1 or lengths.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"lengths must be (batch,) integers; got {tuple(lengths.shape)} {lengths.dtype}")
     return _prefix(lengths)

@@ -1,5 +1,7 @@
 """Logit soft-capping: scores bounded smoothly (Gemma Team, "Gemma 2", 2024)."""
 
+import math
+
 from ...kernels.language import tanh
 from ..rules import Scores, score_rule
 
@@ -17,6 +19,8 @@ def _softcap_slope(score, batch, head, row, column, cap):
 
 def softcap(cap: float) -> Scores:
     """cap * tanh(score / cap)."""
-    if not cap > 0:
-        raise ValueError(f"cap must be above 0; got {cap}")
+    if isinstance(cap, bool) or not isinstance(cap, (int, float)):
+        raise TypeError(f"cap must be a number; got {cap!r} of type {type(cap).__name__}")
+    if not 0 < cap < math.inf:
+        raise ValueError(f"cap must be above 0 and finite; got {cap}")
     return _softcap(float(cap))

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from ...kernels.language import at
 from ..rules import Mask, predicate
+from .arguments import tensor
 
 
 @predicate
@@ -13,6 +14,6 @@ def _visible_where(batch, head, row, column, mask):
 
 def visible_where(mask: Tensor) -> Mask:
     """Query i sees key j where the mask (batch or 1, heads or 1, q_len or 1, k_len or 1) is not 0."""
-    if mask.ndim != 4:
+    if tensor("mask", mask).ndim != 4:
         raise ValueError(f"mask must have 4 dimensions (batch, heads, q_len, k_len); got {tuple(mask.shape)}")
     return _visible_where(mask)

@@ -4,6 +4,7 @@ By itself ``attention(window=...)`` is faster: it does not visit what is hidden.
 """
 
 from ..rules import Mask, predicate
+from .arguments import integer
 
 
 @predicate
@@ -13,4 +14,4 @@ def _window(batch, head, row, column, before, after, shift):
 
 def window(before: int, after: int = 0, shift: int = 0) -> Mask:
     """Query i sees the keys from i + shift - before to i + shift + after."""
-    return _window(before, after, shift)
+    return _window(integer("before", before), integer("after", after), integer("shift", shift))

@@ -1,0 +1,232 @@
+"""Windows, caps, slopes, biases, masks, rules, sinks and dropout, alone and together, against float64 in the budget."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from operator import methodcaller
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cs336_systems.attention import attention
+from cs336_systems.attention.rules import score_rule
+from cs336_systems.attention.variants import block_local, causal, dilated, document, prefix
+from cs336_systems.kernels.language import at, tanh
+from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs, poisoned_memory
+
+
+@score_rule(steepest=2.0)
+def bent(score, batch, head, row, column, rates, offsets):
+    return score + tanh(score) * at(rates, (head, row)) + at(offsets, (batch, column))
+
+
+@bent.derivative
+def _(score, batch, head, row, column, rates, offsets):
+    bend = tanh(score)
+    return 1.0 + (1.0 - bend * bend) * at(rates, (head, row))
+
+
+@bent.gradient("rates", axes="head row")
+def _(score, batch, head, row, column, rates, offsets):
+    return tanh(score)
+
+
+bent.adds("offsets", axes="batch column")
+
+
+@score_rule(steepest=1.5)
+def stretched(score, batch, head, row, column, factors):
+    return score * at(factors, (batch, head, row, column))
+
+
+@stretched.derivative
+def _(score, batch, head, row, column, factors):
+    return at(factors, (batch, head, row, column))
+
+
+@stretched.gradient("factors", axes="batch head row column")
+def _(score, batch, head, row, column, factors):
+    return score
+
+
+class Maker:
+    """Features of a call with these sizes. ``axes`` say which are not of size 1: b(atch), h(ead), q(uery) and k(ey)."""
+
+    def __init__(self, shapes, dtype, device):
+        self.on = {"dtype": dtype, "device": device}
+        self.device = device
+        self.batch, self.heads = math.prod(shapes.q[:-3]), shapes.q[-3]
+        self.q_len, self.k_len = shapes.q[-2], shapes.k[-2]
+
+    def shape(self, axes):
+        sizes = {"b": self.batch, "h": self.heads, "q": self.q_len, "k": self.k_len}
+        return tuple(size if name in axes else 1 for name, size in sizes.items())
+
+    def parameter(self, *shape):
+        return torch.randn(shape, **self.on).requires_grad_()
+
+    def window(self, before, after):
+        return {"window": (before, after)}
+
+    def softcap(self, cap):
+        return {"softcap": cap}
+
+    def dropout(self, dropout_p, seed):
+        return {"dropout_p": dropout_p, "seed": seed}
+
+    def bias(self, axes):
+        return {"bias": self.parameter(*self.shape(axes))}
+
+    def slopes(self, of_each_entry=False):
+        return {"alibi_slopes": torch.rand(*[self.batch] * of_each_entry, self.heads, **self.on).requires_grad_()}
+
+    def mask(self, axes):
+        return {"mask": torch.rand(self.shape(axes), device=self.device) < 0.7}
+
+    def sinks(self):
+        return {"sinks": self.parameter(self.heads)}
+
+    def documents(self):
+        ids = [torch.randint(0, 3, (self.batch, length), device=self.device) for length in (self.q_len, self.k_len)]
+        return {"mask": document(*[x.sort(-1).values for x in ids]) & ~dilated(3)}
+
+    def prefixes(self):
+        lengths = torch.randint(0, self.k_len + 1, (self.batch,), device=self.device)
+        return {"mask": prefix(lengths) | causal(self.k_len - self.q_len) | block_local(7)}
+
+    def rules(self):
+        rates, factors = (torch.rand(*shape, **self.on) for shape in ((self.heads, self.q_len), self.shape("hk")))
+        offsets = self.parameter(self.batch, self.k_len)
+        scores = bent(rates.requires_grad_(), offsets) + stretched((0.5 + factors).requires_grad_())
+        return {"scores": scores}
+
+
+DROPPED = {"dropout_p": 0.3, "seed": -(2**40) + 5}
+ALONE = {
+    "window": lambda make: {"window": (30, 4)},
+    "window_before": lambda make: {"window": (9, None)},
+    "softcap": lambda make: {"softcap": 0.8},
+    "alibi": lambda make: make.slopes(),
+    "alibi_of_each_entry": lambda make: make.slopes(True),
+    "bias": lambda make: make.bias("bhqk"),
+    "bias_of_keys": lambda make: make.bias("k"),
+    "bias_of_queries": lambda make: make.bias("hq"),
+    "bias_of_entries": lambda make: make.bias("b"),
+    "mask": lambda make: make.mask("bhqk"),
+    "mask_of_keys": lambda make: make.mask("bk"),
+    "documents": lambda make: make.documents(),
+    "prefixes": lambda make: make.prefixes(),
+    "rules": lambda make: make.rules(),
+    "sinks": lambda make: make.sinks(),
+    "dropout": lambda make: DROPPED,
+}
+TOGETHER = {
+    "window_sinks_cap": lambda make: {"window": (20, None), "softcap": 2.0} | make.sinks(),
+    "alibi_documents_sinks": lambda make: make.slopes() | make.documents() | make.sinks(),
+    "bias_mask_dropout": lambda make: make.bias("hqk") | make.mask("qk") | DROPPED,
+    "rules_prefixes_sinks": lambda make: make.rules() | make.prefixes() | make.sinks(),
+    "cap_alibi_bias_rules": lambda make: {"softcap": 1.5} | make.slopes() | make.bias("qk") | make.rules(),
+    "window_mask_dropout_sinks": lambda make: {"window": (None, 7)} | make.mask("bhk") | DROPPED | make.sinks(),
+}
+IMPLEMENTATIONS = [
+    pytest.param(impl, dtype, id=f"{impl}-{str(dtype).removeprefix('torch.')}")
+    for impl, dtypes in {
+        "flash": (torch.float16, torch.bfloat16, torch.float32),
+        "tiled": (torch.float32, torch.float64),
+    }.items()
+    for dtype in dtypes
+]
+GROUPED = Shapes.of(2, q_len=35, k_len=41, d=8, dv=12, q_heads=2, kv_heads=1)
+
+
+def check(impl, inputs, features, causal=False):
+    with poisoned_memory():
+        results = evaluate(partial(attention, causal=causal, impl=impl, return_lse=True), inputs, features)
+    assert_within_budget(results, inputs, causal=causal, features=features)
+    return results
+
+
+@pytest.mark.parametrize("name", [*ALONE, *TOGETHER])
+@pytest.mark.parametrize(("impl", "dtype"), IMPLEMENTATIONS)
+def test_values_and_gradients_are_within_the_budget(impl, dtype, device, name):
+    inputs = make_inputs(GROUPED, dtype=dtype, device=device)
+    features = {**ALONE, **TOGETHER}[name](Maker(GROUPED, dtype, device))
+    check(impl, inputs, features, causal="bottom_right" if name in TOGETHER else False)
+
+
+# A tensor for each pair, one for each row and for each column: the ways in which tiles meet.
+@pytest.mark.parametrize(
+    "name", ["window", "softcap", "alibi", "bias", "mask", "documents", "rules", "sinks", "dropout"]
+)
+@pytest.mark.parametrize("lengths", [(130, 150), (150, 130)], ids=["more_keys", "more_queries"])
+def test_lengths_beyond_a_tile(flash_device, lengths, name):
+    shapes = Shapes.of(1, q_len=lengths[0], k_len=lengths[1], d=16, q_heads=2, kv_heads=1)
+    inputs = make_inputs(shapes, dtype=torch.float16, device=flash_device)
+    check("flash", inputs, ALONE[name](Maker(shapes, torch.float16, flash_device)), causal="top_left")
+
+
+AXES = st.sets(st.sampled_from("bhqk"))
+SIDES = st.one_of(st.none(), st.integers(0, 45))
+MASKS = st.one_of(
+    st.builds(methodcaller, st.just("mask"), AXES), st.sampled_from([ALONE["documents"], ALONE["prefixes"]])
+)
+MAKERS = {
+    "window": st.builds(methodcaller, st.just("window"), SIDES, SIDES),
+    "softcap": st.builds(methodcaller, st.just("softcap"), st.floats(0.1, 50.0)),
+    "slopes": st.builds(methodcaller, st.just("slopes"), st.booleans()),
+    "bias": st.builds(methodcaller, st.just("bias"), AXES),
+    "mask": MASKS,
+    "rules": st.just(ALONE["rules"]),
+    "sinks": st.just(ALONE["sinks"]),
+    "dropout": st.builds(methodcaller, st.just("dropout"), st.floats(0.0, 1.0), st.integers(-(2**63), 2**64 - 1)),
+}
+
+
+@st.composite
+def shapes(draw):
+    length, width, kv_heads = st.integers(1, 36), st.integers(1, 20), draw(st.integers(1, 2))
+    heads = {"q_heads": kv_heads * draw(st.integers(1, 2)), "kv_heads": kv_heads}
+    lengths = {"q_len": draw(length), "k_len": draw(length)}
+    return Shapes.of(draw(st.integers(1, 2)), **lengths, d=draw(width), dv=draw(width), **heads)
+
+
+def calls(dtypes):
+    """Each feature is there or not, and its tensors have any shape that broadcasts."""
+    return st.fixed_dictionaries(
+        {
+            "shapes": shapes(),
+            "dtype": st.sampled_from(dtypes),
+            "causal": st.sampled_from([False, "top_left", "bottom_right"]),
+            "makers": st.fixed_dictionaries({}, optional=MAKERS),
+            "seed": st.integers(0, 2**32 - 1),
+        }
+    )
+
+
+def check_call(impl, device, call):
+    torch.manual_seed(call["seed"])
+    inputs = make_inputs(call["shapes"], dtype=call["dtype"], device=device)
+    make, features = Maker(call["shapes"], call["dtype"], device), {}
+    for maker in call["makers"].values():
+        features |= maker(make)
+    check(impl, inputs, features, call["causal"])
+
+
+@settings(max_examples=12)
+@given(call=calls([torch.float16, torch.float32]))
+def test_flash_with_any_features(flash_device, call):
+    check_call("flash", flash_device, call)
+
+
+@pytest.mark.gpu
+@given(call=calls([torch.bfloat16]))
+def test_flash_with_any_features_in_bfloat16(call):
+    check_call("flash", torch.device("cuda"), call)
+
+
+@given(call=calls([torch.float32, torch.float64]))
+def test_tiled_with_any_features(device, call):
+    check_call("tiled", device, call)

@@ -1,0 +1,304 @@
+"""Rules of one's own: what masks combine to, what derivatives are, and that both languages compute the same."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+import triton
+
+from cs336_systems.attention import attention, variants
+from cs336_systems.attention.rules import predicate, score_rule
+from cs336_systems.attention.variants.alibi import _alibi
+from cs336_systems.attention.variants.bias import _bias
+from cs336_systems.attention.variants.softcap import _softcap
+from cs336_systems.kernels import rules
+from cs336_systems.kernels.language import at, in_torch, jit, tanh, tl
+from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs
+
+SHAPES = Shapes.of(2, q_len=9, k_len=11, d=8, q_heads=2, kv_heads=1)
+WIDE = torch.float64
+BATCH, HEAD, ROW, COLUMN = torch.meshgrid(*map(torch.arange, (2, 2, 9, 11)), indexing="ij")
+
+
+@pytest.fixture(params=["flash", "tiled", "naive"])
+def seen(request, flash_device):
+    """Which pairs (2, 2, 9, 11) a mask makes visible, by an implementation: equal scores, the identity for values."""
+
+    def seen_by(mask):
+        q, k = (torch.zeros(2, 2, length, 8, device=flash_device) for length in (9, 11))
+        v = torch.eye(11, device=flash_device).expand(2, 2, 11, 11)
+        return (attention(q, k, v, mask=mask, impl=request.param) != 0).cpu()
+
+    return seen_by
+
+
+IDS = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 3, 3]])
+KEY_IDS = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2], [0, 0, 0, 1, 1, 1, 1, 1, 3, 3, 4]])
+LENGTHS = torch.tensor([3, 0])
+VARIANTS = {
+    "causal": (lambda device: variants.causal(2), COLUMN <= ROW + 2),
+    "window": (lambda device: variants.window(3, 1, 2), (COLUMN >= ROW - 1) & (COLUMN <= ROW + 3)),
+    "block_local": (lambda device: variants.block_local(4), ROW // 4 == COLUMN // 4),
+    "dilated": (lambda device: variants.dilated(3), (ROW - COLUMN).abs() % 3 == 0),
+    "prefix": (lambda device: variants.prefix(LENGTHS.to(device)), LENGTHS[BATCH] > COLUMN),
+    "prefix_of_all": (lambda device: variants.prefix(LENGTHS[:1].to(device).int()), COLUMN < 3),
+    "document": (
+        lambda device: variants.document(IDS.to(device), KEY_IDS.to(device)),
+        IDS[BATCH, ROW] == KEY_IDS[BATCH, COLUMN],
+    ),
+    "document_of_all": (
+        lambda device: variants.document(KEY_IDS[:1].to(device)),
+        KEY_IDS[0, ROW] == KEY_IDS[0, COLUMN],
+    ),
+    "visible_where": (
+        lambda device: variants.visible_where(torch.arange(-2, 9, device=device).view(1, 1, 1, 11)),
+        COLUMN != 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_hide_what_they_say(seen, flash_device, name):
+    mask, expected = VARIANTS[name]
+    assert torch.equal(seen(mask(flash_device)), expected)
+
+
+def test_masks_combine_as_booleans_do(seen, flash_device):
+    (make_a, in_a), (make_b, in_b), (make_c, in_c) = (VARIANTS[name] for name in ("prefix", "causal", "document"))
+    a, b, c = make_a(flash_device), make_b(flash_device), make_c(flash_device)
+    combined = {
+        "and": (a & b, in_a & in_b),
+        "or": (a | c, in_a | in_c),
+        "not": (~c, ~in_c),
+        "not_not": (~~a, in_a),
+        "nested": (~(a | ~b) & c | a & ~c, ~(in_a | ~in_b) & in_c | in_a & ~in_c),
+        "itself": (c & ~c | b & b, in_b),
+    }
+    for name, (mask, expected) in combined.items():
+        assert torch.equal(seen(mask), expected), name
+
+
+@jit
+def distance(row, column):
+    return tl.abs(row - column)
+
+
+@jit
+def reach_of(head):
+    return 2 * head + LEAST
+
+
+LEAST: tl.constexpr = tl.constexpr(3)
+
+
+@predicate
+def nearby(batch, head, row, column, most, shift):
+    return distance(row, column + shift) <= tl.minimum(reach_of(head), at(most, (batch, head)))
+
+
+def test_predicates_call_functions_and_read_constants(seen, flash_device):
+    most = torch.tensor([[2, 9], [4, 4]])
+    expected = (ROW - COLUMN - 1).abs() <= torch.minimum(2 * HEAD + 3, most[BATCH, HEAD])
+    assert torch.equal(seen(nearby(most.to(flash_device), 1)), expected)
+
+
+@predicate
+def all_axes(batch, head, row, column, tensor):
+    return at(tensor, (batch, head, row, column)) > 0
+
+
+@pytest.mark.parametrize("ones", [(), (0,), (1, 3), (2,), (0, 1), (0, 1, 2, 3)])
+def test_axes_of_size_1_are_read_at_0(seen, flash_device, ones):
+    shape = [1 if axis in ones else size for axis, size in enumerate((2, 2, 9, 11))]
+    tensor = torch.randint(-1, 2, shape)
+    assert torch.equal(seen(all_axes(tensor.to(flash_device))), (tensor > 0).expand(2, 2, 9, 11))
+
+
+@predicate
+def constant(batch, head, row, column):
+    return True
+
+
+@predicate
+def of_heads(batch, head, row, column, chosen):
+    return at(chosen, (head,)) != 0
+
+
+def test_predicates_need_not_look_at_rows_and_columns(seen, flash_device):
+    assert seen(constant()).all()
+    assert not seen(~constant()).any()
+    chosen = torch.tensor([True, False])
+    assert torch.equal(seen(of_heads(chosen.to(flash_device))), chosen[HEAD])
+
+
+@score_rule
+def arithmetic(score, batch, head, row, column):
+    return (score + 2.0) * (score - 1.0) / 3.0 - tl.where(score > 0.3, score, -0.5 * score)
+
+
+@score_rule
+def bounded(score, batch, head, row, column):
+    return tl.minimum(score, 0.2) + tl.maximum(score, -0.1) + tl.abs(score)
+
+
+@score_rule
+def exponential(score, batch, head, row, column):
+    return tl.exp(0.5 * score) + tl.exp2(-0.5 * score) + tl.log(tl.abs(score) + 1.0) + tl.log2(tl.abs(score) + 2.0)
+
+
+@score_rule
+def waves(score, batch, head, row, column):
+    return tl.sin(score) * tl.cos(2.0 * score) + tl.sqrt(tl.abs(score) + 0.1) + tl.sigmoid(score)
+
+
+@score_rule
+def placed(score, batch, head, row, column):
+    return score + tl.sin((3 * batch + 2 * head + row // 2 - column % 3).to(tl.float32))
+
+
+@pytest.mark.parametrize("rule", [arithmetic, bounded, exponential, waves, placed], ids=lambda rule: rule.name)
+def test_score_rules_compute_the_same_in_every_implementation(flash_device, rule):
+    inputs = make_inputs(SHAPES, device=flash_device)
+    exact = attention(*inputs.to(WIDE)[:3], scores=rule(), impl="naive")
+    for impl in ("naive", "tiled", "flash"):
+        out = attention(*inputs[:3], scores=rule(), impl=impl)
+        torch.testing.assert_close(out.to(WIDE), exact, rtol=1e-5, atol=1e-5, msg=lambda text, i=impl: f"{i}: {text}")
+
+
+def test_a_function_that_torch_has_not_is_refused():
+    @jit
+    def product_of(x):
+        return tl.dot(x, x)
+
+    with pytest.raises(AttributeError, match=r"a function of pairs may not use tl\.dot"):
+        in_torch(product_of, torch.float32)(torch.ones(2, 2))
+
+
+@jit
+def bend(x):
+    return tanh(x)
+
+
+@triton.jit
+def tanh_kernel(numbers, answers, SIZE: tl.constexpr):
+    place = tl.arange(0, SIZE)
+    tl.store(answers + place, bend(tl.load(numbers + place)))
+
+
+def test_tanh_is_exact_to_a_few_roundings(flash_device):
+    magnitudes = torch.logspace(-30, 3, 2000, base=10, dtype=torch.float32)
+    near = torch.linspace(0.4, 0.7, 47)
+    numbers = torch.cat([-magnitudes, magnitudes, torch.tensor([0.0, float("inf")]), near]).to(flash_device)
+    numbers = torch.nn.functional.pad(numbers, (0, 4096 - len(numbers)))
+    answers = torch.empty_like(numbers)
+    tanh_kernel[(1,)](numbers, answers, 4096)
+    exact = torch.tanh(numbers.double())
+    assert ((answers.double() - exact).abs() <= 4 * torch.finfo(torch.float32).eps * exact.abs()).all()
+    assert torch.equal(in_torch(bend, WIDE)(numbers.double()), exact)
+
+
+VARIED = [
+    (_softcap, [0.7]),
+    (_softcap, [30]),
+    (_alibi, [torch.rand(2, 2, dtype=WIDE), 2]),
+    (_alibi, [torch.rand(1, 2, dtype=WIDE), -3]),
+    (_bias, [torch.randn(2, 2, 9, 11, dtype=WIDE)]),
+    (_bias, [torch.randn(1, 2, 1, 11, dtype=WIDE)]),
+]
+
+
+@pytest.mark.parametrize(("rule", "captured"), VARIED)
+def test_derivatives_of_variants_are_those_of_their_functions(rule, captured):
+    score = (3.0 * torch.randn(2, 2, 9, 11, dtype=WIDE)).requires_grad_()
+    leaves = [x.clone().requires_grad_() if isinstance(x, torch.Tensor) else x for x in captured]
+    arguments = (score, BATCH, HEAD, ROW, COLUMN, *leaves)
+    code = rule.code
+    changed = code.in_torch[WIDE](*arguments)
+    weights = torch.randn_like(changed)
+    tensors = {slot: leaf for slot, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    of_score, *of_captured = torch.autograd.grad(changed, (score, *tensors.values()), weights)
+    slope = 1.0 if code.derivative is None else code.derivative_in_torch[WIDE](*arguments)
+    torch.testing.assert_close(weights * slope, of_score)
+    assert (of_score.abs() <= code.steepest * weights.abs() * (1 + 1e-12)).all()
+    assert tensors.keys() == code.gradients.keys()
+    for (slot, leaf), expected in zip(tensors.items(), of_captured, strict=True):
+        own = code.gradients[slot]
+        term = weights if own.code is None else weights * own.in_torch[WIDE](*arguments)
+        assert own.axes == ("batch", "head", "row", "column")[: leaf.ndim]
+        torch.testing.assert_close(term.sum_to_size(*leaf.shape, *[1] * (4 - leaf.ndim)).view_as(leaf), expected)
+
+
+def test_every_variant_is_tested():
+    assert set(variants.__all__) <= {name.split("_of_")[0] for name in VARIANTS} | {"softcap", "alibi", "bias"}
+
+
+def test_score_rules_are_applied_in_order(flash_device):
+    """Each implementation, values and gradients; one rule twice, with tensors of its own each time."""
+    inputs = make_inputs(SHAPES, device=flash_device)
+    first, second = (torch.randn(1, 2, 1, 11, device=flash_device).requires_grad_() for _ in "ab")
+    orders = list(itertools.permutations([variants.bias(first), variants.softcap(0.5), variants.bias(second)]))
+    results = []
+    for one, other, last in orders[:3]:
+        features = {"scores": one + other + last}
+        results.append(evaluate(partial(attention, impl="flash", return_lse=True), inputs, features))
+        assert_within_budget(results[-1], inputs, features=features)
+    assert not torch.allclose(results[0]["out"], results[1]["out"])
+
+
+def test_a_rule_defined_twice_under_one_name_stays_two(seen):
+    def make(first):
+        if first:
+
+            @predicate
+            def visible(batch, head, row, column):
+                return column < 3
+        else:
+
+            @predicate
+            def visible(batch, head, row, column):
+                return column < 7
+
+        return visible
+
+    first, second = make(True), make(False)
+    assert first.name != second.name
+    assert torch.equal(seen(first()), COLUMN < 3)
+    assert torch.equal(seen(second()), COLUMN < 7)
+    assert torch.equal(seen(first() | second()), COLUMN < 7)
+
+
+def test_other_numbers_compile_nothing_anew(flash_device):
+    """They are arguments of the kernels: the code of a mask and of scores is the same object."""
+    inputs = make_inputs(SHAPES, device=flash_device)
+    slopes = torch.rand(2, device=flash_device).requires_grad_()
+
+    def call(number):
+        mask = variants.block_local(number) | variants.window(number, 1)
+        features = {
+            "mask": mask,
+            "softcap": float(number),
+            "alibi_slopes": slopes,
+            "dropout_p": 0.1 / number,
+            "seed": 1,
+        }
+        results = evaluate(partial(attention, impl="flash", return_lse=True), inputs, features)
+        assert_within_budget(results, inputs, features=features)
+
+    call(2)
+    before = rules.mask_code.cache_info().misses, rules.score_code.cache_info().misses
+    call(5)
+    assert (rules.mask_code.cache_info().misses, rules.score_code.cache_info().misses) == before
+
+
+def test_calls_that_differ_in_numbers_or_strides_alone(flash_device):
+    """What is remembered of one call is not used for another."""
+    q, k, v, *_ = make_inputs(SHAPES, device=flash_device)
+    mask = (torch.rand(1, 1, 9, 11, device=flash_device) < 0.5).contiguous()
+    calls = [(mask, 3), (~mask, 3), (mask, 8), (mask.mT.contiguous().mT, 3), (mask.int(), 3)]
+    for own, size in [*calls, *calls]:
+        rule = variants.visible_where(own) & variants.block_local(size)
+        out, exact = (attention(q, k, v, mask=rule, impl=impl) for impl in ("flash", "naive"))
+        torch.testing.assert_close(out, exact)
