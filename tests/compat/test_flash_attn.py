@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from cs336_systems.attention import attention
 from cs336_systems.compat import flash_attn
 from cs336_systems.compat.flash_attn import (
     flash_attn_func,
@@ -152,6 +153,17 @@ def test_dropout(device):
     assert dropped.float().mean().item() == pytest.approx(0.5, abs=0.02)
     assert torch.equal(out, again)
     assert weights is None
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(True, True), (False, None)])
+def test_deterministic_is_asked_for_or_left_to_torch(monkeypatch, asked, expected):
+    def record(*inputs, deterministic, **options):
+        assert deterministic is expected
+        return attention(*inputs, deterministic=deterministic, **options)
+
+    monkeypatch.setattr(flash_attn, "attention", record)
+    q, k, v = made("cpu", torch.float32)
+    assert flash_attn_func(q, k, v, deterministic=asked).shape == q.shape
 
 
 NAMES = {

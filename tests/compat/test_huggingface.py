@@ -225,18 +225,26 @@ def test_dropout(device):
 
 
 def test_masks_that_are_not_plain_are_transformers_own(device):
-    """Keys of a static cache that are not there yet, and functions of one's own."""
-    from transformers.masking_utils import sdpa_mask
+    """Keys of a static cache that are not there yet, functions of one's own, and padding before a single query."""
+    from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function
 
+    padded = {"q_offset": 3, "attention_mask": torch.tensor([[False, True, True, True]], device=device)}
     for arguments in (
         {"q_length": 3, "kv_length": 8, "q_offset": torch.tensor(2, device=device)},
         {"q_length": 3, "kv_length": 8, "q_offset": 0},
         {"q_length": 4, "kv_length": 4, "allow_is_causal_skip": False},
-        {"q_length": 1, "kv_length": 4, "q_offset": 3, "attention_mask": torch.tensor([[False, True, True, True]])},
+        {"q_length": 1, "kv_length": 4, "mask_function": sliding_window_causal_mask_function(2), **padded},
     ):
-        mask = attention_mask(1, **arguments)
-        expected = sdpa_mask(batch_size=1, **arguments | {"allow_is_causal_skip": False})
+        mask = attention_mask(1, **arguments, device=device)
+        expected = sdpa_mask(batch_size=1, **arguments | {"allow_is_causal_skip": False}, device=device)
         assert torch.equal(mask, expected)
+
+
+def test_padding_is_that_of_the_keys_that_the_cache_kept(device):
+    there = torch.tensor([[False, False, False, True, True, True]], device=device)
+    mask = attention_mask(1, 2, 4, q_offset=4, kv_offset=2, attention_mask=there)
+    assert mask.tolist() == [[[[False, True, True, True]]]]
+    assert attention_mask(1, 2, 3, q_offset=4, kv_offset=3, attention_mask=there) is None
 
 
 def test_what_is_not_there_to_give_is_refused():
