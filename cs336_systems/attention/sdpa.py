@@ -33,8 +33,8 @@ def sdpa(
     mask = None
     if spec.causal is Causal.BOTTOM_RIGHT and q_len != k_len:
         if torch.compiler.is_compiling() or F.scaled_dot_product_attention is not scaled_dot_product_attention:
-            # The subclass, which lets the fused kernels skip what is hidden, is more than torch.compile can trace, and it
-            # calls what F has under this name, which may be this library again (see `cs336_systems.compat.sdpa`).
+            # The subclass, which lets the fused kernels skip what is hidden, is more than torch.compile can trace, and
+            # it calls what F has under this name, which may be this library (see `cs336_systems.compat.sdpa`).
             mask = seen_pairs(
                 spec, Pairs.of(q, k, slice(0, q_len), slice(0, k_len)), spec.band(q_len, k_len), NO_EXTRAS
             )

@@ -152,6 +152,21 @@ def test_packed_sequences(model, device):
     torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-4, atol=2e-5)
 
 
+def test_an_encoder_and_a_decoder_with_position_biases(device):
+    """T5: layers that are not causal, padding on the right, and queries of one tensor with keys of another."""
+    config = transformers.T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    model = transformers.T5ForConditionalGeneration(config).to(device).eval()
+    ids, there = prompts(device, True)
+
+    def compute():
+        return model(input_ids=ids, attention_mask=there.flip(1), decoder_input_ids=ids[:, :6]).logits
+
+    logits, expected = with_both(model, compute)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-5)
+
+
 @pytest.mark.parametrize("model", ["gpt_oss"], indirect=True)
 def test_no_mask_of_all_pairs_is_made(model, device, calls):
     """The window and causality reach `attention` as such, and padding as a mask of keys."""
