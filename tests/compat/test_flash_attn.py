@@ -157,13 +157,16 @@ def test_dropout(device):
 
 @pytest.mark.parametrize(("asked", "expected"), [(True, True), (False, None)])
 def test_deterministic_is_asked_for_or_left_to_torch(monkeypatch, asked, expected):
+    given = []
+
     def record(*inputs, deterministic, **options):
-        assert deterministic is expected
+        given.append(deterministic)
         return attention(*inputs, deterministic=deterministic, **options)
 
     monkeypatch.setattr(flash_attn, "attention", record)
     q, k, v = made("cpu", torch.float32)
-    assert flash_attn_func(q, k, v, deterministic=asked).shape == q.shape
+    flash_attn_func(q, k, v, deterministic=asked)
+    assert given == [expected]
 
 
 NAMES = {

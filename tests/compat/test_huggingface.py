@@ -258,6 +258,7 @@ def test_masks_that_are_not_plain_are_transformers_own(device):
 def test_padding_is_that_of_the_keys_that_the_cache_kept(device):
     there = torch.tensor([[False, False, False, True, True, True]], device=device)
     mask = attention_mask(1, 2, 4, q_offset=4, kv_offset=2, attention_mask=there)
+    assert mask is not None
     assert mask.tolist() == [[[[False, True, True, True]]]]
     assert attention_mask(1, 2, 3, q_offset=4, kv_offset=3, attention_mask=there) is None
 
