@@ -18,8 +18,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from .launching import Launch
+from .machine_code import unset_reads
 
-POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+POINTERS = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+}
+
+MATRIX_INSTRUCTIONS = r"mma\.sync|wgmma\.mma_async|tcgen05\.mma"
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,7 @@ class Report:
     warnings: tuple[str, ...]
     ptx: str
     cubin: bytes
+    capability: int
 
     @property
     def sass(self) -> str:
@@ -41,6 +52,20 @@ class Report:
             path = pathlib.Path(folder, "kernel.cubin")
             path.write_bytes(self.cubin)
             return _run("cuobjdump", "--dump-sass", str(path)).stdout
+
+    def as_row(self) -> dict[str, Any]:
+        """What the assembler said of the kernel, and what its code tells, as JSON can hold it."""
+        return {
+            "registers": self.registers,
+            "spilled": self.spill_stores + self.spill_loads,
+            "shared": self.shared,
+            "warnings": list(self.warnings),
+            "multiplies": re.search(MATRIX_INSTRUCTIONS, self.ptx) is not None,
+            "stores": "st.global" in self.ptx,
+            "reads_single_elements": "ld.global.b16" in self.ptx,
+            # Blackwell's instructions are not among those that the analysis knows.
+            "unset_reads": unset_reads(self.sass) if self.capability < 100 else [],
+        }
 
 
 def compile_for(capability: int, kernel: Any, launch: Launch) -> Report:
@@ -72,6 +97,7 @@ def compile_for(capability: int, kernel: Any, launch: Launch) -> Report:
         warnings=tuple(line for line in log.splitlines() if re.search(r"C75\d\d|warning", line)),
         ptx=compiled.asm["ptx"],
         cubin=compiled.asm["cubin"],
+        capability=capability,
     )
 
 

@@ -1,8 +1,9 @@
 """The language that masks and score changes are written in: one function, for Triton's kernels and for torch's tensors.
 
 `jit` functions compute element by element: with operators, with what `tl` has for elements (where, minimum, maximum,
-abs, exp, exp2, log, log2, sqrt, sin, cos, floor, sigmoid), and with `at` and `tanh` from here. Triton compiles them into its
-kernels. `in_torch` runs the same source on torch's tensors, where autograd differentiates it; that needs no Triton.
+abs, exp, exp2, log, log2, sqrt, sin, cos, floor, sigmoid), and with `at` and `tanh` from here. Triton compiles them
+into its kernels. `in_torch` runs the same source on torch's tensors, where autograd differentiates it; that needs no
+Triton.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ try:
     import triton.language as tl
 except ImportError:  # there is none for this platform: functions are for torch alone
     triton = tl = None
+
+__all__ = ["at", "in_torch", "jit", "tanh", "tl"]
 
 
 def jit(function: Callable[..., Any]) -> Any:

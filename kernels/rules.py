@@ -1,7 +1,8 @@
 """Rules for pairs of a query row and a key column: which are visible, and what becomes of their scores.
 
-A rule's code is a `jit` function (see `language`). What a call applies is an expression of rules, a plain value that can be
-hashed and written as text: it names rules and holds the numbers they captured, with None where a tensor was captured::
+A rule's code is a `jit` function (see `language`). What a call applies is an expression of rules, a plain value that
+can be hashed and written as text: it names rules and holds the numbers they captured, with None where a tensor was
+captured::
 
     mask    (name, captured) | ("and", mask, mask) | ("or", mask, mask) | ("not", mask)
     scores  ((name, captured), ...), applied in this order
@@ -58,10 +59,10 @@ class Gradient:
 class Code:
     """What a rule computes.
 
-    function: of (batch, head, row, column, *captured), with the score before them for a score rule. derivative: of a score
-    rule, its own derivative with respect to the score, of the same arguments; None stands for 1. steepest: the largest
-    magnitude that it has. gradients: by the position of a captured tensor. in_torch, derivative_in_torch: the functions on
-    torch's tensors.
+    function: of (batch, head, row, column, *captured), with the score before them for a score rule. derivative: of a
+    score rule, its own derivative with respect to the score, of the same arguments; None stands for 1. steepest: the
+    largest magnitude that it has. gradients: by the position of a captured tensor. in_torch, derivative_in_torch: the
+    functions on torch's tensors.
     """
 
     function: Any
@@ -86,7 +87,7 @@ def leaves(mask: Mask | None) -> Iterator[Leaf]:
     if mask[0] in OPERATORS or mask[0] == "not":
         yield from itertools.chain.from_iterable(leaves(part) for part in mask[1:])
     else:
-        yield mask  # type: ignore[misc]
+        yield mask
 
 
 def tensors_of(leaf: Leaf) -> int:
@@ -98,8 +99,8 @@ def tensors_of(leaf: Leaf) -> int:
 def mask_code(mask: Mask) -> Any:
     """A mask, its structure alone (see `settings`), as one function of (batch, head, row, column, exists, captured).
 
-    ``captured`` holds what all its rules captured, in one tuple: numbers as they are, and tensors as the first three items
-    of what `language.at` takes; ``exists`` is the fourth.
+    ``captured`` holds what all its rules captured, in one tuple: numbers as they are, and tensors as the first three
+    items of what `language.at` takes; ``exists`` is the fourth.
     """
     writer = _Writer()
     body = writer.mask(mask)
@@ -107,7 +108,7 @@ def mask_code(mask: Mask) -> Any:
 
 
 class Wanted(NamedTuple):
-    """A captured tensor whose gradient is wanted: the score rule's position, and the tensor's among what it captured."""
+    """A captured tensor whose gradient is wanted: its score rule's position, and its own among what that captured."""
 
     rule: int
     slot: int
@@ -116,8 +117,8 @@ class Wanted(NamedTuple):
 class ScoreCode(NamedTuple):
     """Score rules, written out as functions of (score, batch, head, row, column, exists, captured).
 
-    apply: the score that the last rule makes. differentiate: that score, its derivative with respect to the first one, and a
-    tuple with d score / d element for each `Wanted`.
+    apply: the score that the last rule makes. differentiate: that score, its derivative with respect to the first one,
+    and a tuple with d score / d element for each `Wanted`.
     """
 
     apply: Any
@@ -189,7 +190,7 @@ class _Writer:
         if mask[0] == "not":
             # A comparison, because ~ of what Triton made of a Python bool would be an integer's.
             return f"({self.mask(mask[1])} == 0)"
-        return f"{self.name(registry[mask[0]].function)}({self.arguments(mask)})"  # type: ignore[arg-type]
+        return f"{self.name(registry[mask[0]].function)}({self.arguments(mask)})"
 
     def function(self, name: str, parameters: str, lines: list[str]) -> Any:
         """A `jit` function of these lines. Triton reads its source, so that is left where Python looks for it."""

@@ -25,9 +25,9 @@ THRESHOLD_BITS = 31
 class Settings:
     """What is visible, what becomes of scores, and how many weights are dropped.
 
-    causal: "none", "top_left" or "bottom_right". window: as `Window` says; positions are aligned as ``causal`` says, and
-    at the ends where it says nothing. dropout: the part of the weights that is dropped, if any. mask, scores: see `rules`. sinks:
-    whether each head has a logit that takes part in the softmax without a value.
+    causal: "none", "top_left" or "bottom_right". window: as `Window` says; positions are aligned as ``causal`` says,
+    and at the ends where it says nothing. dropout: the part of the weights that is dropped, if any. mask, scores: see
+    `rules`. sinks: whether each head has a logit that takes part in the softmax without a value.
     """
 
     causal: str = "none"

@@ -52,7 +52,13 @@ _version = 0
 
 
 def lookup(
-    name: Pass, arithmetic: Arithmetic, head_dim: int, device: torch.device, length: int = 1 << 30, matrices: int = 1
+    name: Pass,
+    arithmetic: Arithmetic,
+    head_dim: int,
+    device: torch.device,
+    length: int = 1 << 30,
+    matrices: int = 1,
+    with_rules: bool = False,
 ) -> TileConfig:
     """The configuration of a pass on a device.
 
@@ -60,12 +66,15 @@ def lookup(
         name, arithmetic, head_dim: the row; the head dimension is padded, a power of two from 16 to 256.
         length, matrices: how much there is to divide among programs, as `TileConfig.programs` takes it; unless said,
             enough to occupy any device.
+        with_rules: whether more becomes of pairs than a causal mask does: rules, a window's other edge, dropout.
     """
     if name in _pins:
         return _pins[name]
     # TF32 runs the kernels of 16-bit inputs, on float16 parts of float32 ones.
     row: Row = (name, "half" if arithmetic == "tf32" else arithmetic, head_dim)
     architecture = architecture_of(device)
+    if with_rules:
+        return WITH_RULES[architecture][row]
     config = TABLES[architecture][row]
     if leaves_half_idle(config.programs(name, length, matrices), device):
         return SMALL_GRIDS.get(architecture, {}).get(row, config)
@@ -155,6 +164,38 @@ TABLES["sm_86"] = TABLES["sm_80"] | {
 # Triton 3.7 compiles two-part products of this size for tensor memory into a kernel that does nothing; 32 rows go to
 # the older matrix instructions.
 TABLES["sm_100"] = TABLES["sm_80"] | {("dkdv", "float32", 128): TileConfig(32, 32, 4, 1)}
+
+# Instead of the above where rules are applied, or a window has two edges, or weights are dropped: what that takes in
+# registers, and in shared memory where a tile of a bias is copied ahead, is left free. Reasoned, not searched.
+_SMALLER: dict[Row, TileConfig] = {
+    **_rows("forward", "half", (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 8, 2)),
+    **_rows("dq", "half", (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 8, 1)),
+    **_rows("dkdv", "half", (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (32, 32, 8, 1)),
+    **_rows("forward", "float32", (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
+    **_rows("dq", "float32", (64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 8, 1), (32, 16, 8, 1)),
+    **_rows("dkdv", "float32", (32, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 2), (32, 64, 8, 1), (16, 32, 8, 1)),
+}
+WITH_RULES: dict[str, dict[Row, TileConfig]] = {
+    "sm_80": _SMALLER,
+    "sm_86": _SMALLER
+    | {
+        ("forward", "half", 256): TileConfig(64, 32, 8, 1),
+        ("dq", "half", 128): TileConfig(64, 32, 8, 2),
+        ("dq", "half", 256): TileConfig(32, 32, 8, 1),
+        ("dkdv", "half", 128): TileConfig(32, 64, 8, 1),
+        ("forward", "float32", 128): TileConfig(32, 32, 8, 1),
+        ("dq", "float32", 128): TileConfig(32, 16, 8, 1),
+        ("dkdv", "float32", 128): TileConfig(16, 32, 8, 1),
+        ("dkdv", "float32", 256): TileConfig(16, 16, 8, 1),
+    },
+    "sm_90": _SMALLER
+    | {
+        ("dq", "half", 256): TileConfig(128, 32, 8, 2),
+        ("dq", "float32", 128): TileConfig(128, 32, 8, 2),
+        ("dkdv", "float32", 128): TileConfig(32, 128, 8, 1),
+    },
+    "sm_100": _SMALLER,
+}
 
 # Instead of the above, where that would leave half of the processors idle. Smaller tiles: more programs, each of which
 # ends sooner. Those for float32 at 128 are the fastest of some ten tried on 8 matrices of 1,024 rows; the others were

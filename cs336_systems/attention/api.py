@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, Literal, TypedDict, overload
 
@@ -113,12 +114,13 @@ def attention(
         alibi_slopes: (q_heads,) or (batch, q_heads); a slope times the distance of a key is taken from its score.
         bias: is added to scores; of any shape that broadcasts to (*batch, q_heads, q_len, k_len).
         scores: changes of one's own; see `cs336_systems.attention.rules`.
-        mask: True where a query sees a key: a bool tensor of any shape that broadcasts to (*batch, q_heads, q_len, k_len),
-            or a mask made of rules. What causal and window hide stays hidden.
+        mask: True where a query sees a key: a bool tensor of any shape that broadcasts to (*batch, q_heads, q_len,
+            k_len), or a mask made of rules. What causal and window hide stays hidden.
         sinks: (q_heads,), a logit for each head that takes part in the softmax without a value.
         dropout_p: the probability that a weight is set to 0, the others being divided by what is left of 1. A weight's
             fate follows from the seed, its batch entry, head, row and column alone.
-        seed: of dropout, an int or an int64 tensor of one element; drawn from ``generator``, or from the device's, if None.
+        seed: of dropout, an int or an int64 tensor of one element; drawn from ``generator``, or from the device's, if
+            None.
         deterministic: whether results have to be the same to the bit on every run; None follows
             ``torch.are_deterministic_algorithms_enabled()``. The implementations of this library always are.
         impl: "flash" (Triton), "sdpa" (torch's own), "compiled", "tiled", "naive", or "auto" to choose. A named one
@@ -140,7 +142,7 @@ def attention(
     """
     q, k, v = autocast_inputs(q, k, v)
     given = (mask, bias, softcap, alibi_slopes, scores, sinks, dropout_p, seed, generator)
-    features = None if all([x is y for x, y in zip(given, NOTHING)]) else Features(*given)
+    features = None if all(map(operator.is_, given, NOTHING)) else Features(*given)
     run, spec, extras = _prepare(q, k, v, causal, scale, impl, return_lse, window, features, deterministic)
     if q.ndim == 2:
         out, lse = run(q[None], k[None], v[None], spec, return_lse, extras)
@@ -213,7 +215,7 @@ def _choose(
 def _run_flash(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool, extras: tuple[Tensor, ...]
 ) -> Result:
-    needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad or any([x.requires_grad for x in extras])
+    needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad or any(x.requires_grad for x in extras)
     needs_backward = needs_gradient and torch.is_grad_enabled()
     # Forward-mode tangents ride on tensors that require no gradient: the Function refuses them, the operator would not.
     if not needs_backward and forward_ad._current_level < 0:

@@ -153,7 +153,7 @@ def _without_gradient(problem: Problem) -> str | None:
     if not problem.extras or not torch.is_grad_enabled():
         return None
     captured = [(leaf[0], slot) for leaf in problem.spec.scores for slot, item in enumerate(leaf[1]) if item is None]
-    for (name, slot), tensor in zip(reversed(captured), reversed(problem.extras)):
+    for (name, slot), tensor in zip(reversed(captured), reversed(problem.extras), strict=False):
         if tensor.requires_grad and slot not in registry[name].gradients:
             return name
     return None

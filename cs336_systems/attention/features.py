@@ -1,4 +1,4 @@
-"""From the arguments that a user gives for masks, scores, sinks and dropout to a spec's expressions and their tensors."""
+"""From what a user gives for masks, scores, sinks and dropout to a spec's expressions and their tensors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def assemble(features: Features, sizes: Sizes, causal_shift: int, device: torch.
     """Validate features, and put them together.
 
     Args:
-        causal_shift: how far the position of query i among the keys is from i, which ALiBi's distances are measured from.
+        causal_shift: how far the position of query i among the keys is from i, which ALiBi's distances are measured
+        from.
 
     Raises:
         TypeError, ValueError: an argument is not what it has to be; the message names it.
@@ -172,7 +173,9 @@ def _seed(features: Features, device: torch.device) -> Tensor:
         return torch.randint(-(2**63), 2**63 - 1, (1,), device=drawn_on, generator=generator).to(device)
     if isinstance(seed, Tensor):
         if seed.numel() != 1 or seed.dtype != torch.int64 or seed.device != device:
-            raise ValueError(f"seed must be one int64 on {device}; got {tuple(seed.shape)} {seed.dtype} on {seed.device}")
+            raise ValueError(
+                f"seed must be one int64 on {device}; got {tuple(seed.shape)} {seed.dtype} on {seed.device}"
+            )
         return seed.reshape(1)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed must be an int, a tensor or None; got {type(seed).__name__}")

@@ -29,8 +29,8 @@ def naive(
     """softmax(q kᵀ · scale) v with every score in memory (Vaswani et al., "Attention is all you need", 2017).
 
     Works on any device and dtype, and is differentiable any number of times. Tensors without a head axis pass one of
-    size 1. The log-sum-exp is float32 (float64 for float64 inputs), and None unless asked for. ``extras`` are the tensors
-    that the spec asks for.
+    size 1. The log-sum-exp is float32 (float64 for float64 inputs), and None unless asked for. ``extras`` are the
+    tensors that the spec asks for.
     """
     with without_autocast(q.device):
         return _naive(q, k, v, spec, return_lse, Extras.of(spec, extras))

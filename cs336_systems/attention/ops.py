@@ -118,14 +118,24 @@ def _one_by_one(info: Any, in_dims: Any, operator: Any, *arguments: Any) -> Any:
         for number in range(info.batch_size)
     ]
     return tuple(
-        [torch.stack(parts) for parts in zip(*column, strict=True)] if isinstance(column[0], list) else torch.stack(column)
+        [torch.stack(parts) for parts in zip(*column, strict=True)]
+        if isinstance(column[0], list)
+        else torch.stack(column)
         for column in zip(*results, strict=True)
     )
 
 
 @torch.library.register_vmap(f"{NAMESPACE}::flash_forward", lib=_library)  # type: ignore[untyped-decorator]
 def _vmap_forward(
-    info: Any, in_dims: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, settings: str, numbers: Sequence[float], extras: Sequence[Tensor]
+    info: Any,
+    in_dims: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    settings: str,
+    numbers: Sequence[float],
+    extras: Sequence[Tensor],
 ) -> Any:
     operator = torch.ops.cs336_systems.flash_forward
     if extras:

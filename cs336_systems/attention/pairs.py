@@ -118,11 +118,12 @@ def scores_and_slopes(
     """The scores as the rules leave them, their derivative, and terms for the captured tensors ``wanted``."""
     places, rest, first = (pairs.batch, pairs.head, pairs.row, pairs.column), iter(captured), 0
     steps = []
+    wide = scores.dtype
     for leaf in spec.scores:
         code, arguments = registry[leaf[0]], (scores, *places, *_captured(leaf, rest))
         steps.append((leaf, code, arguments, first))
         first += tensors_of(leaf)
-        scores = code.in_torch[scores.dtype](*arguments)
+        scores = code.in_torch[wide](*arguments)
     slope: Tensor | float = 1.0
     terms = []
     for leaf, code, arguments, first in reversed(steps):
@@ -130,10 +131,10 @@ def scores_and_slopes(
         for number, slot in enumerate(slots, first):
             if wanted[number]:
                 own = code.gradients[slot]
-                factor = 1.0 if own.code is None else own.in_torch[arguments[0].dtype](*arguments)
+                factor = 1.0 if own.code is None else own.in_torch[wide](*arguments)
                 terms.append(Term(number, own.axes, slope * factor))
         if code.derivative is not None:
-            slope = slope * code.derivative_in_torch[arguments[0].dtype](*arguments)
+            slope = slope * code.derivative_in_torch[wide](*arguments)
     return scores, slope, terms
 
 

@@ -13,9 +13,9 @@
 ...     return -abs(row - column).to(tl.float32)
 >>> attention(q, k, v, scores=decayed(rates))
 
-The functions are Triton's and compute element by element; what they may use is in `cs336_systems.kernels.language`, from
-where ``at`` and ``tl`` come. Rows and columns are positions in q and k, from 0 on. What follows them is captured: tensors,
-read with ``at``, and numbers.
+The functions are Triton's and compute element by element; what they may use is in `cs336_systems.kernels.language`,
+from where ``at`` and ``tl`` come. Rows and columns are positions in q and k, from 0 on. What follows them is captured:
+tensors, read with ``at``, and numbers.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ class _Rule:
 
     def _captured(self, captured: Sequence[Captured]) -> tuple[rules.Leaf, tuple[Tensor, ...]]:
         if len(captured) != len(self.captures):
-            raise TypeError(f"{self.name} must be given {', '.join(self.captures) or 'nothing'}; got {len(captured)} values")
+            raise TypeError(
+                f"{self.name} must be given {', '.join(self.captures) or 'nothing'}; got {len(captured)} values"
+            )
         for name, value in zip(self.captures, captured, strict=True):
             if isinstance(value, bool) or not isinstance(value, (Tensor, int, float)):
                 raise TypeError(f"{name} must be a tensor or a number; got {value!r} of type {type(value).__name__}")
@@ -114,7 +116,7 @@ class _Rule:
 
 
 class Predicate(_Rule):
-    """A function of (batch, head, row, column, *captured) that says which pairs are visible; called, it gives a `Mask`."""
+    """A function of (batch, head, row, column, *captured) that says what is visible; called, it gives a `Mask`."""
 
     def __call__(self, *captured: Captured) -> Mask:
         """The mask of this predicate with these tensors and numbers."""
@@ -132,7 +134,7 @@ class ScoreRule(_Rule):
         return Scores((leaf,), tensors)
 
     def derivative(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorates the derivative of the rule with respect to the score, of the same arguments. Without one it is 1."""
+        """Decorates the derivative of the rule with respect to the score, of the same arguments; else it is 1."""
         self.code.derivative = _jitted(function)
         self.code.derivative_in_torch = rules.in_both(self.code.derivative)
         return function
@@ -158,7 +160,7 @@ class ScoreRule(_Rule):
 
     def adds(self, captured: str, axes: str) -> None:
         """Says that the rule adds the element of a captured tensor that a pair reads: its gradient is the score's."""
-        self.gradient(captured, axes)(None)  # type: ignore[arg-type]
+        self.gradient(captured, axes)(None)
 
 
 def predicate(function: Callable[..., Any]) -> Predicate:
@@ -170,7 +172,8 @@ def score_rule(function: Callable[..., Any] | None = None, *, steepest: float = 
     """Decorates a function of (score, batch, head, row, column, *captured) that changes a score.
 
     Args:
-        steepest: the largest magnitude of its derivative, which float32 gradients are scaled by so that they stay in range.
+        steepest: the largest magnitude of its derivative, which float32 gradients are scaled by so that they stay in
+        range.
     """
     if function is None:
         return lambda function: ScoreRule(function, steepest=steepest)

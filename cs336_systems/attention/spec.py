@@ -79,7 +79,7 @@ class AttentionSpec:
         return k_len == 0 or before_all or after_all or empty or self.mask is not None or bool(self.scores)
 
     def extras(self) -> tuple[str, ...]:
-        """What each of the further tensors of a call is: "sinks", "seed", then the names of rules that captured them."""
+        """What the further tensors of a call are: "sinks", "seed", then the names of rules that captured them."""
         names = [leaf[0] for leaf in (*leaves(self.mask), *self.scores) for _ in range(tensors_of(leaf))]
         return *["sinks"] * self.sinks, *["seed"] * (self.dropout is not None), *names
 

@@ -125,7 +125,9 @@ def backward(
     if dlse is not None:
         delta = delta - dlse
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
-    of_captured = {number: torch.zeros_like(x, dtype=wide) for number, x in enumerate(extras.by_scores) if wanted[number]}
+    of_captured = {
+        number: torch.zeros_like(x, dtype=wide) for number, x in enumerate(extras.by_scores) if wanted[number]
+    }
     band = spec.band(q.shape[-2], k.shape[-2])
     kv = max(1, k.shape[-3])
     for rows in tiles(q.shape[-2], TILE_Q):
@@ -145,7 +147,9 @@ def backward(
             kept = weights
             if extras.seed is not None:
                 dropped = ~kept_pairs(spec, pairs, extras.seed)
-                kept, dweights = (x.masked_fill(dropped, 0.0) * spec.as_settings.kept_scale for x in (weights, dweights))
+                kept, dweights = (
+                    x.masked_fill(dropped, 0.0) * spec.as_settings.kept_scale for x in (weights, dweights)
+                )
             dscores = weights * (dweights - row_delta)
             for term in terms:
                 term.add_to(of_captured, dscores, rows, columns)
@@ -156,7 +160,6 @@ def backward(
     of_sinks = None if extras.sinks is None else sink_gradient(extras.sinks, lse, delta)
     rounded = [of_captured[n].to(x.dtype) if n in of_captured else None for n, x in enumerate(extras.by_scores)]
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), of_sinks, rounded
-
 
 
 class TiledAttentionFunction(torch.autograd.Function):

@@ -1,8 +1,9 @@
 """FlashAttention-2 backward (Dao, 2023) without atomics: one pass gathers dQ, another dK and dV, both deterministic.
 
 Both passes recompute the probabilities from q, k and the saved log-sum-exp. Two more products than the single pass with
-atomic additions, and in exchange the same bits on every run, and no float32 buffer for dQ. Each pass also sums up what it
-sees of the gradients of tensors that score rules captured; those with an element for each pair have a pass of their own.
+atomic additions, and in exchange the same bits on every run, and no float32 buffer for dQ. Each pass also sums up what
+it sees of the gradients of tensors that score rules captured; those with an element for each pair have a pass of their
+own.
 """
 
 import triton
@@ -11,7 +12,7 @@ import triton.language as tl
 from .addresses import matrix, store_tile
 from .masks import key_ranges, query_ranges
 from .operands import joined, load_operand, product, split, transposed
-from .pairs import existing, kept_pairs, place_of, seen_pairs
+from .pairs import Place, existing, kept_pairs, seen_pairs
 from .softmax import LOG2_E, weights_again
 from .units import TOP, scales_of, unit_of
 
@@ -49,7 +50,7 @@ def added_up(sums, gradient, terms, CHOSEN: tl.constexpr, AXIS: tl.constexpr):
     """``sums`` and what a tile of score gradients adds to them, summed over one axis, for the terms CHOSEN."""
     added = ()
     for number in tl.static_range(len(CHOSEN)):
-        added = added + (sums[number] + tl.sum(gradient * terms[CHOSEN[number]], AXIS),)
+        added = added + (sums[number] + tl.sum(gradient * terms[CHOSEN[number]], AXIS),)  # noqa: RUF005 Triton has no *
     return added
 
 
@@ -58,7 +59,7 @@ def zeros_for(SIZE: tl.constexpr, CHOSEN: tl.constexpr):
     """Nothing summed up yet."""
     sums = ()
     for _ in tl.static_range(len(CHOSEN)):
-        sums = sums + (tl.zeros([SIZE], tl.float32),)
+        sums = sums + (tl.zeros([SIZE], tl.float32),)  # noqa: RUF005
     return sums
 
 
@@ -175,8 +176,9 @@ def dq_kernel(
     """Grid: one program for each (matrix of q, tile of its rows). Also writes delta, which the other passes read.
 
     delta is rowsum(dout * out) - dlse: a gradient of the log-sum-exp reaches every score in proportion to its weight.
-    ``score_scale`` is ``scale`` * log2(e); ``distances`` lead from q, k, v and dout to their further parts. ``sums`` are
-    where the gradients of the terms SUMMED go, summed over columns, a number for each row; see `pairs` for the rest.
+    ``score_scale`` is ``scale`` * log2(e); ``distances`` lead from q, k, v and dout to their further parts. ``sums``
+    are where the gradients of the terms SUMMED go, summed over columns, a number for each row; see `pairs` for the
+    rest.
     """
     SHIFT: tl.constexpr = 0 if q_statistics is None else TOP
     tiles = tl.cdiv(q_len, TILE_Q)
@@ -186,7 +188,7 @@ def dq_kernel(
         tile = tiles - 1 - tile
     first_row = tile * TILE_Q
     kv_index = index // group
-    place = place_of(index, heads, q_len, k_len, left, right, captured, seed, threshold)
+    place = Place(index // heads, index % heads, index, q_len, k_len, left, right, captured, seed, threshold)
     scales = scales_of(
         q_statistics, k_statistics, v_statistics, dout_statistics, dlse_bound, kv_index, scale, score_scale,
         1.0 if seed is None else kept_scale, steepest,
@@ -255,8 +257,8 @@ def dkdv_step(
 ):
     """Add what one tile of query rows contributes to dK, dV and the sums over rows of the terms SUMMED.
 
-    Scores are transposed: keys down, queries across. Rows past the end have no weights, so only the edges of the band and
-    rules need a mask.
+    Scores are transposed: keys down, queries across. Rows past the end have no weights, so only the edges of the band
+    and rules need a mask.
     """
     across = first_row + tl.arange(0, TILE_Q)
     q_tile = load_operand(queries, first_row, TILE_Q, BLOCK_D, HEAD_DIM, True)
@@ -337,7 +339,8 @@ def dkdv_kernel(
 ):
     """Grid: one program for each (matrix of k, tile of its rows); it visits every query head of the group in turn.
 
-    ``sums`` are where the gradients of the terms SUMMED go, summed over rows, a number for each column of each matrix of q.
+    ``sums`` are where the gradients of the terms SUMMED go, summed over rows, a number for each column of each matrix
+    of q.
     """
     SHIFT: tl.constexpr = 0 if q_statistics is None else TOP
     tiles = tl.cdiv(k_len, TILE_K)
@@ -354,18 +357,22 @@ def dkdv_kernel(
     dk_tile = tl.zeros([TILE_K, BLOCK_D], tl.float32)
     dv_tile = tl.zeros([TILE_K, BLOCK_DV], tl.float32)
     ranges = query_ranges(first_column, q_len, left, right, TILE_K, TILE_Q, LEFT, RIGHT)
-    if MASK is not None:
+    # A loop more, for the other edge of a window, costs more in registers than masking costs in time.
+    MASK_ALL: tl.constexpr = LEFT or MASK is not None
+    if MASK_ALL:
         ranges = ((ranges[0][0], ranges[2][1]),)
     columns = first_column + tl.arange(0, TILE_K)
     for member in range(group):
         q_index = index * group + member
-        place = place_of(q_index, heads, q_len, k_len, left, right, captured, seed, threshold)
+        place = Place(
+            q_index // heads, q_index % heads, q_index, q_len, k_len, left, right, captured, seed, threshold
+        )  # fmt: skip
         queries = matrix(q, q_index, q_sizes, q_strides, q_len, distances[0], UNITS[0])
         douts = matrix(dout, q_index, q_sizes, dout_strides, q_len, distances[3], UNITS[3])
         row_lse = lse + tl.cast(q_index, tl.int64) * q_len
         row_delta = delta + tl.cast(q_index, tl.int64) * q_len
         column_sums = zeros_for(TILE_K, SUMMED)
-        for part in tl.static_range(0 if RIGHT or MASK is not None else 1, 1 if MASK is not None else 3 if LEFT else 2):
+        for part in tl.static_range(0 if RIGHT or MASK_ALL else 1, 1 if MASK_ALL else 2):
             for first_row in range(ranges[part][0], ranges[part][1], TILE_Q):
                 dk_tile, dv_tile, column_sums = dkdv_step(
                     dk_tile, dv_tile, column_sums, k_tile, v_tile, queries, douts, row_lse, row_delta, first_row,

@@ -57,7 +57,7 @@ def describe_forward(
     q, k, v = (x.tensor for x in inputs)
     geometry = Geometry.of(q, k, v)
     work = geometry.q_len, geometry.q_matrices
-    config = tuning.lookup("forward", arithmetic, geometry.block, q.device, *work)
+    config = tuning.lookup("forward", arithmetic, geometry.block, q.device, *work, variation.with_rules)
     in_turns = config.num_stages == 1 or not (in_pipeline(k) and in_pipeline(v))
     if in_turns and tuning.architecture_of(q.device) == "sm_90":
         config = dataclasses.replace(config, tile_q=TOO_FEW_ROWS_FOR_WARP_GROUPS, num_warps=4)
@@ -99,7 +99,7 @@ def describe_dq(
     q, k, v, dout = (x.tensor for x in inputs)
     geometry = Geometry.of(q, k, v)
     work = geometry.q_len, geometry.q_matrices
-    config = tuning.lookup("dq", arithmetic, geometry.block, q.device, *work)
+    config = tuning.lookup("dq", arithmetic, geometry.block, q.device, *work, variation.with_rules)
     rows = (tensors.dlse, tensors.lse, tensors.delta)
     strides, units = in_units([q, k, v, tensors.out, dout, tensors.dq])
     return Launch(
@@ -127,7 +127,7 @@ def describe_dkdv(
     q, k, v, dout = (x.tensor for x in inputs)
     geometry = Geometry.of(q, k, v)
     work = geometry.k_len, geometry.kv_matrices
-    config = tuning.lookup("dkdv", arithmetic, geometry.block, q.device, *work)
+    config = tuning.lookup("dkdv", arithmetic, geometry.block, q.device, *work, variation.with_rules)
     strides, units = in_units([q, k, v, dout, tensors.dk, tensors.dv])
     return Launch(
         (config.programs("dkdv", *work), 1),
@@ -155,7 +155,7 @@ def describe_pairs(
     """The launch of `pair_gradient_kernel` for one term, whose gradient (batch, heads, q_len, k_len) is ``target``."""
     q, k, v, dout = (x.tensor for x in inputs)
     geometry = Geometry.of(q, k, v)
-    config = tuning.lookup("dq", arithmetic, geometry.block, q.device)
+    config = tuning.lookup("dq", arithmetic, geometry.block, q.device, with_rules=True)
     strides, units = in_units([q, k, v, dout])
     batches, heads = target.shape[:2]
     tiles = triton.cdiv(geometry.q_len, config.tile_q) * triton.cdiv(geometry.k_len, config.tile_k)

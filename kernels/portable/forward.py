@@ -6,7 +6,7 @@ import triton.language as tl
 from .addresses import matrix, store_tile
 from .masks import key_ranges
 from .operands import load_operand, negated, product, split, transposed
-from .pairs import existing, kept_pairs, place_of, seen_pairs
+from .pairs import Place, existing, kept_pairs, seen_pairs
 from .softmax import LOG2_E, softmax_finish, softmax_start, softmax_step
 from .units import TOP, unit_of
 
@@ -135,7 +135,7 @@ def forward_kernel(
         tile = tiles - 1 - tile
     first_row = tile * TILE_Q
     kv_index = index // group
-    place = place_of(index, heads, q_len, k_len, left, right, captured, seed, threshold)
+    place = Place(index // heads, index % heads, index, q_len, k_len, left, right, captured, seed, threshold)
     keys = matrix(k, kv_index, kv_sizes, k_strides, k_len, distances[1], UNITS[1])
     values = matrix(v, kv_index, kv_sizes, v_strides, k_len, distances[2], UNITS[2])
     queries = matrix(q, index, q_sizes, q_strides, q_len, distances[0], UNITS[0])

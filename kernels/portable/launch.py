@@ -64,9 +64,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Attention of q (*leading, q_len, d), k and v (*leading, k_len, d or dv): out and its natural log-sum-exp.
 
-    The last leading axis is the heads'; that of k and v may be a divisor of q's. ``settings`` and
-    ``numbers`` stand for a `Settings`, ``extras`` are the tensors that it asks for (see `Variation`). Strides are free. out is
-    (*leading, q_len, dv), laid out as q is; lse is contiguous float32.
+    The last leading axis is the heads'; that of k and v may be a divisor of q's. ``settings`` and ``numbers`` stand for
+    a `Settings`, ``extras`` are the tensors that it asks for (see `Variation`). Strides are free. out is (*leading,
+    q_len, dv), laid out as q is; lse is contiguous float32.
     """
     dtype, device = q.dtype, q.device
     arithmetic = arithmetic_of(q)
@@ -97,9 +97,7 @@ def metadata_of(extras: Sequence[Tensor]) -> list[object]:
     return [(extra.shape, extra.stride(), extra.dtype) for extra in extras]
 
 
-def _plan_forward(
-    q: Tensor, k: Tensor, v: Tensor, arithmetic: tuning.Arithmetic, variation: Variation
-) -> ForwardPlan:
+def _plan_forward(q: Tensor, k: Tensor, v: Tensor, arithmetic: tuning.Arithmetic, variation: Variation) -> ForwardPlan:
     out = rows_like(q, v.shape[-1])
     nothing_seen = 0 in out.shape or k.shape[-2] == 0
     parts = plan_parts([q, k, v], arithmetic)
@@ -201,5 +199,3 @@ def _plan_backward(
         Launcher(KERNELS["dkdv"]),
         tuple(Launcher(KERNELS["pairs"]) for _ in variation.terms("pair")),
     )
-
-

@@ -1,8 +1,8 @@
 """Which pairs of a query row and a key column are visible, and which tiles hold any.
 
-A band and the tile ranges that follow from it stand side by side so that they cannot disagree. Row i sees the columns from
-i + left, with LEFT, to i + right, with RIGHT: a causal mask has a right edge, a sliding window also a left one. Either may
-be negative: then the first rows see nothing. Without its flag an edge must be 0.
+A band and the tile ranges that follow from it stand side by side so that they cannot disagree. Row i sees the columns
+from i + left, with LEFT, to i + right, with RIGHT: a causal mask has a right edge, a sliding window also a left one.
+Either may be negative: then the first rows see nothing. Without its flag an edge must be 0.
 """
 
 import triton
@@ -26,9 +26,9 @@ def key_ranges(
 ):
     """For ROWS rows three ranges of columns to visit, all from whole tiles on; the second needs no mask.
 
-    The third begins where the second ends, in a way that the compiler cannot tell. It would keep what the third loop starts
-    with from the second, and find it anew, along with an accumulator of zeros, where that did not run; an accumulator that
-    is set in two places makes ptxas run each matrix instruction to its end before the next (C7515).
+    Each begins where the one before ends, in a way that the compiler cannot tell. It would keep what a loop starts with
+    from the one before, and find it anew, along with an accumulator of zeros, where that did not run; an accumulator
+    that is set in two places makes ptxas run each matrix instruction to its end before the next (C7515).
     """
     seen_by_all = k_len
     end = k_len
@@ -36,18 +36,16 @@ def key_ranges(
         seen_by_all = tl.maximum(0, tl.minimum(k_len, first_row + right + 1))
         end = tl.maximum(0, tl.minimum(k_len, first_row + ROWS + right))
     whole = seen_by_all // TILE_K * TILE_K
-    # Rounding a zero-dimensional tensor keeps one type on every path.
+    nothing = tl.minimum(k_len, 0)
     begin = whole * 0
     start = begin
-    edge = whole
+    unmasked = begin
     if LEFT:
         begin = tl.maximum(0, first_row + left) // TILE_K * TILE_K
         seen_from = tl.maximum(0, first_row + ROWS - 1 + left)
         start = tl.minimum(tl.cdiv(seen_from, TILE_K), tl.cdiv(end, TILE_K)) * TILE_K
-        edge = tl.maximum(start, whole)
-    if not RIGHT:
-        edge += right  # which is 0 without that edge
-    return (begin, start), (start, whole), (edge, end)
+        unmasked = start + nothing
+    return (begin, start), (unmasked, whole), (tl.maximum(start, whole) + nothing, end)
 
 
 @triton.jit
@@ -61,7 +59,7 @@ def query_ranges(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
 ):
-    """For COLUMNS columns three ranges of rows to visit, all from whole tiles on; rows of the second see all columns."""
+    """For COLUMNS columns three ranges of rows to visit, from whole tiles on; rows of the second see all of them."""
     begin = first_column * 0
     start = begin
     if RIGHT:

@@ -1,7 +1,7 @@
 """The gradient of a captured tensor that has an element for each pair, such as a bias.
 
-A tile of it is what the tiles of score gradients at that place add up to, over the batch entries and heads that share the
-tensor. One program gathers it, so nothing is added atomically and nothing quadratic is written but the result.
+A tile of it is what the tiles of score gradients at that place add up to, over the batch entries and heads that share
+the tensor. One program gathers it, so nothing is added atomically and nothing quadratic is written but the result.
 """
 
 import triton
@@ -10,11 +10,13 @@ import triton.language as tl
 from .addresses import matrix
 from .backward import row_lse_of, score_gradient, weights_and_slopes
 from .operands import load_operand, product, transposed
-from .pairs import kept_pairs, place_of
+from .pairs import Place, kept_pairs
 from .units import TOP, scales_of
 
 
-@triton.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads", "threshold", "shared_batches", "shared_heads"])
+@triton.jit(
+    do_not_specialize=["q_len", "k_len", "left", "right", "heads", "threshold", "shared_batches", "shared_heads"]
+)
 def pair_gradient_kernel(
     q,
     k,
@@ -66,8 +68,8 @@ def pair_gradient_kernel(
 ):
     """Grid: one program for each (matrix of the target, tile of it). The target is (batch, heads, q_len, k_len).
 
-    Each of its matrices is shared by ``shared_batches`` entries of the batch and ``shared_heads`` heads: 1, or all. TERM is
-    the term whose gradient this is; see `backward` for the rest.
+    Each of its matrices is shared by ``shared_batches`` entries of the batch and ``shared_heads`` heads: 1, or all.
+    TERM is the term whose gradient this is; see `backward` for the rest.
     """
     SHIFT: tl.constexpr = 0 if q_statistics is None else TOP
     tiles_q = tl.cdiv(q_len, TILE_Q)
@@ -90,7 +92,7 @@ def pair_gradient_kernel(
     for member in range(members):
         index = (first_batch + member // shared_heads) * heads + first_head + member % shared_heads
         kv_index = index // group
-        place = place_of(index, heads, q_len, k_len, left, right, captured, seed, threshold)
+        place = Place(index // heads, index % heads, index, q_len, k_len, left, right, captured, seed, threshold)
         scales = scales_of(
             q_statistics, k_statistics, v_statistics, dout_statistics, dlse_bound, kv_index, scale, score_scale,
             1.0 if seed is None else kept_scale, steepest,

@@ -1,4 +1,4 @@
-"""What becomes of the pairs of a query row and a key column: rules applied to their scores, hidden ones, dropped weights."""
+"""What becomes of pairs of a query row and a key column: which are hidden, and which weights are dropped."""
 
 from typing import NamedTuple
 
@@ -11,9 +11,11 @@ from .masks import visible
 class Place(NamedTuple):
     """Which matrices a program works on, and what it must know of their pairs.
 
-    batch, head: of q. matrix: its number, row-major over both. q_len, k_len: how many rows and columns exist. left, right:
-    see `masks`. captured: what the rules of the mask and those of scores captured, a tuple of two. seed: where the two
-    halves of dropout's seed are, or None; threshold: see `settings`.
+    Kernels make it on the spot: Triton 3.6 cannot return a tuple with None in it.
+
+    batch, head: of q. matrix: its number, row-major over both. q_len, k_len: how many rows and columns exist. left,
+    right: see `masks`. captured: what the rules of the mask and those of scores captured, a tuple of two. seed: where
+    the two halves of dropout's seed are, or None; threshold: see `settings`.
     """
 
     batch: tl.tensor
@@ -26,12 +28,6 @@ class Place(NamedTuple):
     captured: tl.tuple
     seed: tl.tensor
     threshold: tl.tensor
-
-
-@triton.jit
-def place_of(matrix, heads, q_len, k_len, left, right, captured, seed, threshold):
-    """The place of a matrix of q."""
-    return Place(matrix // heads, matrix % heads, matrix, q_len, k_len, left, right, captured, seed, threshold)
 
 
 @triton.jit

@@ -58,8 +58,8 @@ def gradient_unit(v_statistics, dout_statistics, dlse_bound, index, steepest):
 class Scales(NamedTuple):
     """Factors between what the products compute and what they stand for; plain ones unless inputs were rewritten.
 
-    score: from q @ k.T to base-2 scores; natural: to scores. dp, delta: from dout @ v.T and from delta to score gradients
-    in their unit, step. dq, dk, dv: from the accumulated tiles to the gradients.
+    score: from q @ k.T to base-2 scores; natural: to scores. dp, delta: from dout @ v.T and from delta to score
+    gradients in their unit, step. dq, dk, dv: from the accumulated tiles to the gradients.
     """
 
     score: tl.tensor

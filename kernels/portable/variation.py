@@ -16,7 +16,7 @@ NOTHING_CAPTURED: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
 
 
 class View(NamedTuple):
-    """How a captured tensor is read: its position among the extras, and its strides (None for axes of size 1) and sizes."""
+    """A captured tensor: its position among the extras, its strides (None for axes of size 1), and its sizes."""
 
     position: int
     strides: Strides
@@ -44,8 +44,8 @@ class Differentiated(NamedTuple):
 class Variation:
     """Derived once for each new combination of settings and of the extras' metadata.
 
-    ``extras`` are a call's further tensors: one of sinks, if there are any, one with the seed, if weights are dropped, and
-    what the rules of the mask captured, then those of scores.
+    ``extras`` are a call's further tensors: one of sinks, if there are any, one with the seed, if weights are dropped,
+    and what the rules of the mask captured, then those of scores.
     """
 
     settings: Settings
@@ -104,6 +104,12 @@ class Variation:
             code = score_code(structure_of(self.settings.scores), self.wanted)
             constants["SCORE"] = code.differentiate if backward else code.apply
         return constants
+
+    @property
+    def with_rules(self) -> bool:
+        """Whether more becomes of pairs than a causal mask does."""
+        settings = self.settings
+        return bool(settings.mask or settings.scores or settings.dropout or settings.window != (None, None))
 
     @property
     def steepest(self) -> float:

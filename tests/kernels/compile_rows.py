@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import json
 import os
-import re
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -26,7 +25,6 @@ import torch
 from cs336_systems.kernels import tuning
 from cs336_systems.kernels.inspection import compile_for
 from cs336_systems.kernels.launching import Launch
-from cs336_systems.kernels.machine_code import unset_reads
 from cs336_systems.kernels.portable import describe as portable
 from cs336_systems.kernels.portable.inputs import Input, row_of_parts
 from cs336_systems.kernels.portable.sums import Sums
@@ -34,7 +32,6 @@ from cs336_systems.kernels.portable.variation import Variation
 from cs336_systems.kernels.settings import Settings
 
 KERNELS = {name: portable.KERNELS[name] for name in ("forward", "dq", "dkdv")}
-MATRIX_INSTRUCTIONS = r"mma\.sync|wgmma\.mma_async|tcgen05\.mma"
 
 
 def launch_of(name: str, arithmetic: tuning.Arithmetic, head_dim: int, v_head_dim: int, mask: str) -> Launch:
@@ -89,15 +86,7 @@ def compile_row(
         "head_dim": head_dim,
         "mask": mask,
         "config": [*dataclasses.astuple(config)],
-        "registers": report.registers,
-        "spilled": report.spill_stores + report.spill_loads,
-        "shared": report.shared,
-        "warnings": list(report.warnings),
-        "multiplies": re.search(MATRIX_INSTRUCTIONS, report.ptx) is not None,
-        "stores": "st.global" in report.ptx,
-        "reads_single_elements": "ld.global.b16" in report.ptx,
-        # Blackwell's instructions are not among those that the analysis knows.
-        "unset_reads": unset_reads(report.sass) if capability < 100 else [],
+        **report.as_row(),
         "on_small_chips": tuning.TABLES["sm_86"][row] == config,
     }
 

@@ -11,7 +11,7 @@ from cs336_systems.kernels.portable.masks import key_ranges, query_ranges, visib
 
 TILES = 3
 LENGTHS = (1, 16, 41)
-EDGES = {
+EDGES: dict[str, list[tuple[int | None, int | None]]] = {
     "no_band": [(None, None)],
     "right": [(None, right) for right in range(-20, 21)],
     "left": [(left, None) for left in range(-20, 21)],
@@ -59,7 +59,7 @@ def ranges_of(kernel, device, length, band, rows, columns):
 
 
 def check_ranges(ranges, step, length, seen_by_any, seen_by_all, key):
-    """Tiles from ``step`` on: each with anything to see is visited once, and those of the second range are seen whole."""
+    """Each tile with anything to see is visited once, and those of the second range are seen whole."""
     visited = [[*range(start, stop, step)] for start, stop in ranges]
     flat = [start for part in visited for start in part]
     assert len(flat) == len(set(flat)), key

@@ -1,6 +1,7 @@
 """Named masks and score changes, each a small file of rules. Positions are those in q and k, from 0 on.
 
-Masks: `causal`, `window`, `prefix`, `document`, `dilated`, `block_local`, `visible_where`. Scores: `softcap`, `alibi`, `bias`.
+Masks: `causal`, `window`, `prefix`, `document`, `dilated`, `block_local`, `visible_where`. Scores: `softcap`, `alibi`,
+`bias`.
 """
 
 from .alibi import alibi

@@ -24,5 +24,7 @@ def alibi(slopes: Tensor, shift: int = 0) -> Scores:
         shift: k_len - q_len aligns the last query with the last key.
     """
     if slopes.ndim != 2 or not slopes.is_floating_point():
-        raise ValueError(f"slopes must be (batch, heads) floating-point numbers; got {tuple(slopes.shape)} {slopes.dtype}")
+        raise ValueError(
+            f"slopes must be (batch, heads) floating-point numbers; got {tuple(slopes.shape)} {slopes.dtype}"
+        )
     return _alibi(slopes, shift)

@@ -1,0 +1,75 @@
+"""The kernels with features fit on GPUs that need not be there, and use their matrix instructions as they should."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SHARED_MEMORY = {"sm_86": 99, "sm_90": 227}
+"""What one program may allocate, in KiB."""
+
+MOST_SPILLED = 256
+"""Bytes a thread, stores and loads together; all features at once may take twice as much."""
+
+HARMLESS = r"\(C7519\)"
+
+# A tile of the bias is read across where the scores are transposed; it is waited for between matrix instructions.
+SERIALISED = {("bias", "dkdv", "half"), ("everything", "dkdv", "half")}
+
+
+def compile_variants(architecture, *options):
+    """What `compile_variants.py` reports, run as a program of its own."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+    finished = subprocess.run(
+        [sys.executable, str(HERE / "compile_variants.py"), architecture, *options],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+def problems(architecture, rows):
+    for row in rows:
+        name = row["feature"], row["pass"], row["arithmetic"]
+        if row["spilled"] > MOST_SPILLED * (2 if row["feature"] == "everything" else 1):
+            yield f"{name} spills {row['spilled']} bytes"
+        if row["shared"] > SHARED_MEMORY[architecture] * 1024:
+            yield f"{name} needs {row['shared']} bytes of shared memory"
+        if not row["multiplies"] or not row["stores"]:
+            yield f"{name} computes nothing"
+        if row["unset_reads"]:
+            yield f"{name} reads registers that nothing has written: {row['unset_reads']}"
+        for warning in row["warnings"]:
+            if not re.search(HARMLESS, warning) and not ("(C7515)" in warning and name in SERIALISED):
+                yield f"{name}: {warning}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "arithmetic", "features"),
+    [
+        ("sm_90", "half", ["window", "document"]),
+        ("sm_90", "half", ["bias", "everything"]),
+        ("sm_90", "float32", ["window", "everything"]),
+        ("sm_86", "float32", ["everything"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "_".join(value),
+)
+def test_kernels_with_features_compile(architecture, arithmetic, features):
+    rows = compile_variants(architecture, "--arithmetics", arithmetic, "--features", *features)
+    passes = {"forward", "dq", "dkdv"}
+    assert {(row["feature"], row["pass"]) for row in rows} >= {(name, which) for name in features for which in passes}
+    found = [*problems(architecture, rows)]
+    assert not found, "\n".join(found)
