@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
 from .pairs import NO_EXTRAS, Pairs, seen_pairs
 from .spec import AttentionSpec, Causal
@@ -31,8 +32,9 @@ def sdpa(
     q_len, k_len = q.shape[-2], k.shape[-2]
     mask = None
     if spec.causal is Causal.BOTTOM_RIGHT and q_len != k_len:
-        if torch.compiler.is_compiling():
-            # The subclass, which lets the fused kernels skip what is hidden, is more than torch.compile can trace.
+        if torch.compiler.is_compiling() or F.scaled_dot_product_attention is not scaled_dot_product_attention:
+            # The subclass, which lets the fused kernels skip what is hidden, is more than torch.compile can trace, and
+            # it calls what F has under this name, which may be this library (see `cs336_systems.compat.sdpa`).
             mask = seen_pairs(
                 spec, Pairs.of(q, k, slice(0, q_len), slice(0, k_len)), spec.band(q_len, k_len), NO_EXTRAS
             )
@@ -41,7 +43,7 @@ def sdpa(
     # Asked in an `if`, the comparison is a bool also where torch.compile keeps sizes symbolic.
     grouped = {"enable_gqa": True} if q4.shape[1] != k4.shape[1] else {}
     with _right_backends(q4, k4, v4, spec.scale):
-        out = F.scaled_dot_product_attention(
+        out = scaled_dot_product_attention(
             q4,
             k4,
             v4,
