@@ -22,6 +22,9 @@ Window = tuple[int | None, int | None]
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 """Those of a traced call stand for any."""
 
+BLOCK = 128
+"""Rows and columns of a block of pairs that is visited or skipped as a whole."""
+
 THRESHOLD_BITS = 31
 """Of the random number that decides whether a weight is dropped."""
 
@@ -32,7 +35,8 @@ class Settings:
 
     causal: "none", "top_left" or "bottom_right". window: as `Window` says; positions are aligned as ``causal`` says,
     and at the ends where it says nothing. dropout: the part of the weights that is dropped, if any. mask, scores: see
-    `rules`. sinks: whether each head has a logit that takes part in the softmax without a value.
+    `rules`. sinks: whether each head has a logit that takes part in the softmax without a value. blocks: whether lists
+    of the visible blocks are given.
     """
 
     causal: str = "none"
@@ -41,6 +45,7 @@ class Settings:
     mask: Mask | None = None
     scores: Scores = ()
     sinks: bool = False
+    blocks: bool = False
 
     @property
     def text(self) -> str:
@@ -55,7 +60,7 @@ class Settings:
     @property
     def fields(self) -> tuple[Any, ...]:
         """Its fields, in order."""
-        return self.causal, self.window, self.dropout, self.mask, self.scores, self.sinks
+        return self.causal, self.window, self.dropout, self.mask, self.scores, self.sinks, self.blocks
 
     @staticmethod
     def of(text: str, numbers: Sequence[float]) -> Settings:

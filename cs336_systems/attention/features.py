@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..kernels import rules as expressions
 from . import variants
+from .blocks import Blocks
 from .rules import Mask, Scores
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -38,6 +39,7 @@ class Assembled(NamedTuple):
     scores: expressions.Scores
     sinks: bool
     dropout: float | None
+    blocks: bool
     extras: tuple[Tensor, ...]
 
 
@@ -60,22 +62,26 @@ class Sizes(NamedTuple):
         return (*self.batch, *(() if self.heads is None else (self.heads,)), self.q_len, self.k_len)
 
 
-def assemble(features: Features, sizes: Sizes, causal_shift: int, device: torch.device) -> Assembled:
+def assemble(
+    features: Features, sizes: Sizes, causal: str, window: tuple[int | None, int | None], device: torch.device
+) -> Assembled:
     """Validate features, and put them together.
 
     Args:
-        causal_shift: how far the position of query i among the keys is from i, which ALiBi's distances are measured
-        from.
+        causal, window: as the spec has them.
 
     Raises:
         TypeError, ValueError: an argument is not what it has to be; the message names it.
     """
     mask = _mask(features.mask, sizes, device)
+    blocks = () if mask is None or mask.blocks is None else _blocks(mask.blocks, sizes, causal, window, device)
+    # How far the position of query i among the keys is from i.
+    shift = 0 if causal == "top_left" else sizes.k_len - sizes.q_len
     scores = Scores((), ())
     if features.softcap is not None:
         scores += variants.softcap(_positive("softcap", features.softcap))
     if features.alibi_slopes is not None:
-        scores += variants.alibi(_slopes(features.alibi_slopes, sizes, device), causal_shift)
+        scores += variants.alibi(_slopes(features.alibi_slopes, sizes, device), shift)
     if features.bias is not None:
         _check("bias", features.bias, device, FLOATS)
         scores += variants.bias(_broadcast("bias", features.bias, sizes))
@@ -91,8 +97,8 @@ def assemble(features: Features, sizes: Sizes, causal_shift: int, device: torch.
     dropout = _probability(features.dropout_p)
     _check_randomness(features, device)
     seed = () if dropout is None else (_seed(features, device),)
-    extras = _distinct((*sinks, *seed, *(mask.tensors if mask else ()), *scores.tensors))
-    return Assembled(mask.expression if mask else None, scores.expression, bool(sinks), dropout, extras)
+    extras = _distinct((*sinks, *seed, *blocks, *(mask.tensors if mask else ()), *scores.tensors))
+    return Assembled(mask.expression if mask else None, scores.expression, bool(sinks), dropout, bool(blocks), extras)
 
 
 def _distinct(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -101,6 +107,23 @@ def _distinct(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         tensor.view_as(tensor) if any(tensor is other for other in tensors[:number]) else tensor
         for number, tensor in enumerate(tensors)
     )
+
+
+def _blocks(
+    blocks: Blocks, sizes: Sizes, causal: str, window: tuple[int | None, int | None], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    found_for = (blocks.q_len, blocks.k_len, blocks.causal, blocks.window)
+    asked = (sizes.q_len, sizes.k_len, causal, window)
+    if found_for != asked:
+        names = "(q_len, k_len, causal, window)"
+        raise ValueError(f"mask must have blocks that were found for this call, {names} {asked}; got {found_for}")
+    shares = tuple(blocks.rows.shape[:2])
+    heads, batch = sizes.heads or 1, math.prod(sizes.batch)
+    if shares[0] not in (1, batch) or shares[1] not in (1, heads):
+        raise ValueError(f"mask must have blocks for {batch} batch entries and {heads} heads; got {shares}")
+    if blocks.rows.device != device:
+        raise ValueError(f"the blocks of mask must be on {device} to match q; got {blocks.rows.device}")
+    return blocks.rows, blocks.columns
 
 
 def _mask(mask: Tensor | Mask | None, sizes: Sizes, device: torch.device) -> Mask | None:
@@ -193,22 +216,3 @@ def _seed(features: Features, device: torch.device) -> Tensor:
     if isinstance(seed, Tensor):
         return seed.reshape(1)
     return torch.tensor([(seed + 2**63) % 2**64 - 2**63], device=device)
-
-
-def window_of(window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
-    """A window as (before, after).
-
-    Raises:
-        TypeError, ValueError: it is no pair of numbers from 0 on, or None.
-    """
-    expected = "window must be (before, after), each None or an integer from 0 on"
-    if window is None:
-        return None, None
-    if not isinstance(window, tuple) or len(window) != 2:
-        raise TypeError(f"{expected}; got {window!r}")
-    for side in window:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
-            raise TypeError(f"{expected}; got {window!r}")
-        if side is not None and side < 0:
-            raise ValueError(f"{expected}; got {window!r}")
-    return window

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .api import attention
 from .choose import Implementation, parse
-from .validation import check_spec
+from .spec import check_spec
 
 
 class Attention(nn.Module):

@@ -31,6 +31,8 @@ class Extras(NamedTuple):
         rest = iter(extras)
         sinks = next(rest) if spec.sinks else None
         seed = next(rest) if spec.dropout is not None else None
+        for _ in range(2 * spec.blocks):
+            next(rest)
         by_mask = [next(rest) for leaf in leaves(spec.mask) for _ in range(tensors_of(leaf))]
         return cls(sinks, seed, tuple(by_mask), tuple(rest))
 

@@ -20,18 +20,22 @@ tensors, read with ``at``, and numbers.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..kernels import rules
 from ..kernels.language import jit
 from ..kernels.rules import AXES, Code, Gradient
 from ..kernels.settings import NUMBERS
+from .blocks import Blocks, find_blocks
+from .spec import check_spec, window_of
 
 Captured = Tensor | float
 _PLACES = ("batch", "head", "row", "column")
@@ -46,6 +50,35 @@ class Mask:
 
     expression: rules.Mask
     tensors: tuple[Tensor, ...]
+    blocks: Blocks | None = None
+
+    def with_blocks(
+        self,
+        q_len: int,
+        k_len: int,
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        causal: bool | str = False,
+        window: tuple[int | None, int | None] | None = None,
+        device: torch.device | str | None = None,
+    ) -> Mask:
+        """The same mask with lists of the blocks that it leaves anything of, which kernels then visit alone.
+
+        Finding them looks at every pair once; they serve all calls with the same lengths, ``causal`` and ``window``, as
+        those of all layers of a model, until what the mask captured changes.
+
+        Args:
+            q_len, k_len: the lengths of the calls.
+            batch, heads: how many batch entries and heads of q the mask tells apart; 1 where it does not.
+            causal, window: those of the calls, as `attention` takes them.
+            device: of the calls; that of what the mask captured, or torch's default, if None.
+        """
+        spec = dataclasses.replace(check_spec(causal, 1.0, 1), window=window_of(window), mask=self.expression)
+        if device is None:
+            device = self.tensors[0].device if self.tensors else torch.get_default_device()
+        found = find_blocks(spec, self.tensors, batch, heads, q_len, k_len, torch.device(device))
+        return dataclasses.replace(self, blocks=found)
 
     def __and__(self, other: Mask) -> Mask:
         return self._with("and", other)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import sys
 from dataclasses import dataclass
 
 from ..kernels.rules import Mask, Scores, leaves, tensors_of
@@ -35,6 +36,7 @@ class AttentionSpec:
         sinks: whether each head has a logit that takes part in the softmax without a value.
         dropout: the probability that a weight is dropped, if any.
         deterministic: whether results have to be the same to the bit on every run.
+        blocks: whether lists of the blocks that the mask leaves anything of are given.
     """
 
     causal: Causal
@@ -45,11 +47,12 @@ class AttentionSpec:
     sinks: bool = False
     dropout: float | None = None
     deterministic: bool = False
+    blocks: bool = False
 
     @property
     def as_settings(self) -> Settings:
         """What the kernels know of it."""
-        return Settings(self.causal.value, self.window, self.dropout, self.mask, self.scores, self.sinks)
+        return Settings(self.causal.value, self.window, self.dropout, self.mask, self.scores, self.sinks, self.blocks)
 
     @property
     def settings(self) -> str:
@@ -79,11 +82,55 @@ class AttentionSpec:
         return k_len == 0 or before_all or after_all or empty or self.mask is not None or bool(self.scores)
 
     def extras(self) -> tuple[str, ...]:
-        """What the further tensors of a call are: "sinks", "seed", then the names of rules that captured them."""
+        """What the further tensors of a call are: "sinks", "seed", lists of blocks, names of rules that captured."""
         names = [leaf[0] for leaf in (*leaves(self.mask), *self.scores) for _ in range(tensors_of(leaf))]
-        return *["sinks"] * self.sinks, *["seed"] * (self.dropout is not None), *names
+        return (
+            *["sinks"] * self.sinks,
+            *["seed"] * (self.dropout is not None),
+            *["rows", "columns"] * self.blocks,
+            *names,
+        )
 
 
 def default_scale(head_dim: int) -> float:
     """1 / sqrt(head_dim): scores of unit-variance queries and keys keep unit variance (Vaswani et al., 2017)."""
     return 1.0 / math.sqrt(head_dim)
+
+
+def check_spec(causal: bool | str, scale: float | None, head_dim: int) -> AttentionSpec:
+    """The spec that ``causal`` and ``scale`` ask for."""
+    choices = "True, False, 'top_left' or 'bottom_right'"
+    if isinstance(causal, bool):
+        mask = Causal.BOTTOM_RIGHT if causal else Causal.NONE
+    elif isinstance(causal, str):
+        if causal not in ("top_left", "bottom_right"):
+            raise ValueError(f"causal must be {choices}; got {str(causal)!r}")
+        mask = Causal(causal)
+    else:
+        raise TypeError(f"causal must be {choices}; got {causal!r} of type {type(causal).__name__}")
+    if scale is None:
+        return AttentionSpec(mask, default_scale(head_dim))
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"scale must be a float or None; got {scale!r} of type {type(scale).__name__}")
+    if abs(scale) > sys.float_info.max or scale != scale:
+        raise ValueError(f"scale must be finite; got {str(scale)[:20]}")
+    return AttentionSpec(mask, float(scale))
+
+
+def window_of(window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
+    """A window as (before, after).
+
+    Raises:
+        TypeError, ValueError: it is no pair of numbers from 0 on, or None.
+    """
+    expected = "window must be (before, after), each None or an integer from 0 on"
+    if window is None:
+        return None, None
+    if not isinstance(window, tuple) or len(window) != 2:
+        raise TypeError(f"{expected}; got {window!r}")
+    for side in window:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
+            raise TypeError(f"{expected}; got {window!r}")
+        if side is not None and side < 0:
+            raise ValueError(f"{expected}; got {window!r}")
+    return window

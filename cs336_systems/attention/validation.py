@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..kernels.settings import Window
-from .features import Features, Sizes, assemble, window_of
-from .spec import AttentionSpec, Causal, default_scale
+from .features import Features, Sizes, assemble
+from .spec import AttentionSpec, check_spec, window_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -80,10 +79,12 @@ def check(
         spec = dataclasses.replace(spec, window=window_of(window), deterministic=bool(deterministic))
     extras: tuple[Tensor, ...] = ()
     if features is not None:
-        shift = 0 if spec.causal is Causal.TOP_LEFT else k.shape[-2] - q.shape[-2]
         sizes = Sizes(batch, q_heads, q.shape[-2], k.shape[-2])
-        mask, scores, sinks, dropout, extras = assemble(features, sizes, shift, q.device)
-        spec = dataclasses.replace(spec, mask=mask, scores=scores, sinks=sinks, dropout=dropout)
+        made = assemble(features, sizes, spec.causal.value, spec.window, q.device)
+        spec = dataclasses.replace(
+            spec, mask=made.mask, scores=made.scores, sinks=made.sinks, dropout=made.dropout, blocks=made.blocks
+        )
+        extras = made.extras
     return Problem(
         spec=spec,
         batch=batch,
@@ -98,26 +99,6 @@ def check(
         return_lse=return_lse,
         extras=extras,
     )
-
-
-def check_spec(causal: bool | str, scale: float | None, head_dim: int) -> AttentionSpec:
-    """The spec that ``causal`` and ``scale`` ask for."""
-    choices = "True, False, 'top_left' or 'bottom_right'"
-    if isinstance(causal, bool):
-        mask = Causal.BOTTOM_RIGHT if causal else Causal.NONE
-    elif isinstance(causal, str):
-        if causal not in ("top_left", "bottom_right"):
-            raise ValueError(f"causal must be {choices}; got {str(causal)!r}")
-        mask = Causal(causal)
-    else:
-        raise TypeError(f"causal must be {choices}; got {causal!r} of type {type(causal).__name__}")
-    if scale is None:
-        return AttentionSpec(mask, default_scale(head_dim))
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"scale must be a float or None; got {scale!r} of type {type(scale).__name__}")
-    if abs(scale) > sys.float_info.max or scale != scale:
-        raise ValueError(f"scale must be finite; got {str(scale)[:20]}")
-    return AttentionSpec(mask, float(scale))
 
 
 def check_tensors(**tensors: Tensor) -> None:

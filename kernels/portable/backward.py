@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .addresses import matrix, store_tile
-from .masks import key_ranges, query_ranges
+from .masks import block_list, block_ranges, key_ranges, query_ranges, tile_of
 from .operands import joined, load_operand, product, split, transposed
 from .pairs import Place, existing, kept_pairs, seen_pairs
 from .softmax import LOG2_E, weights_again
@@ -140,6 +140,7 @@ def dq_kernel(
     sums,
     seed,
     captured,
+    blocks,
     q_sizes,
     kv_sizes,
     q_strides,
@@ -211,10 +212,15 @@ def dq_kernel(
     dq_tile = tl.zeros([TILE_Q, BLOCK_D], tl.float32)
     row_sums = zeros_for(TILE_Q, SUMMED)
     ranges = key_ranges(first_row, k_len, left, right, TILE_Q, TILE_K, LEFT, RIGHT)
-    if MASK is not None:
+    entry = None
+    if blocks is not None:
+        entry = block_list(blocks, place, first_row)
+        ranges = block_ranges(entry, TILE_K)
+    elif MASK is not None:
         ranges = ((ranges[0][0], ranges[2][1]),)
-    for part in tl.static_range(0 if LEFT or MASK is not None else 1, 3 if MASK is None else 1):
-        for first_column in range(ranges[part][0], ranges[part][1], TILE_K):
+    for part in tl.static_range(0 if LEFT or MASK is not None else 1, len(ranges)):
+        for position in range(ranges[part][0], ranges[part][1], TILE_K if blocks is None else 1):
+            first_column = position if blocks is None else tile_of(entry, position, TILE_K)
             dq_tile, row_sums = dq_step(
                 dq_tile, row_sums, q_tile, dout_tile, row_lse, row_delta, keys, values, first_row, first_column, place,
                 scales, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, TILE_Q, TILE_K, LEFT, RIGHT, part != 1, MASK, SCORE,
@@ -304,6 +310,7 @@ def dkdv_kernel(
     sums,
     seed,
     captured,
+    blocks,
     q_sizes,
     kv_sizes,
     q_strides,
@@ -372,8 +379,14 @@ def dkdv_kernel(
         row_lse = lse + tl.cast(q_index, tl.int64) * q_len
         row_delta = delta + tl.cast(q_index, tl.int64) * q_len
         column_sums = zeros_for(TILE_K, SUMMED)
-        for part in tl.static_range(0 if RIGHT or MASK_ALL else 1, 1 if MASK_ALL else 2):
-            for first_row in range(ranges[part][0], ranges[part][1], TILE_Q):
+        entry = None
+        visited = ranges
+        if blocks is not None:
+            entry = block_list(blocks, place, first_column)
+            visited = block_ranges(entry, TILE_Q)
+        for part in tl.static_range(0 if RIGHT or MASK_ALL else 1, 2 if blocks is not None or not MASK_ALL else 1):
+            for position in range(visited[part][0], visited[part][1], TILE_Q if blocks is None else 1):
+                first_row = position if blocks is None else tile_of(entry, position, TILE_Q)
                 dk_tile, dv_tile, column_sums = dkdv_step(
                     dk_tile, dv_tile, column_sums, k_tile, v_tile, queries, douts, row_lse, row_delta, first_row,
                     first_column, place, scales, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, TILE_Q, TILE_K, LEFT, RIGHT,

@@ -72,6 +72,7 @@ def describe_forward(
         (
             *(q, k, v, *[x.statistics for x in inputs], out, lse),
             *(variation.sinks(extras), variation.seed(extras), variation.captured(extras)),
+            variation.blocks(extras, extras, "rows"),
         ),
         (
             *geometry.sizes,
@@ -107,7 +108,7 @@ def describe_dq(
         (
             *_read(inputs, tensors),
             *(tensors.out, dout, *rows, tensors.dq, tensors.sums.tensors("row")),
-            *(variation.seed(extras), variation.captured(extras)),
+            *(variation.seed(extras), variation.captured(extras), variation.blocks(extras, extras, "rows")),
         ),
         _backward_arguments(geometry, inputs, strides, variation, scale),
         _backward_constants(geometry, config, variation) | {"SUMMED": variation.terms("row"), "UNITS": units},
@@ -134,7 +135,7 @@ def describe_dkdv(
         (
             *_read(inputs, tensors),
             *(dout, tensors.lse, tensors.delta, tensors.dk, tensors.dv, tensors.sums.tensors("column")),
-            *(variation.seed(extras), variation.captured(extras)),
+            *(variation.seed(extras), variation.captured(extras), variation.blocks(extras, extras, "columns")),
         ),
         _backward_arguments(geometry, inputs, strides, variation, scale),
         _backward_constants(geometry, config, variation) | {"SUMMED": variation.terms("column"), "UNITS": units},

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .addresses import matrix, store_tile
-from .masks import key_ranges
+from .masks import block_list, block_ranges, key_ranges, tile_of
 from .operands import load_operand, negated, product, split, transposed
 from .pairs import Place, existing, kept_pairs, seen_pairs
 from .softmax import LOG2_E, softmax_finish, softmax_start, softmax_step
@@ -92,6 +92,7 @@ def forward_kernel(
     sinks,
     seed,
     captured,
+    blocks,
     q_sizes,
     kv_sizes,
     q_strides,
@@ -125,7 +126,8 @@ def forward_kernel(
     """Grid: one program for each (matrix of q, tile of its rows).
 
     ``scale`` is |scale|, times log2(e) without score rules; FLIP negates q. ``distances`` lead from q, k and v to their
-    further parts. ``sinks`` holds a logit for each head; see `pairs` for ``captured``, ``seed`` and ``threshold``.
+    further parts. ``sinks`` holds a logit for each head; see `pairs` for ``captured``, ``seed`` and ``threshold``, and
+    `masks` for ``blocks``.
     """
     tiles = tl.cdiv(q_len, TILE_Q)
     index = tl.program_id(0) // tiles
@@ -155,10 +157,15 @@ def forward_kernel(
         # The tile that comes after the last whole one may not fill its rows: the last loop can look ahead to it.
         whole = tl.maximum(ranges[1][1] - TILE_K, 0)
         ranges = (ranges[0], (ranges[1][0], whole), (tl.maximum(ranges[2][0] - TILE_K, 0), ranges[2][1]))
-    if MASK is not None:
+    entry = None
+    if blocks is not None:
+        entry = block_list(blocks, place, first_row)
+        ranges = block_ranges(entry, TILE_K)
+    elif MASK is not None:
         ranges = ((ranges[0][0], ranges[2][1]),)
-    for part in tl.static_range(0 if LEFT or MASK is not None else 1, 3 if MASK is None else 1):
-        for first_column in range(ranges[part][0], ranges[part][1], TILE_K):
+    for part in tl.static_range(0 if LEFT or MASK is not None else 1, len(ranges)):
+        for position in range(ranges[part][0], ranges[part][1], TILE_K if blocks is None else 1):
+            first_column = position if blocks is None else tile_of(entry, position, TILE_K)
             state, accumulator, ahead = forward_step(
                 state, accumulator, ahead, q_tile, keys, values, first_row, first_column, place, scale,
                 HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, TILE_Q, TILE_K, LEFT, RIGHT, part != 1, MASK, SCORE,

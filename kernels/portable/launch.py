@@ -85,8 +85,9 @@ def forward(
         inputs = as_inputs([q, k, v], plan.parts)
         addresses = [extra.data_ptr() for extra in extras]
         varied = (variation.sinks(addresses), variation.seed(addresses), variation.captured(addresses))
+        blocks = variation.blocks(addresses, extras, "rows")
         plan.launcher(
-            (*inputs.addresses, *inputs.statistics, out.data_ptr(), lse.data_ptr(), *varied),
+            (*inputs.addresses, *inputs.statistics, out.data_ptr(), lse.data_ptr(), *varied, blocks),
             lambda: describe_forward(inputs.describe(), out, lse, variation, extras, scale, arithmetic),
         )
     return out, lse
@@ -151,16 +152,26 @@ def backward(
         tensors = BackwardTensors(out, dlse, lse, delta, bound, dq, dk, dv, sums)
         addresses = [extra.data_ptr() for extra in extras]
         varied = (variation.seed(addresses), variation.captured(addresses))
+        by_rows, by_columns = (variation.blocks(addresses, extras, of) for of in ("rows", "columns"))
         *qkv, dout_address = inputs.addresses
         read = (*qkv, *inputs.statistics, address_of(bound))
         rows = (address_of(dlse), lse.data_ptr(), delta.data_ptr())
         of_call = (variation, extras, scale, arithmetic)
         plan.dq_launcher(
-            (*read, out.data_ptr(), dout_address, *rows, dq.data_ptr(), sums.addresses("row"), *varied),
+            (*read, out.data_ptr(), dout_address, *rows, dq.data_ptr(), sums.addresses("row"), *varied, by_rows),
             lambda: describe_dq(inputs.describe(), tensors, *of_call),
         )
         plan.dkdv_launcher(
-            (*read, dout_address, *rows[1:], dk.data_ptr(), dv.data_ptr(), sums.addresses("column"), *varied),
+            (
+                *read,
+                dout_address,
+                *rows[1:],
+                dk.data_ptr(),
+                dv.data_ptr(),
+                sums.addresses("column"),
+                *varied,
+                by_columns,
+            ),
             lambda: describe_dkdv(inputs.describe(), tensors, *of_call),
         )
         for launcher, term in zip(plan.pair_launchers, variation.terms("pair"), strict=True):

@@ -8,6 +8,10 @@ Either may be negative: then the first rows see nothing. Without its flag an edg
 import triton
 import triton.language as tl
 
+from ..settings import BLOCK
+
+BLOCK_SIZE: tl.constexpr = tl.constexpr(BLOCK)
+
 
 @triton.jit
 def visible(rows, columns, k_len, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
@@ -74,3 +78,27 @@ def query_ranges(
         seen_by_all = tl.maximum(0, tl.minimum(q_len, first_column - left + 1))
         whole = tl.maximum(start, seen_by_all // TILE_Q * TILE_Q)
     return (begin, start), (start, whole), (whole, end)
+
+
+@triton.jit
+def block_list(blocks, place, first):
+    """Where the list of the visible blocks beside the block of ``first`` is: see `cs336_systems.attention.blocks`."""
+    one = tl.full((), 1, tl.int64)
+    matrix = place.batch * (blocks[1] * one) + place.head * (blocks[2] * one)
+    return blocks[0] + matrix + first // BLOCK_SIZE * blocks[3]
+
+
+@triton.jit
+def block_ranges(entry, TILE: tl.constexpr):
+    """The tiles of partly visible blocks, and those of wholly visible ones, by their number in the list."""
+    partial = tl.load(entry) * (BLOCK_SIZE // TILE)
+    whole = tl.load(entry + 1) * (BLOCK_SIZE // TILE)
+    return (0, partial), (partial, partial + whole)
+
+
+@triton.jit
+def tile_of(entry, number, TILE: tl.constexpr):
+    """Where a tile of the list begins."""
+    STEPS: tl.constexpr = BLOCK_SIZE // TILE
+    number = tl.cast(number, tl.int32)
+    return tl.load(entry + 2 + number // STEPS) * BLOCK_SIZE + number % STEPS * TILE

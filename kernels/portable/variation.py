@@ -57,7 +57,7 @@ class Variation:
     @classmethod
     def of(cls, settings: Settings, extras: Sequence[Tensor], wanted: Sequence[int] = ()) -> Variation:
         """``wanted`` are the positions of the captured tensors whose gradients are to be computed."""
-        position = settings.sinks + (settings.dropout is not None)
+        position = settings.sinks + (settings.dropout is not None) + 2 * settings.blocks
         captured: list[tuple[float | View, ...]] = []
         differentiated: list[Differentiated] = []
         terms: list[Wanted] = []
@@ -89,6 +89,18 @@ class Variation:
     def seed(self, extras: Sequence[Any]) -> Any:
         """The seed among the extras, or None."""
         return extras[self.settings.sinks] if self.settings.dropout is not None else None
+
+    def blocks(self, extras: Sequence[Any], shapes: Sequence[Tensor], of: str) -> Any:
+        """The list of blocks among the extras, "rows" or "columns", with its strides, or None.
+
+        Those of axes of size 1 are 0.
+        """
+        if not self.settings.blocks:
+            return None
+        position = self.settings.sinks + (self.settings.dropout is not None) + (of == "columns")
+        lists = shapes[position]
+        batch, heads = (0 if lists.shape[axis] == 1 else lists.stride(axis) for axis in (0, 1))
+        return extras[position], batch, heads, lists.stride(2)
 
     def terms(self, kind: str) -> tuple[int, ...]:
         """Which of the differentiated tensors a pass gathers."""

@@ -54,6 +54,8 @@ def features(dtype: torch.dtype) -> dict[str, tuple[dict[str, Any], tuple[Tensor
     bias = made(1, HEADS, LENGTH, LENGTH, dtype=dtype)
     slopes = made(1, HEADS)
     seed = made(1, dtype=torch.int64)
+    documents, _ = rules(variants.document(ids))
+    lists = (made(1, 1, 4, 6, dtype=torch.int32), made(1, 1, 4, 6, dtype=torch.int32))
     everything, captured = rules(
         variants.document(ids) & ~variants.dilated(3),
         variants.softcap(30.0) + variants.alibi(slopes) + variants.bias(bias),
@@ -66,6 +68,7 @@ def features(dtype: torch.dtype) -> dict[str, tuple[dict[str, Any], tuple[Tensor
         "bias": rules(scores=variants.bias(bias)),
         "row_of_bias": rules(scores=variants.bias(made(2, 1, 1, LENGTH, dtype=dtype))),
         "document": rules(variants.document(ids)),
+        "document_blocks": ({**documents, "blocks": True, "causal": "bottom_right"}, (*lists, ids, ids)),
         "mask": rules(variants.visible_where(made(2, 1, LENGTH, LENGTH, dtype=torch.bool))),
         "sinks": ({"sinks": True, "causal": "bottom_right"}, (made(HEADS),)),
         "dropout": ({"dropout": 0.1}, (seed,)),
@@ -81,7 +84,7 @@ def launches(arithmetic: tuning.Arithmetic, width: int, name: str) -> dict[str, 
     dtype = torch.bfloat16 if arithmetic == "half" else torch.float32
     fields, extras = features(dtype)[name]
     settings = Settings(**fields)
-    captured = range(settings.sinks + (settings.dropout is not None), len(extras))
+    captured = range(settings.sinks + (settings.dropout is not None) + 2 * settings.blocks, len(extras))
     wanted = [position for position in captured if extras[position].is_floating_point()]
     variation = Variation.of(settings, extras, wanted)
 

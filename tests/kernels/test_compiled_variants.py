@@ -60,7 +60,7 @@ def problems(architecture, rows):
 @pytest.mark.parametrize(
     ("architecture", "arithmetic", "features"),
     [
-        ("sm_90", "half", ["window", "document"]),
+        ("sm_90", "half", ["window", "document_blocks"]),
         ("sm_90", "half", ["bias", "everything"]),
         ("sm_90", "float32", ["window", "everything"]),
         ("sm_86", "float32", ["everything"]),
