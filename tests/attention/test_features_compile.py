@@ -13,14 +13,19 @@ from cs336_systems.attention import ops as operators
 from cs336_systems.attention.features import Features, Sizes, assemble
 from cs336_systems.attention.rules import score_rule
 from cs336_systems.attention.spec import AttentionSpec, Causal
-from cs336_systems.attention.variants import document, prefix, window
+from cs336_systems.attention.variants import document, prefix
+from cs336_systems.attention.variants import window as window_rule
 from cs336_systems.kernels.language import at, tanh
 from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs
 
 SHAPES = Shapes.of(2, q_len=5, k_len=9, d=16, dv=8, q_heads=4, kv_heads=2)
 
 # What is used of torch.compile beyond its own warnings.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torch",
+    "ignore::FutureWarning:torch",
+    "ignore:The .grad attribute of a Tensor:UserWarning",  # torch hides it, where warnings are no errors
+)
 
 
 @pytest.fixture(autouse=True)
@@ -58,10 +63,8 @@ def parameters(device, dtype=torch.float32, batch=2, q_len=5, k_len=9, heads=4):
 
 
 FEATURES = {
-    "window": (["sinks"], {"window": (3, 1), "causal": "top_left"}),
     "cap_and_slopes": (["alibi_slopes"], {"softcap": 1.5, "causal": True}),
     "bias_and_mask": (["bias", "mask"], {}),
-    "dropout": (["sinks"], {"dropout_p": 0.3, "seed": 7}),
     "everything": (
         ["bias", "alibi_slopes", "sinks", "mask"],
         {"window": (6, 2), "softcap": 1.5, "dropout_p": 0.3, "seed": 7},
@@ -80,8 +83,9 @@ def assert_same(results, expected):
         torch.testing.assert_close(results[name], x, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("name", FEATURES)
-@pytest.mark.parametrize("impl", ["flash", "tiled", "naive", "auto"])
+@pytest.mark.parametrize(
+    ("impl", "name"), [*[("flash", name) for name in FEATURES], ("tiled", "everything"), ("naive", "everything")]
+)
 def test_one_graph_computes_what_eager_does(impl, device, name):
     names, settings = FEATURES[name]
     settings = settings | {"impl": impl, "return_lse": True}
@@ -92,11 +96,11 @@ def test_one_graph_computes_what_eager_does(impl, device, name):
 
 
 @pytest.mark.parametrize("impl", ["flash", "tiled", "naive"])
-def test_rules_in_a_graph(impl, device):
-    """They are made in the graph, of tensors and numbers that come into it."""
+def test_rules_made_in_a_graph(impl, device):
+    """Of tensors and numbers that come into it."""
 
     def attend(q, k, v, rates, ids, lengths, before):
-        mask = document(ids[:, : q.shape[-2]], ids) | ~prefix(lengths) & window(before, 1)
+        mask = document(ids[:, : q.shape[-2]], ids) | prefix(lengths) & window_rule(before, 1)
         return attention(q, k, v, mask=mask, scores=bent(rates) + bent(rates), impl=impl, return_lse=True)
 
     inputs = make_inputs(SHAPES, device=device)
@@ -117,13 +121,13 @@ def test_the_compiled_implementation_takes_features(device):
     assert_within_budget(evaluate(attend, inputs, features), inputs, features=features)
 
 
-@pytest.mark.parametrize("impl", ["flash", "naive"])
-def test_one_graph_for_all_lengths(impl, device):
-    """Also with alignment of the last query with the last key, where rules hold the difference of lengths."""
-    settings = {"causal": True, "window": (6, None), "softcap": 2.0}
+@pytest.mark.parametrize(("impl", "window"), [("flash", (6, None)), ("flash", None), ("naive", None)])
+def test_one_graph_for_all_lengths(impl, device, window):
+    """Also with the last query aligned with the last key, where rules hold the difference of lengths."""
+    settings = {"causal": True, "window": window, "softcap": 2.0}
     attend = compiled(dynamic=True, impl=impl, return_lse=True, **settings)
     # No two sizes are equal: torch takes sizes that are for one and the same.
-    for batch, q_len, k_len in ((3, 5, 10), (5, 8, 24), (7, 12, 33)):
+    for batch, q_len, k_len in ((3, 5, 10), (5, 8, 24)):
         shapes = Shapes.of(batch, q_len=q_len, k_len=k_len, d=16, q_heads=4, kv_heads=2)
         inputs = make_inputs(shapes, device=device)
         tensors = parameters(device, batch=batch, q_len=q_len, k_len=k_len)
