@@ -96,13 +96,11 @@ def structure_of(fields: Any) -> Any:
     return 0 if isinstance(fields, (int, torch.SymInt)) and not isinstance(fields, bool) else fields
 
 
-def numbers_of(fields: Any) -> list[float]:
+def numbers_of(fields: Any) -> list[Any]:
     """The numbers among fields, in order."""
     if isinstance(fields, tuple):
         return [number for field in fields for number in numbers_of(field)]
-    if isinstance(fields, bool) or not isinstance(fields, NUMBERS):
-        return []
-    return [torch.sym_float(fields)]
+    return [fields] if isinstance(fields, NUMBERS) and not isinstance(fields, bool) else []
 
 
 def _filled(structure: Any, numbers: Iterator[float]) -> Any:

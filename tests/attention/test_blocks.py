@@ -83,6 +83,7 @@ def test_lists_hold_the_blocks_that_are_seen(name, call):
     device = torch.device("cpu")
     mask = MASKS[name](device)
     blocks = mask.with_blocks(**SIZES, batch=BATCH, heads=HEADS, **CALLS[call]).blocks
+    assert blocks is not None
     kinds = kinds_of(seen_pairs(mask, CALLS[call], device))
     for kind in (PARTIAL, WHOLE):
         for (batch, head, row), columns in listed(blocks.rows, kind).items():
@@ -165,6 +166,7 @@ def test_lists_for_another_call_are_refused(found_for, call, message):
     mask = made.with_blocks(**sizes) if "device" not in found_for else made
     if "device" in found_for:
         blocks = document(torch.zeros(1, 8, dtype=torch.int32)).with_blocks(8, 8).blocks
+        assert blocks is not None
         moved = blocks._replace(rows=blocks.rows.to("meta"), columns=blocks.columns.to("meta"))
         mask = type(made)(made.expression, tuple(x.to("cpu") for x in (torch.zeros(1, 8),) * 2), moved)
     with pytest.raises(ValueError, match=message):

@@ -67,8 +67,9 @@ def test_variants_hide_what_they_say(seen, flash_device, name):
 
 
 def test_masks_combine_as_booleans_do(seen, flash_device):
-    (make_a, in_a), (make_b, in_b), (make_c, in_c) = (VARIANTS[name] for name in ("prefix", "causal", "document"))
-    a, b, c = make_a(flash_device), make_b(flash_device), make_c(flash_device)
+    made = [VARIANTS[name] for name in ("prefix", "causal", "document")]
+    a, b, c = (make(flash_device) for make, _ in made)
+    in_a, in_b, in_c = (expected for _, expected in made)
     combined = {
         "and": (a & b, in_a & in_b),
         "or": (a | c, in_a | in_c),
