@@ -90,7 +90,7 @@ def numbers_of(fields: Any) -> list[float]:
     """The numbers among fields, in order."""
     if isinstance(fields, tuple):
         return [number for field in fields for number in numbers_of(field)]
-    return [float(fields)] if isinstance(fields, (int, float)) and not isinstance(fields, bool) else []
+    return [fields] if isinstance(fields, (int, float)) and not isinstance(fields, bool) else []
 
 
 def _filled(structure: Any, numbers: Iterator[float]) -> Any:

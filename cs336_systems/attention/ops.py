@@ -21,13 +21,13 @@ PLAIN = {Tensor, torch.nn.Parameter}
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _library.define(
-    "flash_forward(Tensor q, Tensor k, Tensor v, float scale, str settings, float[] numbers, "
+    "flash_forward(Tensor q, Tensor k, Tensor v, float scale, str settings, Scalar[] numbers, "
     "Tensor[] extras) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
     "flash_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, float scale, "
-    "str settings, float[] numbers, Tensor[] extras, int[] wanted) -> (Tensor, Tensor, Tensor, Tensor[])",
+    "str settings, Scalar[] numbers, Tensor[] extras, int[] wanted) -> (Tensor, Tensor, Tensor, Tensor[])",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 

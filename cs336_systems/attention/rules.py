@@ -106,7 +106,8 @@ class _Rule:
         for name, value in zip(self.captures, captured, strict=True):
             if isinstance(value, bool) or not isinstance(value, (Tensor, int, float)):
                 raise TypeError(f"{name} must be a tensor or a number; got {value!r} of type {type(value).__name__}")
-            if not isinstance(value, Tensor) and not math.isfinite(value):
+            # torch.compile can trace comparisons of floats that it knows by a name, but not math.isfinite.
+            if isinstance(value, float) and not -math.inf < value < math.inf:
                 raise ValueError(f"{name} must be finite; got {value}")
         numbers = tuple(None if isinstance(value, Tensor) else value for value in captured)
         return (self.name, numbers), tuple(value for value in captured if isinstance(value, Tensor))

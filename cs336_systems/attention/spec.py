@@ -64,7 +64,9 @@ class AttentionSpec:
     @property
     def is_plain(self) -> bool:
         """Whether there is nothing but a causal mask, or none, and a scale."""
-        return self.window == (None, None) and not (self.mask or self.scores or self.sinks or self.dropout is not None)
+        # Lengths are compared because torch.compile does not trace `not` of tuples with sizes that it knows by name.
+        by_rules = self.mask is not None or len(self.scores) > 0
+        return self.window == (None, None) and not (by_rules or self.sinks or self.dropout is not None)
 
     def band(self, q_len: int, k_len: int) -> Window:
         """Query i sees the keys from i + left to i + right; None where there is no such limit."""
@@ -76,7 +78,7 @@ class AttentionSpec:
         before_all = right is not None and right < 0
         after_all = left is not None and q_len - 1 + left >= k_len
         empty = left is not None and right is not None and left > right
-        return k_len == 0 or before_all or after_all or empty or self.mask is not None or bool(self.scores)
+        return k_len == 0 or before_all or after_all or empty or self.mask is not None or len(self.scores) > 0
 
     def extras(self) -> tuple[str, ...]:
         """What each of the further tensors of a call is: "sinks", "seed", then the names of rules that captured them."""

@@ -43,7 +43,7 @@ VARIANTS = {
     "window": (lambda device: variants.window(3, 1, 2), (COLUMN >= ROW - 1) & (COLUMN <= ROW + 3)),
     "block_local": (lambda device: variants.block_local(4), ROW // 4 == COLUMN // 4),
     "dilated": (lambda device: variants.dilated(3), (ROW - COLUMN).abs() % 3 == 0),
-    "prefix": (lambda device: variants.prefix(LENGTHS.to(device)), COLUMN < LENGTHS[BATCH]),
+    "prefix": (lambda device: variants.prefix(LENGTHS.to(device)), LENGTHS[BATCH] > COLUMN),
     "prefix_of_all": (lambda device: variants.prefix(LENGTHS[:1].to(device).int()), COLUMN < 3),
     "document": (
         lambda device: variants.document(IDS.to(device), KEY_IDS.to(device)),
