@@ -67,8 +67,9 @@ def test_variants_hide_what_they_say(seen, flash_device, name):
 
 
 def test_masks_combine_as_booleans_do(seen, flash_device):
-    (a, in_a), (b, in_b), (c, in_c) = (VARIANTS[name] for name in ("prefix", "causal", "document"))
-    a, b, c = a(flash_device), b(flash_device), c(flash_device)
+    made = [VARIANTS[name] for name in ("prefix", "causal", "document")]
+    a, b, c = (make(flash_device) for make, _ in made)
+    in_a, in_b, in_c = (expected for _, expected in made)
     combined = {
         "and": (a & b, in_a & in_b),
         "or": (a | c, in_a | in_c),
