@@ -61,14 +61,15 @@ class Code:
 
     function: of (batch, head, row, column, *captured), with the score before them for a score rule. derivative: of a
     score rule, its own derivative with respect to the score, of the same arguments; None stands for 1. steepest: the
-    largest magnitude that it has. gradients: by the position of a captured tensor. in_torch, derivative_in_torch: the
-    functions on torch's tensors.
+    largest magnitude that it has. gradients, axes: by the position of a captured tensor, the latter for those that are
+    indexed by places alone. in_torch, derivative_in_torch: the functions on torch's tensors.
     """
 
     function: Any
     derivative: Any = None
     steepest: float = 1.0
     gradients: dict[int, Gradient] = field(default_factory=dict)
+    axes: dict[int, tuple[str, ...]] = field(default_factory=dict)
     in_torch: InTorch = field(init=False)
     derivative_in_torch: InTorch = field(default_factory=dict)
 

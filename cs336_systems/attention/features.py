@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,16 +90,36 @@ def assemble(
         if not isinstance(features.scores, Scores):
             raise TypeError(f"scores must be Scores, which score rules give; got {type(features.scores).__name__}")
         scores += features.scores
-    for name, tensors in (("mask", mask.tensors if mask else ()), ("scores", scores.tensors)):
-        for tensor in tensors:
-            if tensor.device != device:
-                raise ValueError(f"what {name} captured must be on {device} to match q; got {tensor.device}")
+    if mask is not None:
+        _check_captured("mask", expressions.leaves(mask.expression), mask.tensors, sizes, device)
+    _check_captured("scores", scores.expression, scores.tensors, sizes, device)
     sinks = () if features.sinks is None else (_sinks(features.sinks, sizes, device),)
     dropout = _probability(features.dropout_p)
     _check_randomness(features, device)
     seed = () if dropout is None else (_seed(features, device),)
     extras = _distinct((*sinks, *seed, *blocks, *(mask.tensors if mask else ()), *scores.tensors))
     return Assembled(mask.expression if mask else None, scores.expression, bool(sinks), dropout, bool(blocks), extras)
+
+
+def _check_captured(
+    name: str, rules: Iterable[expressions.Leaf], tensors: tuple[Tensor, ...], sizes: Sizes, device: torch.device
+) -> None:
+    """What rules captured has to be where q is, and as large as what it is read for."""
+    full = {"batch": math.prod(sizes.batch), "head": sizes.heads or 1, "row": sizes.q_len, "column": sizes.k_len}
+    rest = iter(tensors)
+    for leaf in rules:
+        for slot in (slot for slot, item in enumerate(leaf[1]) if item is None):
+            tensor, axes = next(rest), expressions.registry[leaf[0]].axes.get(slot)
+            if tensor.device != device:
+                raise ValueError(f"what {name} captured must be on {device} to match q; got {tensor.device}")
+            if axes is None:
+                continue
+            expected = tuple(full[axis] for axis in axes)
+            own = tuple(tensor.shape)
+            if len(own) != len(expected) or any(x not in (1, y) for x, y in zip(own, expected, strict=True)):
+                raise ValueError(
+                    f"what {name} captured must have shape {expected}, for {' '.join(axes)}, or 1 there; got {own}"
+                )
 
 
 def _distinct(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -148,6 +148,25 @@ class _Rule:
         numbers = tuple(None if isinstance(value, Tensor) else value for value in captured)
         return (self.name, numbers), tuple(value for value in captured if isinstance(value, Tensor))
 
+    def reads(self, captured: str, axes: str) -> tuple[str, ...]:
+        """Says which axes a captured tensor has, so that calls can be refused whose sizes are others.
+
+        Args:
+            captured: the name of the tensor.
+            axes: such as "batch row": of "batch", "head", "row" and "column", in this order; each of the call's size,
+            or 1.
+
+        Returns:
+            The axes' names.
+        """
+        if captured not in self.captures:
+            raise ValueError(f"captured must be one of {', '.join(self.captures) or 'nothing'}; got {captured!r}")
+        names = tuple(axes.split())
+        if not set(names) <= set(AXES) or names != tuple(name for name in AXES if name in names):
+            raise ValueError(f"axes must be of {', '.join(AXES)}, in this order; got {axes!r}")
+        self.code.axes[self.captures.index(captured)] = names
+        return names
+
 
 class Predicate(_Rule):
     """A function of (batch, head, row, column, *captured) that says what is visible; called, it gives a `Mask`."""
@@ -181,11 +200,7 @@ class ScoreRule(_Rule):
             captured: the name of the tensor.
             axes: its axes, such as "batch head": of "batch", "head", "row" and "column", in this order.
         """
-        if captured not in self.captures:
-            raise ValueError(f"captured must be one of {', '.join(self.captures) or 'nothing'}; got {captured!r}")
-        names = tuple(axes.split())
-        if not set(names) <= set(AXES) or names != tuple(name for name in AXES if name in names):
-            raise ValueError(f"axes must be of {', '.join(AXES)}, in this order; got {axes!r}")
+        names = self.reads(captured, axes)
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             self._check_arguments(function)

@@ -261,3 +261,35 @@ def test_a_captured_tensor_without_a_gradient_is_named(impl):
     with torch.no_grad():
         explain(Q, K, K, scores=scaled(factors, 2))
     assert attention(Q, K, K, scores=scaled(factors, 2)).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        (
+            {"mask": document(IDS, torch.zeros(2, 6, dtype=torch.int64))},
+            "what mask captured must have shape (2, 7), for batch column, or 1 there; got (2, 6)",
+        ),
+        (
+            {"mask": causal() & ~prefix(torch.zeros(3, dtype=torch.int64))},
+            "what mask captured must have shape (2,), for batch, or 1 there; got (3,)",
+        ),
+        (
+            {"mask": visible_where(torch.ones(1, 1, 5, 5))},
+            "what mask captured must have shape (2, 4, 5, 7), for batch head row column, or 1 there; got (1, 1, 5, 5)",
+        ),
+        (
+            {"scores": softcap(3.0) + bias(torch.zeros(1, 1, 9, 7))},
+            "what scores captured must have shape (2, 4, 5, 7), for batch head row column, or 1 there; "
+            "got (1, 1, 9, 7)",
+        ),
+        (
+            {"scores": alibi(torch.zeros(2, 3))},
+            "what scores captured must have shape (2, 4), for batch head, or 1 there; got (2, 3)",
+        ),
+    ],
+)
+def test_captured_tensors_of_another_size_are_refused(call, features, message):
+    """Kernels would read past their ends."""
+    with pytest.raises(ValueError, match=says(message)):
+        call(**features)

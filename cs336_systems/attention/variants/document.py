@@ -13,6 +13,10 @@ def _document(batch, head, row, column, of_queries, of_keys):
     return at(of_queries, (batch, row)) == at(of_keys, (batch, column))
 
 
+_document.reads("of_queries", axes="batch row")
+_document.reads("of_keys", axes="batch column")
+
+
 def document(of_queries: Tensor, of_keys: Tensor | None = None) -> Mask:
     """Query i sees key j where both have the same number.
 

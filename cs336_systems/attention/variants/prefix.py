@@ -13,6 +13,9 @@ def _prefix(batch, head, row, column, lengths):
     return column < at(lengths, (batch,))
 
 
+_prefix.reads("lengths", axes="batch")
+
+
 def prefix(lengths: Tensor) -> Mask:
     """Every query of entry b of the batch sees the first lengths[b] keys.
 

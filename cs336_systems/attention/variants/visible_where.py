@@ -12,6 +12,9 @@ def _visible_where(batch, head, row, column, mask):
     return at(mask, (batch, head, row, column)) != 0
 
 
+_visible_where.reads("mask", axes="batch head row column")
+
+
 def visible_where(mask: Tensor) -> Mask:
     """Query i sees key j where the mask (batch or 1, heads or 1, q_len or 1, k_len or 1) is not 0."""
     if tensor("mask", mask).ndim != 4:
