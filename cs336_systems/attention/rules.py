@@ -153,8 +153,8 @@ class _Rule:
 
         Args:
             captured: the name of the tensor.
-            axes: such as "batch row": of "batch", "head", "row" and "column", in this order; each of the call's size,
-            or 1.
+            axes: such as "batch row": of "batch", "head", "row" and "column", in this order; each of the call's size
+                or larger, or 1.
 
         Returns:
             The axes' names.
