@@ -36,21 +36,26 @@ NOTHING = (None, None, None, None, None, None, 0.0, None, None)
 """The features of a call that asks for none."""
 
 
-class Options(TypedDict, total=False):
+class TensorFeatures(TypedDict, total=False):
+    """The keyword arguments of `attention` that are tensors or hold some."""
+
+    alibi_slopes: Tensor | None
+    bias: Tensor | None
+    scores: Scores | None
+    mask: Tensor | Mask | None
+    sinks: Tensor | None
+    seed: int | Tensor | None
+    generator: torch.Generator | None
+
+
+class Options(TensorFeatures, total=False):
     """The keyword arguments of `attention`, but for ``return_lse``."""
 
     causal: bool | str
     window: Window | None
     scale: float | None
     softcap: float | None
-    alibi_slopes: Tensor | None
-    bias: Tensor | None
-    scores: Scores | None
-    mask: Tensor | Mask | None
-    sinks: Tensor | None
     dropout_p: float
-    seed: int | Tensor | None
-    generator: torch.Generator | None
     deterministic: bool | None
     impl: str | Implementation
 

@@ -79,8 +79,9 @@ def assemble(
     # How far the position of query i among the keys is from i.
     shift = 0 if causal == "top_left" else sizes.k_len - sizes.q_len
     scores = Scores((), ())
-    if features.softcap is not None:
-        scores += variants.softcap(_positive("softcap", features.softcap))
+    cap = positive("softcap", features.softcap)
+    if cap is not None:
+        scores += variants.softcap(cap)
     if features.alibi_slopes is not None:
         scores += variants.alibi(_slopes(features.alibi_slopes, sizes, device), shift)
     if features.bias is not None:
@@ -94,7 +95,7 @@ def assemble(
         _check_captured("mask", expressions.leaves(mask.expression), mask.tensors, sizes, device)
     _check_captured("scores", scores.expression, scores.tensors, sizes, device)
     sinks = () if features.sinks is None else (_sinks(features.sinks, sizes, device),)
-    dropout = _probability(features.dropout_p)
+    dropout = probability(features.dropout_p)
     _check_randomness(features, device)
     seed = () if dropout is None else (_seed(features, device),)
     extras = _distinct((*sinks, *seed, *blocks, *(mask.tensors if mask else ()), *scores.tensors))
@@ -202,7 +203,10 @@ def _sinks(sinks: Tensor, sizes: Sizes, device: torch.device) -> Tensor:
     return sinks.contiguous()
 
 
-def _positive(name: str, value: float) -> float:
+def positive(name: str, value: float | None) -> float | None:
+    """The value, if it is None or a finite number above 0."""
+    if value is None:
+        return None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a float or None; got {value!r} of type {type(value).__name__}")
     if not 0 < value < math.inf:
@@ -210,7 +214,8 @@ def _positive(name: str, value: float) -> float:
     return float(value)
 
 
-def _probability(value: float) -> float | None:
+def probability(value: float) -> float | None:
+    """``dropout_p`` as a spec has it: None where nothing is dropped."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"dropout_p must be a float; got {value!r} of type {type(value).__name__}")
     if not 0 <= value <= 1:

@@ -2,47 +2,101 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar, TypedDict
 
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from .api import attention
+from .api import TensorFeatures, attention
 from .choose import Implementation, parse
-from .spec import check_spec
+from .features import positive, probability
+from .spec import check_spec, window_of
+
+Window = tuple[int | None, int | None]
+
+
+class Settings(TypedDict, total=False):
+    """The keyword arguments of `Attention`, but for ``impl``."""
+
+    causal: bool | str
+    window: Window | None
+    scale: float | None
+    softcap: float | None
+    dropout_p: float
+    deterministic: bool | None
 
 
 class Attention(nn.Module):
     """`attention` with its settings kept; it has no parameters.
 
-    >>> attend = Attention(causal=True)
-    >>> out = attend(q, k, v)
+    >>> attend = Attention(causal=True, window=(1024, None))
+    >>> out = attend(q, k, v, sinks=self.sinks)
 
     Args:
-        causal, scale, impl: as for `attention`.
+        causal, window, scale, softcap, deterministic, impl: as for `attention`.
+        dropout_p: the probability that a weight is dropped in training mode; in evaluation mode none is.
 
     Raises:
         TypeError, ValueError: a setting is not one that `attention` takes.
     """
 
     def __init__(
-        self, *, causal: bool | str = False, scale: float | None = None, impl: str | Implementation = "auto"
+        self,
+        *,
+        causal: bool | str = False,
+        window: Window | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        dropout_p: float = 0.0,
+        deterministic: bool | None = None,
+        impl: str | Implementation = "auto",
     ) -> None:
         super().__init__()
         check_spec(causal, scale, head_dim=1)
+        window_of(window)
+        positive("softcap", softcap)
+        probability(dropout_p)
         parse(impl)
         self.causal = causal
+        self.window = window
         self.scale = scale
+        self.softcap = softcap
+        self.dropout_p = dropout_p
+        self.deterministic = deterministic
         self.impl = impl
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """out, or (out, lse), of q, k and v, shaped as `attention` takes them."""
-        settings: dict[str, Any] = {"causal": self.causal, "scale": self.scale, "impl": self.impl}
-        return attention(q, k, v, **settings, return_lse=return_lse)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **features: Unpack[TensorFeatures]
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """out, or (out, lse), of q, k and v, shaped as `attention` takes them.
+
+        ``features`` are those of its arguments that are tensors or hold some: mask, bias, alibi_slopes, scores, sinks,
+        seed and generator.
+        """
+        return attention(
+            q,
+            k,
+            v,
+            causal=self.causal,
+            window=self.window,
+            scale=self.scale,
+            softcap=self.softcap,
+            dropout_p=self.dropout_p if self.training else 0.0,
+            deterministic=self.deterministic,
+            impl=self.impl,
+            return_lse=return_lse,
+            **features,
+        )
 
     def extra_repr(self) -> str:
         """The settings, for printing."""
         impl = self.impl.value if isinstance(self.impl, Implementation) else self.impl
-        return f"causal={self.causal!r}, scale={self.scale!r}, impl={impl!r}"
+        settings: dict[str, object] = {"causal": self.causal, "scale": self.scale, "impl": impl}
+        others = {"window": self.window, "softcap": self.softcap, "deterministic": self.deterministic}
+        settings |= {name: value for name, value in others.items() if value is not None}
+        if self.dropout_p:
+            settings["dropout_p"] = self.dropout_p
+        return ", ".join(f"{name}={value!r}" for name, value in settings.items())
 
 
 class _Fixed(Attention):
@@ -50,8 +104,8 @@ class _Fixed(Attention):
 
     implementation: ClassVar[Implementation]
 
-    def __init__(self, *, causal: bool | str = False, scale: float | None = None) -> None:
-        super().__init__(causal=causal, scale=scale, impl=self.implementation)
+    def __init__(self, **settings: Unpack[Settings]) -> None:
+        super().__init__(**settings, impl=self.implementation)
 
 
 class NaiveAttention(_Fixed):

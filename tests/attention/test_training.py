@@ -186,4 +186,31 @@ def test_modules_have_settings_and_no_state(impl):
 
 def test_the_general_module_chooses():
     assert repr(Attention()) == "Attention(causal=False, scale=None, impl='auto')"
+    assert repr(Attention(window=(3, None), softcap=5.0, dropout_p=0.5)) == (
+        "Attention(causal=False, scale=None, impl='auto', window=(3, None), softcap=5.0, dropout_p=0.5)"
+    )
     assert repr(Attention(impl=Implementation.TILED)) == "Attention(causal=False, scale=None, impl='tiled')"
+
+
+@pytest.mark.parametrize("kind", [Attention, NaiveAttention, TiledAttention])
+def test_a_module_hands_features_on(kind):
+    q, k, v = (torch.randn(2, 4, 9, 8) for _ in range(3))
+    tensors = {"bias": torch.randn(4, 9, 9), "sinks": torch.randn(4), "mask": torch.rand(9, 9) < 0.8}
+    settings = {"causal": True, "window": (5, None), "softcap": 3.0, "scale": 0.5}
+    expected = attention(q, k, v, impl="naive", return_lse=True, **settings, **tensors)
+    torch.testing.assert_close(kind(**settings)(q, k, v, return_lse=True, **tensors), expected)
+
+
+def test_a_module_drops_weights_in_training_alone():
+    q = torch.randn(2, 4, 9, 8)
+    module = NaiveAttention(dropout_p=0.5)
+    expected = attention(q, q, q, impl="naive", dropout_p=0.5, seed=3)
+    torch.testing.assert_close(module(q, q, q, seed=3), expected)
+    torch.testing.assert_close(module.eval()(q, q, q, seed=3), attention(q, q, q, impl="naive"))
+
+
+@pytest.mark.parametrize("wrong", [{"window": 3}, {"softcap": -1.0}, {"dropout_p": 2.0}])
+def test_a_module_is_not_made_with_wrong_settings(wrong):
+    [name] = wrong
+    with pytest.raises((TypeError, ValueError), match=name):
+        Attention(**wrong)
