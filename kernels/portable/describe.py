@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .. import tuning
 from ..launching import Launch
-from .backward import dkdv_kernel, dq_kernel
+from .dkdv import dkdv_kernel
+from .dq import dq_kernel
 from .forward import forward_kernel
 from .geometry import Geometry, in_pipeline, in_units
 from .inputs import Input

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .addresses import matrix
-from .backward import row_lse_of, score_gradient, weights_and_slopes
+from .gradients import row_lse_of, score_gradient, weights_and_slopes
 from .operands import load_operand, product, transposed
 from .pairs import Place, kept_pairs
 from .units import TOP, scales_of
@@ -69,7 +69,7 @@ def pair_gradient_kernel(
     """Grid: one program for each (matrix of the target, tile of it). The target is (batch, heads, q_len, k_len).
 
     Each of its matrices is shared by ``shared_batches`` entries of the batch and ``shared_heads`` heads: 1, or all.
-    TERM is the term whose gradient this is; see `backward` for the rest.
+    TERM is the term whose gradient this is; see `dq` for the rest.
     """
     SHIFT: tl.constexpr = 0 if q_statistics is None else TOP
     tiles_q = tl.cdiv(q_len, TILE_Q)

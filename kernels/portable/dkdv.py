@@ -1,0 +1,180 @@
+"""The backward's pass over tiles of keys: it gathers dK and dV."""
+
+import triton
+import triton.language as tl
+
+from .addresses import matrix, store_tile
+from .gradients import added_up, row_lse_of, score_gradient, weights_and_slopes, zeros_for
+from .masks import block_list, block_ranges, query_ranges, tile_of
+from .operands import load_operand, product, split, transposed
+from .pairs import Place, kept_pairs
+from .units import TOP, scales_of
+
+
+@triton.jit
+def dkdv_step(
+    dk_tile,
+    dv_tile,
+    sums,
+    k_tile,
+    v_tile,
+    queries,
+    douts,
+    lse,
+    delta,
+    first_row,
+    first_column,
+    place,
+    scales,
+    HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    TILE_K: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    MASKED: tl.constexpr,
+    MASK: tl.constexpr,
+    SCORE: tl.constexpr,
+    SUMMED: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """Add what one tile of query rows contributes to dK, dV and the sums over rows of the terms SUMMED.
+
+    Scores are transposed: keys down, queries across. Rows past the end have no weights, so only the edges of the band
+    and rules need a mask.
+    """
+    across = first_row + tl.arange(0, TILE_Q)
+    q_tile = load_operand(queries, first_row, TILE_Q, BLOCK_D, HEAD_DIM, True)
+    dout_tile = load_operand(douts, first_row, TILE_Q, BLOCK_DV, V_HEAD_DIM, True)
+    row_lse = row_lse_of(lse, across, queries.rows, SCORE)
+    row_delta = tl.load(delta + across, mask=across < queries.rows, other=0.0)
+    rows = across[None, :]
+    columns = first_column + tl.arange(0, TILE_K)[:, None]
+    weights, slopes, terms = weights_and_slopes(
+        product(k_tile, transposed(q_tile), None), rows, columns, row_lse[None, :], scales, place,
+        LEFT, RIGHT, MASKED, MASK, SCORE, SHIFT, True,
+    )  # fmt: skip
+    kept = weights
+    if place.seed is not None:
+        keep = kept_pairs(rows, columns, place)
+        kept = tl.where(keep, weights, 0.0)
+    dv_tile = product(split(kept, dout_tile), dout_tile, dv_tile)
+    dweights = product(v_tile, transposed(dout_tile), None)
+    if place.seed is not None:
+        dweights = tl.where(keep, dweights, 0.0)
+    gradient = score_gradient(weights, dweights, row_delta[None, :], scales)
+    sums = added_up(sums, gradient, terms, SUMMED, 1)
+    gradient = gradient * slopes
+    dk_tile = product(split(gradient, q_tile), q_tile, dk_tile)
+    return dk_tile, dv_tile, sums
+
+
+@triton.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads", "threshold"])
+def dkdv_kernel(
+    q,
+    k,
+    v,
+    q_statistics,
+    k_statistics,
+    v_statistics,
+    dout_statistics,
+    dlse_bound,
+    dout,
+    lse,
+    delta,
+    dk,
+    dv,
+    sums,
+    seed,
+    captured,
+    blocks,
+    q_sizes,
+    kv_sizes,
+    q_strides,
+    k_strides,
+    v_strides,
+    dout_strides,
+    dk_strides,
+    dv_strides,
+    distances,
+    group,
+    heads,
+    q_len,
+    k_len,
+    left,
+    right,
+    scale,
+    score_scale,
+    kept_scale,
+    threshold,
+    steepest,
+    HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    TILE_Q: tl.constexpr,
+    TILE_K: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    MASK: tl.constexpr,
+    SCORE: tl.constexpr,
+    SUMMED: tl.constexpr,
+    UNITS: tl.constexpr,
+):
+    """Grid: one program for each (matrix of k, tile of its rows); it visits every query head of the group in turn.
+
+    ``sums`` are where the gradients of the terms SUMMED go, summed over rows, a number for each column of each matrix
+    of q.
+    """
+    SHIFT: tl.constexpr = 0 if q_statistics is None else TOP
+    tiles = tl.cdiv(k_len, TILE_K)
+    index = tl.program_id(0) // tiles
+    first_column = tl.program_id(0) % tiles * TILE_K
+    scales = scales_of(
+        q_statistics, k_statistics, v_statistics, dout_statistics, dlse_bound, index, scale, score_scale,
+        1.0 if seed is None else kept_scale, steepest,
+    )  # fmt: skip
+    keys = matrix(k, index, kv_sizes, k_strides, k_len, distances[1], UNITS[1])
+    values = matrix(v, index, kv_sizes, v_strides, k_len, distances[2], UNITS[2])
+    k_tile = load_operand(keys, first_column, TILE_K, BLOCK_D, HEAD_DIM, True)
+    v_tile = load_operand(values, first_column, TILE_K, BLOCK_DV, V_HEAD_DIM, True)
+    dk_tile = tl.zeros([TILE_K, BLOCK_D], tl.float32)
+    dv_tile = tl.zeros([TILE_K, BLOCK_DV], tl.float32)
+    ranges = query_ranges(first_column, q_len, left, right, TILE_K, TILE_Q, LEFT, RIGHT)
+    # A loop more, for the other edge of a window, costs more in registers than masking costs in time.
+    MASK_ALL: tl.constexpr = LEFT or MASK is not None
+    if MASK_ALL:
+        ranges = ((ranges[0][0], ranges[2][1]),)
+    columns = first_column + tl.arange(0, TILE_K)
+    for member in range(group):
+        q_index = index * group + member
+        place = Place(
+            q_index // heads, q_index % heads, q_index, q_len, k_len, left, right, captured, seed, threshold
+        )  # fmt: skip
+        queries = matrix(q, q_index, q_sizes, q_strides, q_len, distances[0], UNITS[0])
+        douts = matrix(dout, q_index, q_sizes, dout_strides, q_len, distances[3], UNITS[3])
+        row_lse = lse + tl.cast(q_index, tl.int64) * q_len
+        row_delta = delta + tl.cast(q_index, tl.int64) * q_len
+        column_sums = zeros_for(TILE_K, SUMMED)
+        entry = None
+        visited = ranges
+        if blocks is not None:
+            entry = block_list(blocks, place, first_column)
+            visited = block_ranges(entry, TILE_Q)
+        for part in tl.static_range(0 if RIGHT or MASK_ALL else 1, 2 if blocks is not None or not MASK_ALL else 1):
+            for position in range(visited[part][0], visited[part][1], TILE_Q if blocks is None else 1):
+                first_row = position if blocks is None else tile_of(entry, position, TILE_Q)
+                dk_tile, dv_tile, column_sums = dkdv_step(
+                    dk_tile, dv_tile, column_sums, k_tile, v_tile, queries, douts, row_lse, row_delta, first_row,
+                    first_column, place, scales, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, TILE_Q, TILE_K, LEFT, RIGHT,
+                    part != 1, MASK, SCORE, SUMMED, SHIFT,
+                )  # fmt: skip
+        for number in tl.static_range(len(SUMMED)):
+            target = sums[number] + tl.cast(q_index, tl.int64) * k_len + columns
+            tl.store(target, column_sums[number] * scales.step, mask=columns < k_len)
+    dk_target = matrix(dk, index, kv_sizes, dk_strides, k_len, (), UNITS[4])
+    dv_target = matrix(dv, index, kv_sizes, dv_strides, k_len, (), UNITS[5])
+    store_tile(dk_target, dk_tile * scales.dk, first_column, TILE_K, BLOCK_D, HEAD_DIM)
+    store_tile(dv_target, dv_tile * scales.dv, first_column, TILE_K, BLOCK_DV, V_HEAD_DIM)
