@@ -106,7 +106,12 @@ def _check_captured(
     name: str, rules: Iterable[expressions.Leaf], tensors: tuple[Tensor, ...], sizes: Sizes, device: torch.device
 ) -> None:
     """What rules captured has to be where q is, and as large as what it is read for."""
-    full = {"batch": math.prod(sizes.batch), "head": sizes.heads or 1, "row": sizes.q_len, "column": sizes.k_len}
+    full = {
+        "batch": math.prod(sizes.batch),
+        "head": sizes.matrices,
+        "row": sizes.q_len,
+        "column": sizes.k_len,
+    }
     rest = iter(tensors)
     for leaf in rules:
         for slot in (slot for slot, item in enumerate(leaf[1]) if item is None):
@@ -143,7 +148,7 @@ def _blocks(
         names = "(q_len, k_len, causal, window)"
         raise ValueError(f"mask must have blocks that were found for this call, {names} {asked}; got {found_for}")
     shares = tuple(blocks.rows.shape[:2])
-    heads, batch = sizes.heads or 1, math.prod(sizes.batch)
+    heads, batch = sizes.matrices, math.prod(sizes.batch)
     if shares[0] not in (1, batch) or shares[1] not in (1, heads):
         raise ValueError(f"mask must have blocks for {batch} batch entries and {heads} heads; got {shares}")
     if blocks.rows.device != device:

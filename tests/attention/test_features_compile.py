@@ -156,7 +156,7 @@ def operator_arguments(inputs):
     rates = torch.rand(2, 4, device=device, dtype=dtype)
     features = Features(**tensors, softcap=2.0, scores=bent(rates), dropout_p=0.25, seed=5)
     with torch.no_grad():
-        made = assemble(features, Sizes((2,), 4, 5, 9), 4, device)
+        made = assemble(features, Sizes((2,), 4, 5, 9), "bottom_right", (7, None), device)
     spec = AttentionSpec(Causal.BOTTOM_RIGHT, 0.25, (7, None), made.mask, made.scores, made.sinks, made.dropout)
     varied = (0.25, spec.settings, spec.numbers, [x.detach() for x in made.extras])
     out, lse = operators.flash_forward(*inputs[:3], *varied)
