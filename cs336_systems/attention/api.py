@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any, Literal, TypedDict, overload
 
@@ -30,10 +29,6 @@ Window = tuple[int | None, int | None]
 
 MOST_REMEMBERED = 4096
 _remembered: dict[tuple[Any, ...], tuple[Run, AttentionSpec, tuple[Tensor, ...]]] = {}
-
-
-NOTHING = (None, None, None, None, None, None, 0.0, None, None)
-"""The features of a call that asks for none."""
 
 
 class TensorFeatures(TypedDict, total=False):
@@ -146,8 +141,12 @@ def attention(
     default, and in TF32 otherwise. Under autocast inputs are cast to its dtype.
     """
     q, k, v = autocast_inputs(q, k, v)
-    given = (mask, bias, softcap, alibi_slopes, scores, sinks, dropout_p, seed, generator)
-    features = None if all(map(operator.is_, given, NOTHING)) else Features(*given)
+    features = None
+    # Written out, because it is part of the host time of every call.
+    of_scores = softcap is not None or alibi_slopes is not None or bias is not None or scores is not None
+    drops = dropout_p != 0 or isinstance(dropout_p, bool) or seed is not None or generator is not None
+    if of_scores or drops or mask is not None or sinks is not None:
+        features = Features(mask, bias, softcap, alibi_slopes, scores, sinks, dropout_p, seed, generator)
     run, spec, extras = _prepare(q, k, v, causal, scale, impl, return_lse, window, features, deterministic)
     if q.ndim == 2:
         out, lse = run(q[None], k[None], v[None], spec, return_lse, extras)
@@ -188,7 +187,7 @@ def _prepare(
         # The types tell 1 from True, and what is no dense tensor from what is.
         types = (type(causal), type(scale), type(return_lse), type(deterministic), q.layout, k.layout, v.layout)
         follows_torch = deterministic is None and torch.are_deterministic_algorithms_enabled()
-        key = (*tensors, *others, *types, repr(window), follows_torch)
+        key = (*tensors, *others, *types, window and tuple(map(type, window)), follows_torch)
         known = _remembered.get(key)
     except (AttributeError, TypeError, RuntimeError):
         # Not tensors, ragged ones, or not hashable: validation says what is wrong with them.

@@ -7,6 +7,8 @@ import math
 import sys
 from dataclasses import dataclass
 
+import torch
+
 from ..kernels.rules import Mask, Scores, leaves, tensors_of
 from ..kernels.settings import Settings, Window
 
@@ -57,7 +59,12 @@ class AttentionSpec:
     @property
     def settings(self) -> str:
         """The same as text, which operators can carry, but for the numbers."""
-        return self.as_settings.text
+        if torch.compiler.is_compiling():
+            return self.as_settings.text
+        text: str | None = self.__dict__.get("_settings")
+        if text is None:
+            text = self.__dict__["_settings"] = self.as_settings.text
+        return text
 
     @property
     def numbers(self) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ..sinks import sink_gradient
 from .describe import KERNELS, BackwardTensors, describe_dkdv, describe_dq, describe_forward, describe_pairs
 from .geometry import arithmetic_of
 from .inputs import PartsPlan, as_inputs, plan_parts
-from .sums import Sums
+from .sums import NO_SUMS, Sums
 from .variation import Variation
 
 
@@ -48,6 +48,9 @@ class BackwardPlan(NamedTuple):
 
 
 PLAIN = Settings().text
+
+NOTHING_FURTHER: tuple[Any, ...] = (None, None, None, None)
+"""In place of sinks, a seed, what rules captured, and a list of blocks."""
 
 _forward_plans: Plans[ForwardPlan] = Plans()
 _backward_plans: Plans[BackwardPlan] = Plans()
@@ -83,11 +86,15 @@ def forward(
         return out.zero_(), lse.copy_(extras[0][:, None]) if variation.settings.sinks else lse
     with on_device(device):
         inputs = as_inputs([q, k, v], plan.parts)
-        addresses = [extra.data_ptr() for extra in extras]
-        varied = (variation.sinks(addresses), variation.seed(addresses), variation.captured(addresses))
-        blocks = variation.blocks(addresses, extras, "rows")
+        varied = NOTHING_FURTHER
+        if extras or variation.with_rules:
+            addresses = [extra.data_ptr() for extra in extras]
+            varied = (
+                *(variation.sinks(addresses), variation.seed(addresses), variation.captured(addresses)),
+                variation.blocks(addresses, extras, "rows"),
+            )
         plan.launcher(
-            (*inputs.addresses, *inputs.statistics, out.data_ptr(), lse.data_ptr(), *varied, blocks),
+            (*inputs.addresses, *inputs.statistics, out.data_ptr(), lse.data_ptr(), *varied),
             lambda: describe_forward(inputs.describe(), out, lse, variation, extras, scale, arithmetic),
         )
     return out, lse
@@ -148,17 +155,19 @@ def backward(
     with on_device(device):
         inputs = as_inputs([q, k, v, dout], plan.parts)
         bound = None if dlse is None or arithmetic == "half" else dlse.view(math.prod(k.shape[:-2]), -1).abs().amax(1)
-        sums = Sums.of(variation, q, k)
+        sums = Sums.of(variation, q, k) if wanted else NO_SUMS
         tensors = BackwardTensors(out, dlse, lse, delta, bound, dq, dk, dv, sums)
-        addresses = [extra.data_ptr() for extra in extras]
-        varied = (variation.seed(addresses), variation.captured(addresses))
-        by_rows, by_columns = (variation.blocks(addresses, extras, of) for of in ("rows", "columns"))
+        varied = by_rows = by_columns = NOTHING_FURTHER[1:]
+        if extras or variation.with_rules:
+            addresses = [extra.data_ptr() for extra in extras]
+            varied = (variation.seed(addresses), variation.captured(addresses))
+            by_rows, by_columns = ((*varied, variation.blocks(addresses, extras, of)) for of in ("rows", "columns"))
         *qkv, dout_address = inputs.addresses
         read = (*qkv, *inputs.statistics, address_of(bound))
         rows = (address_of(dlse), lse.data_ptr(), delta.data_ptr())
         of_call = (variation, extras, scale, arithmetic)
         plan.dq_launcher(
-            (*read, out.data_ptr(), dout_address, *rows, dq.data_ptr(), sums.addresses("row"), *varied, by_rows),
+            (*read, out.data_ptr(), dout_address, *rows, dq.data_ptr(), sums.addresses("row"), *by_rows),
             lambda: describe_dq(inputs.describe(), tensors, *of_call),
         )
         plan.dkdv_launcher(
@@ -178,7 +187,7 @@ def backward(
             position = variation.differentiated[term].position
             target = sums.pairs[term] = torch.empty_like(extras[position])
             launcher(
-                (*read, dout_address, *rows[1:], target.data_ptr(), *varied),
+                (*read, dout_address, *rows[1:], target.data_ptr(), *varied[:2]),
                 lambda term=term, target=target: describe_pairs(inputs.describe(), tensors, term, target, *of_call),  # type: ignore[misc]
             )
         gradients = [

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..settings import Settings
 from .variation import Differentiated, Variation
 
 AXES_LEFT = {"row": ("batch", "head", "row"), "column": ("batch", "head", "column")}
@@ -56,3 +57,7 @@ class Sums:
         gone = [axis for axis, name in enumerate(AXES_LEFT[one.kind]) if name not in one.axes]
         sums = self.by_kind[one.kind][term]
         return (sums.sum(gone) if gone else sums).reshape(tensor.shape).to(tensor.dtype)
+
+
+NO_SUMS = Sums(Variation(Settings(), (), (), (), ()), {"row": {}, "column": {}})
+"""Those of a call in which no captured tensor needs a gradient."""

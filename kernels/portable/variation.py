@@ -12,7 +12,6 @@ from ..rules import AXES, Leaf, Wanted, leaves, mask_code, registry, score_code,
 from ..settings import Settings, structure_of
 
 Strides = tuple[int | None, ...]
-NOTHING_CAPTURED: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
 
 
 class View(NamedTuple):
@@ -76,10 +75,10 @@ class Variation:
             captured.append(tuple(views))
         return cls(settings, captured[0], captured[1], tuple(differentiated), tuple(terms))
 
-    def captured(self, extras: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """What rules captured, as kernels take it; ``extras`` are the tensors, or their addresses."""
-        if not (self.captured_by_mask or self.captured_by_scores):
-            return NOTHING_CAPTURED
+    def captured(self, extras: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
+        """What rules captured, if there are rules, as kernels take it; ``extras`` are tensors, or their addresses."""
+        if self.settings.mask is None and not self.settings.scores:
+            return None
         return _filled(self.captured_by_mask, extras), _filled(self.captured_by_scores, extras)
 
     def sinks(self, extras: Sequence[Any]) -> Any:
