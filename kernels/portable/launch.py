@@ -171,16 +171,7 @@ def backward(
             lambda: describe_dq(inputs.describe(), tensors, *of_call),
         )
         plan.dkdv_launcher(
-            (
-                *read,
-                dout_address,
-                *rows[1:],
-                dk.data_ptr(),
-                dv.data_ptr(),
-                sums.addresses("column"),
-                *varied,
-                by_columns,
-            ),
+            (*read, dout_address, *rows[1:], dk.data_ptr(), dv.data_ptr(), sums.addresses("column"), *by_columns),
             lambda: describe_dkdv(inputs.describe(), tensors, *of_call),
         )
         for launcher, term in zip(plan.pair_launchers, variation.terms("pair"), strict=True):

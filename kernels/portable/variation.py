@@ -44,7 +44,7 @@ class Variation:
     """Derived once for each new combination of settings and of the extras' metadata.
 
     ``extras`` are a call's further tensors: one of sinks, if there are any, one with the seed, if weights are dropped,
-    and what the rules of the mask captured, then those of scores.
+    the two lists of visible blocks, if they are given, and what the rules of the mask captured, then those of scores.
     """
 
     settings: Settings

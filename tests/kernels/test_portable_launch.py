@@ -10,6 +10,7 @@ import torch
 import triton
 
 from cs336_systems.attention import attention
+from cs336_systems.attention.variants import dilated
 from cs336_systems.kernels import launching, tuning
 from cs336_systems.kernels.portable import launch as portable
 from cs336_systems.kernels.portable.describe import describe_forward
@@ -191,6 +192,48 @@ def test_strides_are_passed_in_the_largest_unit_that_triton_does_not_find_itself
     tensors = [torch.empty_strided((2, 2, 8), steps, device="meta") for steps in (strides, (66, 33, 1), strides)]
     expected = (*[step // unit for step in strides[:-1]], strides[-1])
     assert in_units(tensors) == ([expected, (66, 33, 1), expected], (unit, 1, unit))
+
+
+def addresses_of(described):
+    """What a repeated launch passes for tensors: an address for each, in the same places."""
+    if isinstance(described, tuple):
+        return tuple(addresses_of(item) for item in described)
+    return described.data_ptr() if isinstance(described, torch.Tensor) else described
+
+
+REPEATED = {
+    "plain": lambda device: {},
+    "window": lambda device: {"window": (5, None)},
+    "rules": lambda device: {"mask": dilated(2), "softcap": 3.0},
+    "blocks": lambda device: {
+        "mask": dilated(2).with_blocks(17, 17, device=device),
+        "sinks": torch.ones(2, device=device),
+    },
+    "gradients": lambda device: {
+        "bias": torch.zeros(2, 17, 17, device=device, requires_grad=True),
+        "alibi_slopes": torch.ones(2, device=device, requires_grad=True),
+        "dropout_p": 0.5,
+        "seed": 3,
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_repeated_launch_passes_the_tensors_that_the_first_described(monkeypatch, flash_device, name, dtype):
+    """Compiled kernels take what comes second by its place alone: one argument too many would shift all the rest."""
+    checked = []
+    call = launching.Launcher.__call__
+
+    def compare(self, addresses, describe):
+        assert addresses == addresses_of(describe().tensors)
+        checked.append(self)
+        call(self, addresses, describe)
+
+    monkeypatch.setattr(launching.Launcher, "__call__", compare)
+    inputs = make_inputs(SHAPES, dtype=dtype, device=flash_device)
+    evaluate(partial(attention, impl="flash", return_lse=True), inputs, REPEATED[name](flash_device))
+    assert len(checked) >= 3
 
 
 @pytest.mark.gpu
