@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from typing_extensions import Unpack
 
+from ..kernels.settings import Window
 from . import choose, ops
 from .choose import Explanation, Implementation
 from .features import Features
@@ -25,8 +26,6 @@ from .validation import check
 
 Result = tuple[Tensor, Tensor | None]
 Run = Callable[[Tensor, Tensor, Tensor, AttentionSpec, bool, tuple[Tensor, ...]], Result]
-Window = tuple[int | None, int | None]
-
 MOST_REMEMBERED = 4096
 _remembered: dict[tuple[Any, ...], tuple[Run, AttentionSpec, tuple[Tensor, ...]]] = {}
 

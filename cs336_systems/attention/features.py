@@ -34,7 +34,7 @@ class Features:
 
 
 class Assembled(NamedTuple):
-    """Features as a spec has them, and the tensors that go with them, in the order of `AttentionSpec.extras`."""
+    """Features as a spec has them, and the tensors that go with them, in the order of `pairs.Extras`."""
 
     mask: expressions.Mask | None
     scores: expressions.Scores

@@ -34,7 +34,7 @@ class FlashAttentionFunction(torch.autograd.Function):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The arguments are `attention`'s; ``is_causal`` may also be a spec, which is taken as validated.
 
-        Then ``extras`` are the tensors that it asks for, as `AttentionSpec.extras` lists them.
+        Then ``extras`` are the tensors that it asks for, in the order of `pairs.Extras`.
         """
         q, k, v = autocast_inputs(q, k, v)
         spec = ctx.spec = spec_for(Implementation.FLASH, q, k, v, is_causal, scale, return_lse)

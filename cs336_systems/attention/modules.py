@@ -7,12 +7,11 @@ from typing import ClassVar, TypedDict
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from ..kernels.settings import Window
 from .api import TensorFeatures, attention
 from .choose import Implementation, parse
 from .features import positive, probability
 from .spec import check_spec, window_of
-
-Window = tuple[int | None, int | None]
 
 
 class Settings(TypedDict, total=False):

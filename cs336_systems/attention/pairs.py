@@ -18,7 +18,7 @@ from .spec import AttentionSpec
 
 
 class Extras(NamedTuple):
-    """The further tensors of a call, by what they are for."""
+    """The further tensors of a call, by what they are for, and in this order; lists of blocks come after the seed."""
 
     sinks: Tensor | None
     seed: Tensor | None
@@ -27,7 +27,7 @@ class Extras(NamedTuple):
 
     @classmethod
     def of(cls, spec: AttentionSpec, extras: Sequence[Tensor]) -> Extras:
-        """From the tensors in the order that `AttentionSpec.extras` tells."""
+        """Of the tensors of a call with this spec."""
         rest = iter(extras)
         sinks = next(rest) if spec.sinks else None
         seed = next(rest) if spec.dropout is not None else None

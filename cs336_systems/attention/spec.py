@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels.rules import Mask, Scores, leaves, tensors_of
+from ..kernels.rules import Mask, Scores
 from ..kernels.settings import Settings, Window
 
 
@@ -89,16 +89,6 @@ class AttentionSpec:
         after_all = left is not None and q_len - 1 + left >= k_len
         empty = left is not None and right is not None and left > right
         return k_len == 0 or before_all or after_all or empty or self.mask is not None or len(self.scores) > 0
-
-    def extras(self) -> tuple[str, ...]:
-        """What the further tensors of a call are: "sinks", "seed", lists of blocks, names of rules that captured."""
-        names = [leaf[0] for leaf in (*leaves(self.mask), *self.scores) for _ in range(tensors_of(leaf))]
-        return (
-            *["sinks"] * self.sinks,
-            *["seed"] * (self.dropout is not None),
-            *["rows", "columns"] * self.blocks,
-            *names,
-        )
 
 
 def default_scale(head_dim: int) -> float:

@@ -181,7 +181,7 @@ class TiledAttentionFunction(torch.autograd.Function):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The arguments are `attention`'s; ``is_causal`` may also be a spec, which is taken as validated.
 
-        Then ``extras`` are the tensors that it asks for, as `AttentionSpec.extras` lists them.
+        Then ``extras`` are the tensors that it asks for, in the order of `pairs.Extras`.
         """
         q, k, v = autocast_inputs(q, k, v)
         ctx.spec = spec_for(Implementation.TILED, q, k, v, is_causal, scale, return_lse)

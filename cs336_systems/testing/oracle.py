@@ -125,7 +125,7 @@ def terms(
 
 
 def _captured(features: Features) -> dict[str, Tensor]:
-    """The tensors that change scores, by the names of their gradients, in the order of `AttentionSpec.extras`."""
+    """The tensors that change scores, by the names of their gradients, in the order of `pairs.Extras`."""
     alone = {f"d{name}": features[name] for name in ("alibi_slopes", "bias") if features.get(name) is not None}
     by_rules = features["scores"].tensors if features.get("scores") is not None else ()
     return alone | {f"dscores_{number}": tensor for number, tensor in enumerate(by_rules)}
