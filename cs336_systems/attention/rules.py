@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,7 +122,8 @@ class _Rule:
             raise TypeError(
                 f"{python.__name__} must take {expected} and what it captures; got ({', '.join(self._parameters)})"
             )
-        self.name = _register(f"{python.__module__}.{python.__qualname__}", Code(_jitted(function), **code))
+        self.name = _unused(f"{python.__module__}.{python.__qualname__}")
+        rules.registry[self.name] = Code(_jitted(function, self.name), **code)
         self.__doc__ = python.__doc__
 
     @property
@@ -189,7 +191,7 @@ class ScoreRule(_Rule):
     def derivative(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Decorates the derivative of the rule with respect to the score, of the same arguments; else it is 1."""
         self._check_arguments(function)
-        self.code.derivative = _jitted(function)
+        self.code.derivative = _jitted(function, f"{self.name}.derivative")
         self.code.derivative_in_torch = rules.in_both(self.code.derivative)
         return function
 
@@ -204,7 +206,8 @@ class ScoreRule(_Rule):
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             self._check_arguments(function)
-            self.code.gradients[self.captures.index(captured)] = Gradient(_jitted(function), names)
+            jitted = None if function is None else _jitted(function, f"{self.name}.gradient_{captured}")
+            self.code.gradients[self.captures.index(captured)] = Gradient(jitted, names)
             return function
 
         return decorate
@@ -247,16 +250,21 @@ def _parameters_of(function: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(getattr(function, "fn", function)).parameters)
 
 
-def _jitted(function: Any) -> Any:
-    return function if function is None or hasattr(function, "fn") else jit(function)
+def _jitted(function: Any, name: str) -> Any:
+    """A `jit` function under a name that no other has: within a kernel Triton tells functions apart by their names."""
+    python = getattr(function, "fn", function)
+    own = types.FunctionType(
+        python.__code__, python.__globals__, python.__name__, python.__defaults__, python.__closure__
+    )
+    own.__qualname__ = name
+    return jit(own)
 
 
-def _register(name: str, code: Code) -> str:
+def _unused(name: str) -> str:
     # A function defined anew, as in a notebook, is another rule: what was compiled for the old one stays its own.
     unused = name
     number = 1
     while unused in rules.registry:
         number += 1
         unused = f"{name}_{number}"
-    rules.registry[unused] = code
     return unused

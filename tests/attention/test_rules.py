@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -269,6 +270,34 @@ def test_a_rule_defined_twice_under_one_name_stays_two(seen):
     assert torch.equal(seen(first()), COLUMN < 3)
     assert torch.equal(seen(second()), COLUMN < 7)
     assert torch.equal(seen(first() | second()), COLUMN < 7)
+
+
+def test_no_two_functions_of_rules_share_a_name():
+    """Within a kernel Triton takes functions of one name and types for one function, whatever they compute."""
+
+    def make():
+        @score_rule
+        def changed(score, batch, head, row, column, rate):
+            return score * at(rate, (head,))
+
+        @changed.derivative
+        def _(score, batch, head, row, column, rate):
+            return at(rate, (head,))
+
+        @changed.gradient("rate", axes="head")
+        def _(score, batch, head, row, column, rate):
+            return score
+
+        return changed
+
+    make(), make()
+    names = Counter()
+    for code in rules.registry.values():
+        for function in (code.function, code.derivative, *[gradient.code for gradient in code.gradients.values()]):
+            if function is not None:
+                python = getattr(function, "fn", function)
+                names[f"{python.__module__}.{python.__qualname__}"] += 1
+    assert not [name for name, times in names.items() if times > 1]
 
 
 def test_other_numbers_compile_nothing_anew(flash_device):
