@@ -81,16 +81,16 @@ def assemble(
     scores = Scores((), ())
     cap = positive("softcap", features.softcap)
     if cap is not None:
-        scores += variants.softcap(cap)
+        scores = scores + variants.softcap(cap)
     if features.alibi_slopes is not None:
-        scores += variants.alibi(_slopes(features.alibi_slopes, sizes, device), shift)
+        scores = scores + variants.alibi(_slopes(features.alibi_slopes, sizes, device), shift)
     if features.bias is not None:
         _check("bias", features.bias, device, FLOATS)
-        scores += variants.bias(_broadcast("bias", features.bias, sizes))
+        scores = scores + variants.bias(_broadcast("bias", features.bias, sizes))
     if features.scores is not None:
         if not isinstance(features.scores, Scores):
             raise TypeError(f"scores must be Scores, which score rules give; got {type(features.scores).__name__}")
-        scores += features.scores
+        scores = scores + features.scores
     if mask is not None:
         _check_captured("mask", expressions.leaves(mask.expression), mask.tensors, sizes, device)
     _check_captured("scores", scores.expression, scores.tensors, sizes, device)
