@@ -63,7 +63,8 @@ def softmax_finish(state, SHIFT: tl.constexpr):
     """The factor that normalises what was accumulated, and the natural log-sum-exp: 0 and -inf for unseeing rows."""
     blind = state.total == 0.0
     total = tl.where(blind, 1.0, state.total)
-    lse = (state.maximum - SHIFT) * LN_2 + tl.log(total)
+    # The shift is undone in the total, where that is exact; the maximum may be too small to take it without rounding.
+    lse = state.maximum * LN_2 + tl.log(total * 2.0**-SHIFT)
     return tl.where(blind, 0.0, 1.0 / total), tl.where(blind, float("-inf"), lse)
 
 
