@@ -105,7 +105,7 @@ def terms(
     product_gradients = score_gradients * abs(spec.scale) * torch.as_tensor(slope).abs().clamp(min=1.0)
     made = {
         "out": _root_sum_square(weights_once * kept, v),
-        "lse": largest + sink_terms + _finite(lse).abs() + 1.0,
+        "lse": (largest + sink_terms + _finite(lse).abs() + 1.0).squeeze(-1),
         "dq": _root_sum_square(product_gradients, k),
         "dk": _root_sum_square(_over_group(product_gradients).mT, _over_group(q)),
         "dv": _root_sum_square(_over_group(weights_again * kept).mT, _over_group(dout)),
