@@ -44,13 +44,26 @@ class Assembled(NamedTuple):
     extras: tuple[Tensor, ...]
 
 
+class Packed(NamedTuple):
+    """Packed sequences: where those of q and of k begin, (sequences + 1,) each, and how long none of them exceeds."""
+
+    q_starts: Tensor
+    k_starts: Tensor
+    q_most: int | None
+    k_most: int | None
+
+
 class Sizes(NamedTuple):
-    """Of the scores. ``heads`` is None where tensors have no head axis."""
+    """Of the scores. ``heads`` is None where tensors have no head axis.
+
+    Packed sequences are entries of the batch; lengths that are not known are 1, which is all that tensors may have.
+    """
 
     batch: tuple[int, ...]
     heads: int | None
     q_len: int
     k_len: int
+    packed: Packed | None = None
 
     @property
     def matrices(self) -> int:
@@ -76,14 +89,12 @@ def assemble(
     """
     mask = _mask(features.mask, sizes, device)
     blocks = () if mask is None or mask.blocks is None else _blocks(mask.blocks, sizes, causal, window, device)
-    # How far the position of query i among the keys is from i.
-    shift = 0 if causal == "top_left" else sizes.k_len - sizes.q_len
     scores = Scores((), ())
     cap = positive("softcap", features.softcap)
     if cap is not None:
         scores = scores + variants.softcap(cap)
     if features.alibi_slopes is not None:
-        scores = scores + variants.alibi(_slopes(features.alibi_slopes, sizes, device), shift)
+        scores = scores + variants.alibi(_slopes(features.alibi_slopes, sizes, device), _shift(sizes, causal))
     if features.bias is not None:
         _check("bias", features.bias, device, FLOATS)
         scores = scores + variants.bias(_broadcast("bias", features.bias, sizes))
@@ -98,8 +109,18 @@ def assemble(
     dropout = probability(features.dropout_p)
     _check_randomness(features, device)
     seed = () if dropout is None else (_seed(features, device),)
-    extras = _distinct((*sinks, *seed, *blocks, *(mask.tensors if mask else ()), *scores.tensors))
+    starts = () if sizes.packed is None else sizes.packed[:2]
+    extras = _distinct((*sinks, *seed, *blocks, *starts, *(mask.tensors if mask else ()), *scores.tensors))
     return Assembled(mask.expression if mask else None, scores.expression, bool(sinks), dropout, bool(blocks), extras)
+
+
+def _shift(sizes: Sizes, causal: str) -> int | Tensor:
+    """How far the position of query i among the keys is from i: of all sequences, or (sequences,) of each."""
+    if causal == "top_left":
+        return 0
+    if sizes.packed is None:
+        return sizes.k_len - sizes.q_len
+    return sizes.packed.k_starts.diff() - sizes.packed.q_starts.diff()
 
 
 def _check_captured(
@@ -128,6 +149,7 @@ def _check_captured(
                 shape = f"{expected} at least" if longer else f"{expected}"
                 raise ValueError(
                     f"what {name} captured must have shape {shape}, for {' '.join(axes)}, or 1 there; got {own}"
+                    f"{_unsaid(sizes)}"
                 )
 
 
@@ -142,6 +164,8 @@ def _distinct(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def _blocks(
     blocks: Blocks, sizes: Sizes, causal: str, window: tuple[int | None, int | None], device: torch.device
 ) -> tuple[Tensor, Tensor]:
+    if sizes.packed is not None:
+        raise ValueError("mask must have no lists of blocks for packed sequences, which differ in length; got some")
     found_for = (blocks.q_len, blocks.k_len, blocks.causal, blocks.window)
     asked = (sizes.q_len, sizes.k_len, causal, window)
     if found_for != asked:
@@ -181,7 +205,8 @@ def _broadcast(name: str, tensor: Tensor, sizes: Sizes) -> Tensor:
     own = (1,) * (len(shape) - tensor.ndim) + tuple(tensor.shape)
     if len(own) != len(shape) or any(mine not in (1, full) for mine, full in zip(own, shape, strict=True)):
         written = ", ".join(map(str, shape))
-        raise ValueError(f"{name} must have a shape that broadcasts to ({written}); got {tuple(tensor.shape)}")
+        got = f"{tuple(tensor.shape)}{_unsaid(sizes)}"
+        raise ValueError(f"{name} must have a shape that broadcasts to ({written}); got {got}")
     tensor = tensor.reshape(own)
     if sizes.heads is None:
         return tensor[:, None] if tensor.ndim == 3 else tensor[None, None]
@@ -190,6 +215,12 @@ def _broadcast(name: str, tensor: Tensor, sizes: Sizes) -> Tensor:
         tensor = tensor.expand(*sizes.batch, *own[-3:])
         return tensor.reshape(math.prod(sizes.batch), *own[-3:])
     return tensor.reshape(1, *own[-3:])
+
+
+def _unsaid(sizes: Sizes) -> str:
+    if sizes.packed is None or None not in sizes.packed[2:]:
+        return ""
+    return ", without max_seqlen_q and max_seqlen_k, which bound rows and columns"
 
 
 def _slopes(slopes: Tensor, sizes: Sizes, device: torch.device) -> Tensor:
