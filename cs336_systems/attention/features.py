@@ -144,13 +144,18 @@ def _check_captured(
             expected, own = tuple(full[axis] for axis in axes), tuple(tensor.shape)
             # What lies beyond the call is never read; a gradient there would have nowhere to come from.
             longer = slot not in expressions.registry[leaf[0]].gradients
-            fits = [x in (1, y) or (longer and x > y) for x, y in zip(own, expected, strict=False)]
+            fits = [_broadcasts(x, y) or (longer and x > y) for x, y in zip(own, expected, strict=False)]
             if len(own) != len(expected) or not all(fits):
                 shape = f"{expected} at least" if longer else f"{expected}"
                 raise ValueError(
                     f"what {name} captured must have shape {shape}, for {' '.join(axes)}, or 1 there; got {own}"
                     f"{_unsaid(sizes)}"
                 )
+
+
+def _broadcasts(size: int, full: int) -> bool:
+    # torch.compile does not find a size that it knows by a name in (1, full).
+    return size == 1 or size == full
 
 
 def _distinct(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -173,7 +178,7 @@ def _blocks(
         raise ValueError(f"mask must have blocks that were found for this call, {names} {asked}; got {found_for}")
     shares = tuple(blocks.rows.shape[:2])
     heads, batch = sizes.matrices, math.prod(sizes.batch)
-    if shares[0] not in (1, batch) or shares[1] not in (1, heads):
+    if not _broadcasts(shares[0], batch) or not _broadcasts(shares[1], heads):
         raise ValueError(f"mask must have blocks for {batch} batch entries and {heads} heads; got {shares}")
     if blocks.rows.device != device:
         raise ValueError(f"the blocks of mask must be on {device} to match q; got {blocks.rows.device}")
@@ -203,7 +208,7 @@ def _broadcast(name: str, tensor: Tensor, sizes: Sizes) -> Tensor:
     """(batch or 1, heads or 1, q_len or 1, k_len or 1): a view, unless several batch axes are only partly broadcast."""
     shape = sizes.shape
     own = (1,) * (len(shape) - tensor.ndim) + tuple(tensor.shape)
-    if len(own) != len(shape) or any(mine not in (1, full) for mine, full in zip(own, shape, strict=True)):
+    if len(own) != len(shape) or not all(map(_broadcasts, own, shape)):
         written = ", ".join(map(str, shape))
         got = f"{tuple(tensor.shape)}{_unsaid(sizes)}"
         raise ValueError(f"{name} must have a shape that broadcasts to ({written}); got {got}")
@@ -226,7 +231,8 @@ def _unsaid(sizes: Sizes) -> str:
 def _slopes(slopes: Tensor, sizes: Sizes, device: torch.device) -> Tensor:
     _check("alibi_slopes", slopes, device, FLOATS)
     heads, batch = sizes.matrices, math.prod(sizes.batch)
-    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+    of_heads = slopes.ndim in (1, 2) and slopes.shape[-1] == heads
+    if not of_heads or (slopes.ndim == 2 and slopes.shape[0] != batch):
         raise ValueError(f"alibi_slopes must have shape ({heads},) or ({batch}, {heads}); got {tuple(slopes.shape)}")
     return slopes if slopes.ndim == 2 else slopes[None]
 

@@ -145,7 +145,7 @@ def nested_attention(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, options:
             raise ValueError(f"{name} must be nested as (batch, heads, length, d), without holes; got {what}")
     by_length = [tensor.transpose(1, 2) for tensor in (q, k, v)]
     starts = [tensor.offsets() for tensor in by_length]  # type: ignore[attr-defined]
-    if starts[1] is not starts[2]:
+    if by_length[1].shape[1] != by_length[2].shape[1]:
         raise ValueError("v must have the lengths of k, from the same offsets; got others")
     values = [tensor.values() for tensor in by_length]
     result = attention_varlen(*values, *starts[:2], return_lse=return_lse, **options)
