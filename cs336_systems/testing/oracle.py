@@ -16,6 +16,7 @@ from ..attention import attention
 from ..attention.features import Features as AskedFeatures
 from ..attention.pairs import Extras, Pairs, kept_pairs, scores_and_slopes, seen_pairs
 from ..attention.spec import AttentionSpec
+from ..attention.traced import Traced
 from ..attention.validation import check
 from ..kernels.rules import tensors_of
 from .evaluation import Results, evaluate
@@ -112,6 +113,10 @@ def terms(
     }
     names = [*captured]
     for term in of_captured:
+        if isinstance(term, Traced):
+            # Autograd adds up by itself: what naive's own error leaves to the budget has to do.
+            made |= {names[number]: torch.zeros(()) for number in term.numbers}
+            continue
         squares = torch.zeros_like(extras.by_scores[term.number])
         squared = term._replace(term=torch.as_tensor(term.term).square())
         squared.add_to({term.number: squares}, score_gradients.square(), rows, columns)

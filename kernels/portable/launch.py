@@ -14,7 +14,7 @@ from ..launching import Launcher, Plans, address_of, on_device
 from ..layout import Layout, one_a_row, rows_like
 from ..settings import Settings
 from ..sinks import sink_gradient
-from .describe import KERNELS, BackwardTensors, describe_dkdv, describe_dq, describe_forward, describe_pairs
+from .describe import KERNELS, BackwardTensors, band_size, describe_dkdv, describe_dq, describe_forward, describe_pairs
 from .geometry import arithmetic_of
 from .inputs import PartsPlan, as_inputs, plan_parts
 from .sums import NO_SUMS, Sums
@@ -45,6 +45,7 @@ class BackwardPlan(NamedTuple):
     dq_launcher: Launcher
     dkdv_launcher: Launcher
     pair_launchers: tuple[Launcher, ...]
+    band_size: int
 
 
 PLAIN = Settings().text
@@ -174,9 +175,8 @@ def backward(
             (*read, dout_address, *rows[1:], dk.data_ptr(), dv.data_ptr(), sums.addresses("column"), *by_columns),
             lambda: describe_dkdv(inputs.describe(), tensors, *of_call),
         )
-        for launcher, term in zip(plan.pair_launchers, variation.terms("pair"), strict=True):
-            position = variation.differentiated[term].position
-            target = sums.pairs[term] = torch.empty_like(extras[position])
+        for launcher, term in zip(plan.pair_launchers, variation.gathered, strict=True):
+            target = sums.target(term, extras[variation.differentiated[term].position], plan.band_size)
             launcher(
                 (*read, dout_address, *rows[1:], target.data_ptr(), *varied[:2]),
                 lambda term=term, target=target: describe_pairs(inputs.describe(), tensors, term, target, *of_call),  # type: ignore[misc]
@@ -208,5 +208,6 @@ def _plan_backward(
         variation,
         Launcher(KERNELS["dq"]),
         Launcher(KERNELS["dkdv"]),
-        tuple(Launcher(KERNELS["pairs"]) for _ in variation.terms("pair")),
+        tuple(Launcher(KERNELS["pairs"]) for _ in variation.gathered),
+        band_size(q, k, v, arithmetic),
     )
