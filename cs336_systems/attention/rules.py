@@ -151,8 +151,7 @@ class _Rule:
         for slot in self.code.origins.values():
             origin = captured[slot]
             if not isinstance(origin, (int, torch.SymInt)):
-                got = f"{origin!r} of type {type(origin).__name__}"
-                raise TypeError(f"{self.captures[slot]} must be an integer; got {got}")
+                raise TypeError(f"{self.captures[slot]} must be an integer; got {type(origin).__name__}")
         numbers = tuple(None if isinstance(value, Tensor) else value for value in captured)
         return (self.name, numbers), tuple(value for value in captured if isinstance(value, Tensor))
 
