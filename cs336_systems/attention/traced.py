@@ -35,8 +35,7 @@ def trace(function: Callable[..., Tensor], arguments: tuple[Any, ...], asked: Se
 
     def changed(score: Tensor, *tensors: Tensor) -> Tensor:
         given = dict(zip((0, *asked), (score, *tensors), strict=True))
-        made = function(*[given.get(number, argument) for number, argument in enumerate(arguments)])
-        return made.expand_as(scores)
+        return function(*[given.get(number, argument) for number, argument in enumerate(arguments)])
 
     # In the dtype of the sums, because one element may be read by many pairs.
     made, pull, *_ = torch.func.vjp(changed, scores, *[arguments[number].to(scores.dtype) for number in asked])

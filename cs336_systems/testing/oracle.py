@@ -50,6 +50,10 @@ def oracle(
     return naive_results(inputs.to(torch.float64), features=in_dtype(features or {}, torch.float64), **settings)
 
 
+DRAWS = 32
+"""Of random signs, for the size of terms that autograd adds up by itself."""
+
+
 @torch.no_grad()
 def terms(
     inputs: Inputs,
@@ -114,8 +118,8 @@ def terms(
     names = [*captured]
     for term in of_captured:
         if isinstance(term, Traced):
-            # Autograd adds up by itself: what naive's own error leaves to the budget has to do.
-            made |= {names[number]: torch.zeros(()) for number in term.numbers}
+            by_number = _traced_terms(term, score_gradients, extras.by_scores, rows, columns)
+            made |= {names[number]: size for number, size in by_number.items()}
             continue
         squares = torch.zeros_like(extras.by_scores[term.number])
         squared = term._replace(term=torch.as_tensor(term.term).square())
@@ -127,6 +131,21 @@ def terms(
         by_head = of_sinks.reshape(math.prod(problem.batch), heads, problem.q_len)
         made["dsinks"] = torch.linalg.vector_norm(by_head, dim=(0, 2))
     return made
+
+
+def _traced_terms(
+    term: Traced, score_gradients: Tensor, captured: Sequence[Tensor], rows: slice, columns: slice
+) -> dict[int, Tensor]:
+    """An estimate: under random signs of its terms the mean square of a sum is the sum of their squares."""
+    generator = torch.Generator(score_gradients.device).manual_seed(0)
+    squares = {number: torch.zeros_like(captured[number]) for number in term.numbers}
+    for _ in range(DRAWS):
+        signs = torch.rand(score_gradients.shape, generator=generator, device=score_gradients.device).sub(0.5).sign()
+        totals = {number: torch.zeros_like(captured[number]) for number in term.numbers}
+        term.add_to(totals, score_gradients * signs, rows, columns)
+        for number, total in totals.items():
+            squares[number] += total.square() / DRAWS
+    return {number: square.sqrt() for number, square in squares.items()}
 
 
 def _captured(features: Features) -> dict[str, Tensor]:
