@@ -22,13 +22,12 @@ def sums_of_bands(bands: Tensor, q_len: int, k_len: int) -> Tensor:
     """For each distance from 1 - q_len to k_len - 1 the sum over its pairs: (..., q_len + k_len - 1).
 
     Args:
-        bands: (..., bands, size, size), the sum of the square tiles along each diagonal of tiles, from the lower left
-            one on; see `portable.pair_gradients`.
+        bands: (..., bands, 2, size), for each diagonal of square tiles, from the lower left one on, the sums of the
+            diagonals below, and of the others; see `portable.pair_gradients`.
     """
     size = bands.shape[-1]
-    # A band's distances are those of two blocks of ``size``; the second is the first of the next band.
-    halves = F.pad(diagonal_sums(bands), (1, 0)).unflatten(-1, (2, size))
-    blocks = F.pad(halves[..., 0, :], (0, 0, 0, 1)) + F.pad(halves[..., 1, :], (0, 0, 1, 0))
+    # The distances of a band's second half are those of the next band's first.
+    blocks = F.pad(bands[..., 0, :], (0, 0, 0, 1)) + F.pad(bands[..., 1, :], (0, 0, 1, 0))
     first = -(-q_len // size) * size - (q_len - 1)
     return blocks.flatten(-2)[..., first : first + q_len + k_len - 1]
 

@@ -156,7 +156,7 @@ def describe_pairs(
 ) -> Launch:
     """The launch of `pair_gradient_kernel` for one term, whose gradient (batch, heads, q_len, k_len) is ``target``.
 
-    For one that differs along distances ``target`` is (batch, heads, bands, rows, columns), a tile for each band.
+    For one that differs along distances ``target`` is (batch, heads, bands, 2, size), sums for each band.
     """
     q, k, v, dout = (x.tensor for x in inputs)
     geometry = Geometry.of(q, k, v)

@@ -4,8 +4,8 @@ A tile of it is what the tiles of score gradients at that place add up to, over 
 the tensor. One program gathers it, so nothing is added atomically and nothing quadratic is written but the result.
 
 For distances there is one program for each diagonal of tiles, a band. Where tiles are square, an element has the same
-distance in all of them, so these are added up too, and a tile for each band is written. `diagonals` adds up the rest:
-each tile's diagonals, and what neighbouring bands have in common.
+distance in all of them, so these are added up too, and in the end the diagonals of what comes out. `diagonals` puts
+together what neighbouring bands have in common.
 """
 
 import triton
@@ -84,6 +84,16 @@ def gathered_place(q_len, k_len, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, DIA
     return own, row_tile * TILE_Q, column_tile * TILE_K, reach
 
 
+@triton.jit
+def diagonal_sums(tile, SIZE: tl.constexpr):
+    """A square tile summed along its diagonals: those with column - row from -SIZE to -1, and from 0 to SIZE - 1."""
+    ends = tl.arange(0, SIZE)[None, :] + tl.arange(0, SIZE)[:, None]
+    # Each row is rotated by its number: what was on two diagonals, SIZE apart, is then in one column.
+    upright = tl.gather(tile, ends % SIZE, 1)
+    wrapped = ends >= SIZE
+    return tl.sum(tl.where(wrapped, upright, 0.0), 0), tl.sum(tl.where(wrapped, 0.0, upright), 0)
+
+
 @triton.jit(
     do_not_specialize=["q_len", "k_len", "left", "right", "heads", "threshold", "shared_batches", "shared_heads"]
 )
@@ -140,10 +150,8 @@ def pair_gradient_kernel(
     """Grid: one program for each (matrix of the target, tile of it). The target is (batch, heads, q_len, k_len).
 
     With DIAGONAL one for each (matrix, band), from that of the last row and the first column on; tiles are square, and
-    the target is (batch, heads, bands, TILE_Q, TILE_K), contiguous, in float32.
-
-    Each matrix is shared by ``shared_batches`` entries of the batch and ``shared_heads`` heads: 1, or all. TERM is the
-    term whose gradient this is; see `dq` for the rest.
+    the target is (batch, heads, bands, 2, TILE_Q), contiguous, in float32. Each matrix is shared by ``shared_batches``
+    entries of the batch and ``shared_heads`` heads: 1, or all. TERM is the term whose gradient this is; see `dq`.
     """
     SHIFT: tl.constexpr = 0 if q_statistics is None else TOP
     own, start_row, start_column, reach = gathered_place(q_len, k_len, TILE_Q, TILE_K, DIAGONAL)
@@ -179,8 +187,10 @@ def pair_gradient_kernel(
     across = tl.arange(0, TILE_K)[None, :]
     one = tl.full((), 1, tl.int64)
     if DIAGONAL:
-        start = target + tl.program_id(0) * (TILE_Q * TILE_K * one)
-        tl.store(start + down * TILE_K + across, total)
+        before, after = diagonal_sums(total, TILE_Q)
+        start = target + tl.program_id(0) * (2 * TILE_Q * one) + tl.arange(0, TILE_Q)
+        tl.store(start, before)
+        tl.store(start + TILE_Q, after)
     else:
         start = target + first_batch * (target_strides[0] * one) + first_head * (target_strides[1] * one)
         start += start_row * (target_strides[2] * one) + start_column * (target_strides[3] * one)

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from ..diagonals import placed, sums_of_bands
-from ..rules import AXES
 from ..settings import Settings
 from .variation import Differentiated, Variation
 
-AXES_LEFT = {"row": ("batch", "head", "row"), "column": ("batch", "head", "column")}
+AXES_LEFT = {kind: ("batch", "head", kind) for kind in ("row", "column", "distance")}
 """What the sums of each kind still have, in order."""
 
 
@@ -22,8 +21,8 @@ class Sums:
     """Of one backward call. Each captured tensor has its sums in one of these, by the number of its term.
 
     by_kind: (batch, heads, length) in float32, for each "row" and "column" term. gathered: for each "pair" term the
-    gradient itself, for each "distance" term (batch or 1, heads or 1, bands, size, size) in float32, a tile for each
-    diagonal of tiles. shape: (batch, heads, q_len, k_len).
+    gradient itself, for each "distance" term (batch, heads, bands, 2, size) in float32, two sums for each diagonal of
+    tiles, as `diagonals` takes them. shape: (batch, heads, q_len, k_len).
     """
 
     variation: Variation
@@ -60,9 +59,9 @@ class Sums:
         if one.kind == "pair":
             self.gathered[term] = torch.empty_like(tensor)
         else:
-            leading = [full if name in one.axes else 1 for name, full in zip(AXES, self.shape[:2], strict=False)]
             bands = sum(-(-length // size) for length in self.shape[2:]) - 1
-            self.gathered[term] = torch.empty(*leading, bands, size, size, dtype=torch.float32, device=tensor.device)
+            shape = (*self.shape[:2], bands, 2, size)
+            self.gathered[term] = torch.empty(shape, dtype=torch.float32, device=tensor.device)
         return self.gathered[term]
 
     def gradient(self, position: int, tensor: Tensor) -> Tensor:
@@ -72,12 +71,14 @@ class Sums:
         if one.kind == "pair":
             return self.gathered[term]
         if one.kind == "distance":
-            q_len, k_len = self.shape[2:]
-            sums = sums_of_bands(self.gathered[term], q_len, k_len)
-            return placed(sums, one.origin, q_len, tensor.shape[-1]).reshape(tensor.shape).to(tensor.dtype)
+            sums = sums_of_bands(self.gathered[term], *self.shape[2:])
+        else:
+            sums = self.by_kind[one.kind][term]
         gone = [axis for axis, name in enumerate(AXES_LEFT[one.kind]) if name not in one.axes]
-        sums = self.by_kind[one.kind][term]
-        return (sums.sum(gone) if gone else sums).reshape(tensor.shape).to(tensor.dtype)
+        sums = sums.sum(gone, keepdim=True) if gone else sums
+        if one.kind == "distance":
+            sums = placed(sums, one.origin, self.shape[2], tensor.shape[-1])
+        return sums.reshape(tensor.shape).to(tensor.dtype)
 
 
 NO_SUMS = Sums(Variation(Settings(), (), (), (), ()), {"row": {}, "column": {}}, (0, 0, 0, 0))

@@ -53,8 +53,9 @@ def test_sums_of_bands_are_those_of_all_pairs(lengths):
     rows, columns = (-(-length // 4) for length in lengths)
     whole = torch.nn.functional.pad(pairs, (0, columns * 4 - lengths[1], 0, rows * 4 - lengths[0]))
     tiles = whole.unflatten(-1, (columns, 4)).unflatten(-3, (rows, 4)).transpose(-2, -3)
-    bands = [tiles.diagonal(band, 1, 2).sum(-1) for band in range(1 - rows, columns)]
-    sums = sums_of_bands(torch.stack(bands, 1), *lengths)
+    bands = torch.stack([tiles.diagonal(band, 1, 2).sum(-1) for band in range(1 - rows, columns)], 1)
+    halves = torch.nn.functional.pad(diagonal_sums(bands), (1, 0)).unflatten(-1, (2, 4))
+    sums = sums_of_bands(halves, *lengths)
     torch.testing.assert_close(sums, diagonal_sums(pairs))
     wide = placed(sums, lengths[0] + 1, lengths[0], sum(lengths) + 4)
     torch.testing.assert_close(wide, torch.nn.functional.pad(diagonal_sums(pairs), (2, 3)))
@@ -102,6 +103,19 @@ def test_tiles_of_any_size(flash_device, tiles, causal, lengths):
     inputs = make_inputs(shapes, dtype=torch.float16, device=flash_device)
     features = {"window": (20, None), "scores": relative_bias(table(shapes, 2, device=flash_device), lengths[0] - 1)}
     with pin(dq=TileConfig(*tiles, 4, 1)):
+        check("flash", inputs, features, causal=causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("d", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize(("lengths", "window"), [((515, 1025), None), ((1000, 700), (200, None)), ((300, 300), None)])
+def test_diagonals_of_many_tiles(lengths, window, d, dtype):
+    """Every tile that the table of configurations has."""
+    shapes = Shapes.of(3, q_len=lengths[0], k_len=lengths[1], d=d, q_heads=4, kv_heads=2)
+    inputs = make_inputs(shapes, dtype=dtype, device="cuda")
+    features = {"window": window, "scores": relative_bias(table(shapes, 4, device="cuda"), lengths[0] - 1)}
+    for causal in (False, True):
         check("flash", inputs, features, causal=causal)
 
 
