@@ -190,7 +190,7 @@ def scores_and_slopes(
         slots = [slot for slot, item in enumerate(leaf[1]) if item is None]
         asked = {slot: number for number, slot in enumerate(slots, first) if wanted[number]}
         first += len(slots)
-        if asked.keys() <= code.gradients.keys():
+        if all(slot in code.gradients for slot in asked):
             scores = code.in_torch[wide](*arguments)
         else:
             scores, pull = trace(code.in_torch[wide], arguments, [len(places) + 1 + slot for slot in asked])

@@ -178,6 +178,7 @@ class _Rule:
             expected = f"{', '.join(AXES)}, in this order, or of batch, head, {DISTANCE}"
             raise ValueError(f"axes must be of {expected}; got {axes!r}")
         slot = self.captures.index(captured)
+        self.code.origins.pop(slot, None)
         if DISTANCE in names:
             others = [name for name in self.captures if name != captured]
             if origin not in others:

@@ -153,6 +153,19 @@ def test_several_tables(impl, device):
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.parametrize("impl", ["flash", "tiled"])
+def test_a_table_may_hide_distances(impl, device):
+    """Some of them, or all: then no query sees anything."""
+    inputs = make_inputs(SHAPES, device=device)
+    distance = torch.arange(-34, 41, device=device)
+    hidden = (distance > 1) | (distance < -3) & (distance >= -20)
+    own = torch.randn(4, 75, device=device).masked_fill(hidden, -math.inf).requires_grad_()
+    results = check(impl, inputs, {"scores": relative_bias(own, 34)})
+    assert not results["dscores_0"][..., hidden].any()
+    nothing = torch.full((1, 75), -math.inf, device=device).requires_grad_()
+    assert not check(impl, inputs, {"scores": relative_bias(nothing, 34)})["out"].any()
+
+
 SIZE = {"q_len": 5, "k_len": 6, "d": 8}
 
 
