@@ -118,7 +118,7 @@ def terms(
     names = [*captured]
     for term in of_captured:
         if isinstance(term, Traced):
-            by_number = _traced_terms(term, score_gradients, extras.by_scores, rows, columns)
+            by_number = _traced_terms(term, score_gradients, extras.by_scores, pairs, rows, columns)
             made |= {names[number]: size for number, size in by_number.items()}
             continue
         squares = torch.zeros_like(extras.by_scores[term.number])
@@ -134,7 +134,7 @@ def terms(
 
 
 def _traced_terms(
-    term: Traced, score_gradients: Tensor, captured: Sequence[Tensor], rows: slice, columns: slice
+    term: Traced, score_gradients: Tensor, captured: Sequence[Tensor], pairs: Pairs, rows: slice, columns: slice
 ) -> dict[int, Tensor]:
     """An estimate: under random signs of its terms the mean square of a sum is the sum of their squares."""
     generator = torch.Generator(score_gradients.device).manual_seed(0)
