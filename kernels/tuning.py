@@ -48,6 +48,9 @@ class TileConfig:
         return matrices * (length // tile + sequences + 1 if sequences else -(-length // tile))
 
 
+WIDEST_TILE = 256
+"""The padded head dimension that a tile holds at most; wider ones are taken in slices."""
+
 Row = tuple[Pass, Arithmetic, int]
 """What a configuration is looked up by: pass, arithmetic, padded head dimension."""
 
@@ -67,7 +70,8 @@ def lookup(
     """The configuration of a pass on a device.
 
     Args:
-        name, arithmetic, head_dim: the row; the head dimension is padded, a power of two from 16 to 256.
+        name, arithmetic, head_dim: the row; the head dimension is padded, a power of two from 16 on. One that is wider
+            than a tile takes the row of its slices, with the smallest tiles there are: anywhere they spill little.
         length, matrices: how much there is to divide among programs, as `TileConfig.programs` takes it; unless said,
             enough to occupy any device.
         with_rules: whether more becomes of pairs than a causal mask does: rules, a window's other edge, dropout.
@@ -75,14 +79,26 @@ def lookup(
     if name in _pins:
         return _pins[name]
     # TF32 runs the kernels of 16-bit inputs, on float16 parts of float32 ones.
-    row: Row = (name, "half" if arithmetic == "tf32" else arithmetic, head_dim)
+    row: Row = (name, "half" if arithmetic == "tf32" else arithmetic, columns_of_a_tile(head_dim, arithmetic))
     architecture = architecture_of(device)
+    if head_dim > WIDEST_TILE:
+        return WITH_RULES["sm_86"][row]
     if with_rules:
         return WITH_RULES[architecture][row]
     config = TABLES[architecture][row]
     if leaves_half_idle(config.programs(name, length, matrices), device):
         return SMALL_GRIDS.get(architecture, {}).get(row, config)
     return config
+
+
+def columns_of_a_tile(head_dim: int, arithmetic: Arithmetic) -> int:
+    """How many columns tiles hold of a padded head dimension: all, or a slice, which float32's two parts make narrower.
+
+    In slices of 256 they spill some KB a thread.
+    """
+    if head_dim <= WIDEST_TILE:
+        return head_dim
+    return 128 if arithmetic == "float32" else WIDEST_TILE
 
 
 @contextmanager
@@ -196,7 +212,6 @@ WITH_RULES: dict[str, dict[Row, TileConfig]] = {
     | {
         ("dq", "half", 256): TileConfig(128, 32, 8, 2),
         ("dq", "float32", 128): TileConfig(128, 32, 8, 2),
-        ("dkdv", "float32", 128): TileConfig(32, 128, 8, 1),
     },
     "sm_100": _SMALLER,
 }

@@ -40,7 +40,7 @@ TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
 ARGUMENTS = 6
 """Of the autograd Functions, before a call's further tensors."""
 
-MOST_HEAD_DIM = 256
+MOST_HEAD_DIM = 1024
 """The widest head that the flash kernels take."""
 
 

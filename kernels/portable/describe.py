@@ -61,7 +61,8 @@ def describe_forward(
     config = tuning.lookup("forward", arithmetic, geometry.block, q.device, *work, variation.with_rules)
     in_turns = config.num_stages == 1 or not (in_pipeline(k) and in_pipeline(v))
     if in_turns and tuning.architecture_of(q.device) == "sm_90":
-        config = dataclasses.replace(config, tile_q=TOO_FEW_ROWS_FOR_WARP_GROUPS, num_warps=4)
+        warps = 4 if geometry.block <= tuning.WIDEST_TILE else config.num_warps
+        config = dataclasses.replace(config, tile_q=TOO_FEW_ROWS_FOR_WARP_GROUPS, num_warps=warps)
     constants = variation.constants(geometry.q_len, geometry.k_len, backward=False)
     if constants["LEFT"] or constants["MASK"] is not None or variation.settings.packed is not None:
         # Tiles are then not visited from the first one on, or not in the order that looking ahead supposes.
@@ -69,7 +70,10 @@ def describe_forward(
     strides, units = in_units([q, k, v, out])
     of_scores = 1.0 if variation.settings.scores else LOG2_E.value
     return Launch(
-        (config.programs("forward", *work, variation.sequences(extras)[0]), 1),
+        (
+            config.programs("forward", *work, variation.sequences(extras)[0]),
+            geometry.slices(arithmetic, geometry.v_head_dim),
+        ),
         (
             *(q, k, v, *[x.statistics for x in inputs], out, lse),
             *(variation.sinks(extras), variation.seed(extras), variation.captured(extras)),
@@ -85,7 +89,7 @@ def describe_forward(
             variation.settings.kept_scale,
             variation.settings.dropout_threshold,
         ),
-        geometry.constants(config)
+        geometry.constants(config, arithmetic)
         | constants
         | _to_the_end(variation)
         | {"UNITS": units, "AHEAD": config.ahead, "FLIP": scale < 0},
@@ -109,7 +113,7 @@ def describe_dq(
     rows = (tensors.dlse, tensors.lse, tensors.delta)
     strides, units = in_units([q, k, v, tensors.out, dout, tensors.dq])
     return Launch(
-        (config.programs("dq", *work, variation.sequences(extras)[0]), 1),
+        (config.programs("dq", *work, variation.sequences(extras)[0]), geometry.slices(arithmetic, geometry.head_dim)),
         (
             *_read(inputs, tensors),
             *(tensors.out, dout, *rows, tensors.dq, tensors.sums.tensors("row")),
@@ -117,7 +121,7 @@ def describe_dq(
             variation.packed(extras),
         ),
         _backward_arguments(geometry, inputs, strides, variation, variation.sequences(extras), scale),
-        _backward_constants(geometry, config, variation)
+        _backward_constants(geometry, config, variation, arithmetic)
         | {"SUMMED": variation.terms("row"), "UNITS": units}
         | _to_the_end(variation),
         config.options,
@@ -136,10 +140,15 @@ def describe_dkdv(
     q, k, v, dout = (x.tensor for x in inputs)
     geometry = Geometry.of(q, k, v)
     work = geometry.k_len, geometry.kv_matrices
-    config = tuning.lookup("dkdv", arithmetic, geometry.block, q.device, *work, variation.with_rules)
+    # Where sequences are packed, registers are short here too.
+    crowded = variation.with_rules or variation.settings.packed is not None
+    config = tuning.lookup("dkdv", arithmetic, geometry.block, q.device, *work, crowded)
     strides, units = in_units([q, k, v, dout, tensors.dk, tensors.dv])
     return Launch(
-        (config.programs("dkdv", *work, variation.sequences(extras)[0]), 1),
+        (
+            config.programs("dkdv", *work, variation.sequences(extras)[0]),
+            geometry.slices(arithmetic, geometry.head_dim, geometry.v_head_dim),
+        ),
         (
             *_read(inputs, tensors),
             *(dout, tensors.lse, tensors.delta, tensors.dk, tensors.dv, tensors.sums.tensors("column")),
@@ -147,7 +156,7 @@ def describe_dkdv(
             variation.packed(extras),
         ),
         _backward_arguments(geometry, inputs, strides, variation, variation.sequences(extras), scale),
-        _backward_constants(geometry, config, variation)
+        _backward_constants(geometry, config, variation, arithmetic)
         | {"SUMMED": variation.terms("column"), "UNITS": units}
         | _to_the_end(variation),
         config.options,
@@ -190,7 +199,7 @@ def describe_pairs(
             variation.packed(extras),
         ),
         (*_backward_arguments(geometry, inputs, [*strides, target.stride()[:4]], variation, sequences, scale), *shared),
-        _backward_constants(geometry, config, variation)
+        _backward_constants(geometry, config, variation, arithmetic)
         | {"TERM": term, "DIAGONAL": diagonal, "UNITS": units}
         | _to_the_end(variation),
         config.options | {"num_stages": 1},
@@ -233,5 +242,7 @@ def _backward_arguments(
     )
 
 
-def _backward_constants(geometry: Geometry, config: tuning.TileConfig, variation: Variation) -> dict[str, Any]:
-    return geometry.constants(config) | variation.constants(geometry.q_len, geometry.k_len, backward=True)
+def _backward_constants(
+    geometry: Geometry, config: tuning.TileConfig, variation: Variation, arithmetic: tuning.Arithmetic
+) -> dict[str, Any]:
+    return geometry.constants(config, arithmetic) | variation.constants(geometry.q_len, geometry.k_len, backward=True)

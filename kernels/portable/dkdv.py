@@ -3,12 +3,13 @@
 import triton
 import triton.language as tl
 
-from .addresses import matrix, store_tile
+from .addresses import matrix
 from .gradients import added_up, row_lse_of, score_gradient, weights_and_slopes, zeros_for
 from .masks import block_list, block_ranges, query_ranges, tile_of
-from .operands import load_operand, product, split, transposed
+from .operands import product, split
 from .pairs import Place, kept_pairs
 from .sequences import NUMBERS, length_for, sequences_of, tile_of_program
+from .slices import load_slice, products_of_rows, store_slice
 from .units import TOP, scales_of
 
 
@@ -18,7 +19,9 @@ def dkdv_step(
     dv_tile,
     sums,
     k_tile,
+    keys,
     v_tile,
+    values,
     queries,
     douts,
     lse,
@@ -47,14 +50,17 @@ def dkdv_step(
     and rules need a mask.
     """
     across = first_row + tl.arange(0, TILE_Q)
-    q_tile = load_operand(queries, first_row, TILE_Q, BLOCK_D, HEAD_DIM, True)
-    dout_tile = load_operand(douts, first_row, TILE_Q, BLOCK_DV, V_HEAD_DIM, True)
+    q_tile = load_slice(queries, first_row, tl.program_id(1) * BLOCK_D, TILE_Q, BLOCK_D, HEAD_DIM, True)
+    dout_tile = load_slice(douts, first_row, tl.program_id(1) * BLOCK_DV, TILE_Q, BLOCK_DV, V_HEAD_DIM, True)
     row_lse = row_lse_of(lse, across, queries.rows, SCORE)
     row_delta = tl.load(delta + across, mask=across < queries.rows, other=0.0)
     rows = across[None, :]
     columns = first_column + tl.arange(0, TILE_K)[:, None]
+    products = products_of_rows(
+        k_tile, keys, first_column, q_tile, queries, first_row, TILE_K, TILE_Q, BLOCK_D, HEAD_DIM
+    )
     weights, slopes, terms = weights_and_slopes(
-        product(k_tile, transposed(q_tile), None), rows, columns, row_lse[None, :], scales, place,
+        products, rows, columns, row_lse[None, :], scales, place,
         LEFT, RIGHT, MASKED, MASK, SCORE, SHIFT, True,
     )  # fmt: skip
     kept = weights
@@ -62,7 +68,9 @@ def dkdv_step(
         keep = kept_pairs(rows, columns, place)
         kept = tl.where(keep, weights, 0.0)
     dv_tile = product(split(kept, dout_tile), dout_tile, dv_tile)
-    dweights = product(v_tile, transposed(dout_tile), None)
+    dweights = products_of_rows(
+        v_tile, values, first_column, dout_tile, douts, first_row, TILE_K, TILE_Q, BLOCK_DV, V_HEAD_DIM
+    )
     if place.seed is not None:
         dweights = tl.where(keep, dweights, 0.0)
     gradient = score_gradient(weights, dweights, row_delta[None, :], scales)
@@ -129,7 +137,9 @@ def dkdv_kernel(
     TO_THE_END: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """Grid: one program for each (matrix of k, tile of its rows); it visits every query head of the group in turn.
+    """Grid: one program for each (matrix of k, tile of its rows), and slice of columns of k and of v (see `slices`).
+
+    It visits every query head of the group in turn.
 
     ``sums`` are where the gradients of the terms SUMMED go, summed over rows, a number for each column of each matrix
     of q.
@@ -143,8 +153,8 @@ def dkdv_kernel(
     )  # fmt: skip
     keys = matrix(k, index, kv_sizes, k_strides, own.k, distances[1], UNITS[1])
     values = matrix(v, index, kv_sizes, v_strides, own.k, distances[2], UNITS[2])
-    k_tile = load_operand(keys, first_column, TILE_K, BLOCK_D, HEAD_DIM, True)
-    v_tile = load_operand(values, first_column, TILE_K, BLOCK_DV, V_HEAD_DIM, True)
+    k_tile = load_slice(keys, first_column, 0, TILE_K, BLOCK_D, HEAD_DIM, True)
+    v_tile = load_slice(values, first_column, 0, TILE_K, BLOCK_DV, V_HEAD_DIM, True)
     dk_tile = tl.zeros([TILE_K, BLOCK_D], tl.float32)
     dv_tile = tl.zeros([TILE_K, BLOCK_DV], tl.float32)
     q_rows = length_for(packed, first_column, own.k, own.rows)
@@ -152,9 +162,11 @@ def dkdv_kernel(
         first_column, q_rows, left + own.shift, right + own.shift, TILE_K, TILE_Q, LEFT, RIGHT
     )  # fmt: skip
     # A loop more, for the other edge of a window, costs more in registers than masking costs in time.
-    MASK_ALL: tl.constexpr = LEFT or MASK is not None
+    MASK_ALL: tl.constexpr = LEFT or MASK is not None or packed is not None
     if MASK_ALL:
         ranges = ((ranges[0][0], ranges[2][1]),)
+    else:
+        ranges = (ranges[0], ranges[1])
     columns = first_column + tl.arange(0, TILE_K)
     for member in range(group):
         q_index = index * group + member
@@ -173,18 +185,20 @@ def dkdv_kernel(
         if blocks is not None:
             entry = block_list(blocks, place, first_column)
             visited = block_ranges(entry, TILE_Q)
-        for part in tl.static_range(0 if RIGHT or MASK_ALL else 1, 2 if blocks is not None or not MASK_ALL else 1):
+            if q_statistics is not None:  # two parts of each operand leave no registers for a second loop
+                visited = ((visited[0][0], visited[1][1]),)
+        for part in tl.static_range(0 if RIGHT or MASK_ALL else 1, len(visited)):
             for position in range(visited[part][0], visited[part][1], TILE_Q if blocks is None else 1):
                 first_row = position if blocks is None else tile_of(entry, position, TILE_Q)
                 dk_tile, dv_tile, column_sums = dkdv_step(
-                    dk_tile, dv_tile, column_sums, k_tile, v_tile, queries, douts, row_lse, row_delta, first_row,
-                    first_column, place, scales, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, TILE_Q, TILE_K, LEFT, RIGHT,
-                    part != 1, MASK, SCORE, SUMMED, SHIFT,
+                    dk_tile, dv_tile, column_sums, k_tile, keys, v_tile, values, queries, douts, row_lse, row_delta,
+                    first_row, first_column, place, scales, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, TILE_Q, TILE_K,
+                    LEFT, RIGHT, part != 1, MASK, SCORE, SUMMED, SHIFT,
                 )  # fmt: skip
         for number in tl.static_range(len(SUMMED)):
             target = sums[number] + tl.cast(q_index, tl.int64) * k_len + own.k.first + columns
             tl.store(target, column_sums[number] * scales.step, mask=columns < own.k.length)
     dk_target = matrix(dk, index, kv_sizes, dk_strides, own.k, (), UNITS[4])
     dv_target = matrix(dv, index, kv_sizes, dv_strides, own.k, (), UNITS[5])
-    store_tile(dk_target, dk_tile * scales.dk, first_column, TILE_K, BLOCK_D, HEAD_DIM)
-    store_tile(dv_target, dv_tile * scales.dv, first_column, TILE_K, BLOCK_DV, V_HEAD_DIM)
+    store_slice(dk_target, dk_tile * scales.dk, first_column, tl.program_id(1) * BLOCK_D, TILE_K, BLOCK_D, HEAD_DIM)
+    store_slice(dv_target, dv_tile * scales.dv, first_column, tl.program_id(1) * BLOCK_DV, TILE_K, BLOCK_DV, V_HEAD_DIM)

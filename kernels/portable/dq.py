@@ -3,12 +3,13 @@
 import triton
 import triton.language as tl
 
-from .addresses import matrix, store_tile
+from .addresses import matrix
 from .gradients import added_up, row_lse_of, score_gradient, weights_and_slopes, zeros_for
 from .masks import block_list, block_ranges, key_ranges, tile_of
-from .operands import joined, load_operand, product, split, transposed
+from .operands import product, split
 from .pairs import Place, kept_pairs
 from .sequences import NUMBERS, length_for, sequences_of, tile_of_program
+from .slices import load_slice, products_of_rows, row_sums_of_products, store_slice
 from .units import TOP, scales_of, unit_of
 
 
@@ -17,7 +18,9 @@ def dq_step(
     dq_tile,
     sums,
     q_tile,
+    queries,
     dout_tile,
+    douts,
     lse,
     delta,
     keys,
@@ -41,15 +44,20 @@ def dq_step(
     SHIFT: tl.constexpr,
 ):
     """Add what one tile of keys contributes to dQ, and to the sums over columns of the terms SUMMED."""
-    k_tile = load_operand(keys, first_column, TILE_K, BLOCK_D, HEAD_DIM, MASKED)
-    v_tile = load_operand(values, first_column, TILE_K, BLOCK_DV, V_HEAD_DIM, MASKED)
+    k_tile = load_slice(keys, first_column, tl.program_id(1) * BLOCK_D, TILE_K, BLOCK_D, HEAD_DIM, MASKED)
+    v_tile = load_slice(values, first_column, 0, TILE_K, BLOCK_DV, V_HEAD_DIM, MASKED)
     rows = first_row + tl.arange(0, TILE_Q)[:, None]
     columns = first_column + tl.arange(0, TILE_K)[None, :]
+    products = products_of_rows(
+        q_tile, queries, first_row, k_tile, keys, first_column, TILE_Q, TILE_K, BLOCK_D, HEAD_DIM
+    )
     weights, slopes, terms = weights_and_slopes(
-        product(q_tile, transposed(k_tile), None), rows, columns, lse[:, None], scales, place,
+        products, rows, columns, lse[:, None], scales, place,
         LEFT, RIGHT, MASKED, MASK, SCORE, SHIFT, MASKED,
     )  # fmt: skip
-    dweights = product(dout_tile, transposed(v_tile), None)
+    dweights = products_of_rows(
+        dout_tile, douts, first_row, v_tile, values, first_column, TILE_Q, TILE_K, BLOCK_DV, V_HEAD_DIM
+    )
     if place.seed is not None:
         dweights = tl.where(kept_pairs(rows, columns, place), dweights, 0.0)
     gradient = score_gradient(weights, dweights, delta[:, None], scales)
@@ -116,7 +124,9 @@ def dq_kernel(
     TO_THE_END: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """Grid: one program for each (matrix of q, tile of its rows). Also writes delta, which the other passes read.
+    """Grid: one program for each (matrix of q, tile of its rows), and slice of its columns (see `slices`).
+
+    Also writes delta, which the other passes read.
 
     delta is rowsum(dout * out) - dlse: a gradient of the log-sum-exp reaches every score in proportion to its weight.
     ``score_scale`` is ``scale`` * log2(e); ``distances`` lead from q, k, v and dout to their further parts. ``sums``
@@ -140,16 +150,16 @@ def dq_kernel(
     queries = matrix(q, index, q_sizes, q_strides, own.q, distances[0], UNITS[0])
     douts = matrix(dout, index, q_sizes, dout_strides, own.q, distances[3], UNITS[4])
     outs = matrix(out, index, q_sizes, out_strides, own.q, (), UNITS[3])
-    dout_tile = load_operand(douts, first_row, TILE_Q, BLOCK_DV, V_HEAD_DIM, True)
-    out_tile = load_operand(outs, first_row, TILE_Q, BLOCK_DV, V_HEAD_DIM, True)
-    row_delta = tl.sum(joined(out_tile) * joined(dout_tile), 1) * unit_of(dout_statistics, kv_index)
+    dout_tile = load_slice(douts, first_row, 0, TILE_Q, BLOCK_DV, V_HEAD_DIM, True)
+    row_delta = row_sums_of_products(outs, dout_tile, douts, first_row, TILE_Q, BLOCK_DV, V_HEAD_DIM)
+    row_delta *= unit_of(dout_statistics, kv_index)
     rows = first_row + tl.arange(0, TILE_Q)
     row_offsets = tl.cast(index, tl.int64) * q_len + own.q.first
     if dlse is not None:
         row_delta -= tl.load(dlse + row_offsets + rows, mask=rows < own.q.length, other=0.0)
     tl.store(delta + row_offsets + rows, row_delta, mask=rows < own.q.length)
     row_lse = row_lse_of(lse + row_offsets, rows, own.q.length, SCORE)
-    q_tile = load_operand(queries, first_row, TILE_Q, BLOCK_D, HEAD_DIM, True)
+    q_tile = load_slice(queries, first_row, 0, TILE_Q, BLOCK_D, HEAD_DIM, True)
     dq_tile = tl.zeros([TILE_Q, BLOCK_D], tl.float32)
     row_sums = zeros_for(TILE_Q, SUMMED)
     k_rows = length_for(packed, first_row, own.q, own.columns)
@@ -164,11 +174,11 @@ def dq_kernel(
         for position in range(ranges[part][0], ranges[part][1], TILE_K if blocks is None else 1):
             first_column = position if blocks is None else tile_of(entry, position, TILE_K)
             dq_tile, row_sums = dq_step(
-                dq_tile, row_sums, q_tile, dout_tile, row_lse, row_delta, keys, values, first_row, first_column, place,
-                scales, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, TILE_Q, TILE_K, LEFT, RIGHT, part != 1, MASK, SCORE,
-                SUMMED, SHIFT,
+                dq_tile, row_sums, q_tile, queries, dout_tile, douts, row_lse, row_delta, keys, values, first_row,
+                first_column, place, scales, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, TILE_Q, TILE_K, LEFT, RIGHT,
+                part != 1, MASK, SCORE, SUMMED, SHIFT,
             )  # fmt: skip
     target = matrix(dq, index, q_sizes, dq_strides, own.q, (), UNITS[5])
-    store_tile(target, dq_tile * scales.dq, first_row, TILE_Q, BLOCK_D, HEAD_DIM)
+    store_slice(target, dq_tile * scales.dq, first_row, tl.program_id(1) * BLOCK_D, TILE_Q, BLOCK_D, HEAD_DIM)
     for number in tl.static_range(len(SUMMED)):
         tl.store(sums[number] + row_offsets + rows, row_sums[number] * scales.step, mask=rows < own.q.length)

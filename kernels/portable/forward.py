@@ -3,11 +3,12 @@
 import triton
 import triton.language as tl
 
-from .addresses import matrix, store_tile
+from .addresses import matrix
 from .masks import block_list, block_ranges, key_ranges, tile_of
-from .operands import load_operand, negated, product, split, transposed
+from .operands import negated, product, split
 from .pairs import Place, existing, kept_pairs, seen_pairs
 from .sequences import NUMBERS, length_for, sequences_of, tile_of_program
+from .slices import load_slice, products_of_rows, store_slice
 from .softmax import LOG2_E, softmax_finish, softmax_start, softmax_step
 from .units import TOP, unit_of
 
@@ -17,16 +18,25 @@ SMALLEST: tl.constexpr = tl.constexpr(2.0**-126)
 @triton.jit
 def products_of(
     q_tile,
+    queries,
+    first_row,
     keys,
     first_column,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
     CHECK_ROWS: tl.constexpr,
+    FLIP: tl.constexpr,
 ):
-    """Scores of a tile of keys before their scale and mask."""
-    k_tile = load_operand(keys, first_column, TILE_K, BLOCK_D, HEAD_DIM, CHECK_ROWS)
-    return product(q_tile, transposed(k_tile), None)
+    """Scores of a tile of keys before their scale and mask. FLIP negates them, unless q's tile is negated already."""
+    k_tile = load_slice(keys, first_column, 0, TILE_K, BLOCK_D, HEAD_DIM, CHECK_ROWS)
+    products = products_of_rows(
+        q_tile, queries, first_row, k_tile, keys, first_column, TILE_Q, TILE_K, BLOCK_D, HEAD_DIM
+    )
+    if FLIP and HEAD_DIM > BLOCK_D:
+        products = -products
+    return products
 
 
 @triton.jit
@@ -35,6 +45,7 @@ def forward_step(
     accumulator,
     ahead,
     q_tile,
+    queries,
     keys,
     values,
     first_row,
@@ -52,6 +63,7 @@ def forward_step(
     MASKED: tl.constexpr,
     MASK: tl.constexpr,
     SCORE: tl.constexpr,
+    FLIP: tl.constexpr,
 ):
     """Fold one tile of keys and values into the running softmax and output.
 
@@ -60,9 +72,14 @@ def forward_step(
     """
     if len(ahead) == 1:
         products = ahead[0]
-        ahead = (products_of(q_tile, keys, first_column + TILE_K, HEAD_DIM, BLOCK_D, TILE_K, MASKED),)
+        following = first_column + TILE_K
+        ahead = (
+            products_of(q_tile, queries, first_row, keys, following, HEAD_DIM, BLOCK_D, TILE_Q, TILE_K, MASKED, FLIP),
+        )
     else:
-        products = products_of(q_tile, keys, first_column, HEAD_DIM, BLOCK_D, TILE_K, MASKED)
+        products = products_of(
+            q_tile, queries, first_row, keys, first_column, HEAD_DIM, BLOCK_D, TILE_Q, TILE_K, MASKED, FLIP
+        )
     rows = first_row + tl.arange(0, TILE_Q)[:, None]
     columns = first_column + tl.arange(0, TILE_K)[None, :]
     exists = existing(rows, columns, place, MASKED)
@@ -75,7 +92,8 @@ def forward_step(
     state, weights, rescale = softmax_step(state, products, scale, TOP, len(q_tile) == 1)
     if place.seed is not None:
         weights = tl.where(kept_pairs(rows, columns, place), weights, 0.0)
-    v_tile = load_operand(values, first_column, TILE_K, BLOCK_DV, V_HEAD_DIM, MASKED)
+    own_columns = tl.program_id(1) * BLOCK_DV
+    v_tile = load_slice(values, first_column, own_columns, TILE_K, BLOCK_DV, V_HEAD_DIM, MASKED)
     accumulator = product(split(weights, v_tile), v_tile, accumulator * rescale[:, None])
     return state, accumulator, ahead
 
@@ -129,7 +147,7 @@ def forward_kernel(
     AHEAD: tl.constexpr,
     FLIP: tl.constexpr,
 ):
-    """Grid: one program for each (matrix of q, tile of its rows).
+    """Grid: one program for each (matrix of q, tile of its rows), and slice of v's columns (see `slices`).
 
     ``scale`` is |scale|, times log2(e) without score rules; FLIP negates q. ``distances`` lead from q, k and v to their
     further parts. ``sinks`` holds a logit for each head; see `pairs` for ``captured``, ``seed`` and ``threshold``, and
@@ -145,7 +163,7 @@ def forward_kernel(
     keys = matrix(k, kv_index, kv_sizes, k_strides, own.k, distances[1], UNITS[1])
     values = matrix(v, kv_index, kv_sizes, v_strides, own.k, distances[2], UNITS[2])
     queries = matrix(q, index, q_sizes, q_strides, own.q, distances[0], UNITS[0])
-    q_tile = load_operand(queries, first_row, TILE_Q, BLOCK_D, HEAD_DIM, True)
+    q_tile = load_slice(queries, first_row, 0, TILE_Q, BLOCK_D, HEAD_DIM, True)
     if FLIP:
         q_tile = negated(q_tile)
     scale *= unit_of(q_statistics, kv_index) * unit_of(k_statistics, kv_index)
@@ -158,7 +176,7 @@ def forward_kernel(
     ranges = key_ranges(first_row, k_rows, place.left, place.right, TILE_Q, TILE_K, LEFT, RIGHT)
     ahead = ()
     if AHEAD:
-        ahead = (products_of(q_tile, keys, 0, HEAD_DIM, BLOCK_D, TILE_K, True),)
+        ahead = (products_of(q_tile, queries, first_row, keys, 0, HEAD_DIM, BLOCK_D, TILE_Q, TILE_K, True, FLIP),)
         # The tile that comes after the last whole one may not fill its rows: the last loop can look ahead to it.
         whole = tl.maximum(ranges[1][1] - TILE_K, 0)
         ranges = (ranges[0], (ranges[1][0], whole), (tl.maximum(ranges[2][0] - TILE_K, 0), ranges[2][1]))
@@ -172,12 +190,14 @@ def forward_kernel(
         for position in range(ranges[part][0], ranges[part][1], TILE_K if blocks is None else 1):
             first_column = position if blocks is None else tile_of(entry, position, TILE_K)
             state, accumulator, ahead = forward_step(
-                state, accumulator, ahead, q_tile, keys, values, first_row, first_column, place, scale,
+                state, accumulator, ahead, q_tile, queries, keys, values, first_row, first_column, place, scale,
                 HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, TILE_Q, TILE_K, LEFT, RIGHT, part != 1, MASK, SCORE,
+                FLIP,
             )  # fmt: skip
     normaliser, row_lse = softmax_finish(state, TOP)
     normaliser *= unit_of(v_statistics, kv_index) * kept_scale
     target = matrix(out, index, q_sizes, out_strides, own.q, (), UNITS[3])
-    store_tile(target, accumulator * normaliser[:, None], first_row, TILE_Q, BLOCK_DV, V_HEAD_DIM)
+    own_columns = tl.program_id(1) * BLOCK_DV
+    store_slice(target, accumulator * normaliser[:, None], first_row, own_columns, TILE_Q, BLOCK_DV, V_HEAD_DIM)
     rows = first_row + tl.arange(0, TILE_Q)
     tl.store(lse + tl.cast(index, tl.int64) * q_len + own.q.first + rows, row_lse, mask=rows < own.q.length)

@@ -73,8 +73,12 @@ class Geometry:
 
     @property
     def block(self) -> int:
-        """The wider of the two padded head dimensions, by which tile configurations are looked up."""
+        """The wider of the two padded head dimensions."""
         return padded(max(self.head_dim, self.v_head_dim))
+
+    def slices(self, arithmetic: tuning.Arithmetic, *widths: int) -> int:
+        """How many slices of columns it takes to write these widths."""
+        return max(-(-width // tuning.columns_of_a_tile(self.block, arithmetic)) for width in widths)
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -101,6 +105,8 @@ class Geometry:
             "BLOCK_DV": padded(self.v_head_dim),
         }
 
-    def constants(self, config: tuning.TileConfig) -> dict[str, Any]:
+    def constants(self, config: tuning.TileConfig, arithmetic: tuning.Arithmetic) -> dict[str, Any]:
         """The compile-time arguments of an attention kernel that say how it is tiled."""
-        return {**self.widths, "TILE_Q": config.tile_q, "TILE_K": config.tile_k}
+        columns = tuning.columns_of_a_tile(self.block, arithmetic)
+        blocks = {"BLOCK_D": min(padded(self.head_dim), columns), "BLOCK_DV": min(padded(self.v_head_dim), columns)}
+        return {**self.widths, **blocks, "TILE_Q": config.tile_q, "TILE_K": config.tile_k}

@@ -13,9 +13,9 @@ import triton.language as tl
 
 from .addresses import matrix
 from .gradients import row_lse_of, score_gradient, weights_and_slopes
-from .operands import load_operand, product, transposed
 from .pairs import Place, kept_pairs
 from .sequences import NUMBERS, sequences_of
+from .slices import load_slice, products_of_rows
 from .units import TOP, scales_of
 
 
@@ -49,17 +49,22 @@ def pair_step(
     across = first_row + tl.arange(0, TILE_Q)
     rows = across[:, None]
     columns = first_column + tl.arange(0, TILE_K)[None, :]
-    q_tile = load_operand(queries, first_row, TILE_Q, BLOCK_D, HEAD_DIM, True)
-    k_tile = load_operand(keys, first_column, TILE_K, BLOCK_D, HEAD_DIM, True)
+    q_tile = load_slice(queries, first_row, 0, TILE_Q, BLOCK_D, HEAD_DIM, True)
+    k_tile = load_slice(keys, first_column, 0, TILE_K, BLOCK_D, HEAD_DIM, True)
+    products = products_of_rows(
+        q_tile, queries, first_row, k_tile, keys, first_column, TILE_Q, TILE_K, BLOCK_D, HEAD_DIM
+    )
     row_lse = row_lse_of(lse, across, queries.rows, SCORE)
     row_delta = tl.load(delta + across, mask=across < queries.rows, other=0.0)
     weights, _, terms = weights_and_slopes(
-        product(q_tile, transposed(k_tile), None), rows, columns, row_lse[:, None], scales, place,
+        products, rows, columns, row_lse[:, None], scales, place,
         LEFT, RIGHT, True, MASK, SCORE, SHIFT, True,
     )  # fmt: skip
-    dout_tile = load_operand(douts, first_row, TILE_Q, BLOCK_DV, V_HEAD_DIM, True)
-    v_tile = load_operand(values, first_column, TILE_K, BLOCK_DV, V_HEAD_DIM, True)
-    dweights = product(dout_tile, transposed(v_tile), None)
+    dout_tile = load_slice(douts, first_row, 0, TILE_Q, BLOCK_DV, V_HEAD_DIM, True)
+    v_tile = load_slice(values, first_column, 0, TILE_K, BLOCK_DV, V_HEAD_DIM, True)
+    dweights = products_of_rows(
+        dout_tile, douts, first_row, v_tile, values, first_column, TILE_Q, TILE_K, BLOCK_DV, V_HEAD_DIM
+    )
     if place.seed is not None:
         dweights = tl.where(kept_pairs(rows, columns, place), dweights, 0.0)
     return total + score_gradient(weights, dweights, row_delta[:, None], scales) * terms[TERM] * scales.step

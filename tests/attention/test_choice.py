@@ -80,8 +80,8 @@ NEVER = [
     pytest.param(
         "flash", {"dtype": torch.float64}, {}, "it computes in float16, bfloat16 and float32; got float64", id="double"
     ),
-    pytest.param("flash", {"d": 257}, {}, "its head dimensions go up to 256; got 257", id="wide_keys"),
-    pytest.param("flash", {"dv": 300}, {}, "its head dimensions go up to 256; got 300", id="wide_values"),
+    pytest.param("flash", {"d": 1025}, {}, "its head dimensions go up to 1024; got 1025", id="wide_keys"),
+    pytest.param("flash", {"dv": 1300}, {}, "its head dimensions go up to 1024; got 1300", id="wide_values"),
     pytest.param(
         "sdpa",
         {},
@@ -146,7 +146,7 @@ def on_gpu(monkeypatch, capability=(9, 0), **changes):
 
 @pytest.mark.parametrize(
     ("changes", "choice"),
-    [({}, FLASH), ({"dtype": torch.float64}, SDPA), ({"head_dim": 512}, SDPA), ({"k_len": 0}, FLASH)],
+    [({}, FLASH), ({"dtype": torch.float64}, SDPA), ({"head_dim": 1025}, SDPA), ({"k_len": 0}, FLASH)],
 )
 def test_on_a_gpu_flash_comes_first(monkeypatch, compiled_kernels, changes, choice):
     explanation = choose.explain(on_gpu(monkeypatch, **changes))

@@ -217,10 +217,14 @@ def test_a_wrong_tensor_is_refused_after_the_same_call_with_the_right_one(name, 
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-@pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_ragged_tensors_are_refused(name):
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("q", "a nested tensor of layout torch.jagged"), ("k", "a dense"), ("v", "a dense")],
+    ids="qkv",
+)
+def test_ragged_tensors_without_offsets_are_refused(name, expected):
     ragged = torch.nested.nested_tensor([torch.zeros(3, 4), torch.zeros(5, 4)])
-    with pytest.raises(TypeError, match=f"^{name} must be a dense"):
+    with pytest.raises(TypeError, match=f"^{name} must be {expected}"):
         attention(**{name: torch.zeros(2, 5, 4) for name in ("q", "k", "v")} | {name: ragged})
 
 

@@ -57,6 +57,14 @@ def problems(architecture, rows):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_86"])
+def test_heads_wider_than_a_tile_compile(architecture):
+    rows = compile_variants(architecture, "--features", "window", "bias", "--width", "576")
+    found = [*problems(architecture, rows)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "arithmetic", "features"),
     [
