@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 from ..kernels.settings import Window
 from . import choose, ops
 from .choose import Explanation, Implementation
+from .exported import exported
 from .features import Features
 from .flash import FlashAttentionFunction
 from .naive import compiled, naive
@@ -212,12 +213,15 @@ def _choose(
     features: Features | None,
 ) -> tuple[Run, AttentionSpec, tuple[Tensor, ...]]:
     problem = check(q, k, v, causal, scale, return_lse, window, features, deterministic)
-    return RUN[choose.explain(problem, impl).choice], problem.spec, problem.extras
+    return RUN[choose.choose(problem, impl)], problem.spec, problem.extras
 
 
 def _run_flash(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool, extras: tuple[Tensor, ...]
 ) -> Result:
+    if torch.compiler.is_exporting():
+        out, lse = exported("flash", q, k, v, spec, extras)
+        return out, lse if return_lse else None
     needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad or any(x.requires_grad for x in extras)
     needs_backward = needs_gradient and torch.is_grad_enabled()
     # Forward-mode tangents ride on tensors that require no gradient: the Function refuses them, the operator would not.
@@ -231,6 +235,9 @@ def _run_flash(
 def _run_tiled(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool, extras: tuple[Tensor, ...]
 ) -> Result:
+    if torch.compiler.is_exporting():
+        out, lse = exported("tiled", q, k, v, spec, extras)
+        return out, lse if return_lse else None
     result = TiledAttentionFunction.apply(q, k, v, spec, None, return_lse, *extras)
     return result if return_lse else (result, None)
 
