@@ -46,7 +46,7 @@ _PLACES = ("batch", "head", "row", "column")
 class Mask:
     """Which pairs are visible: an expression of predicates and the tensors that they captured.
 
-    Combine masks with ``&``, ``|`` and ``~``.
+    Combine masks with ``&``, ``|`` and ``~``; within torch.compile write ``mask.inverted()`` for ``~mask``.
     """
 
     expression: rules.Mask
@@ -88,6 +88,10 @@ class Mask:
         return self._with("or", other)
 
     def __invert__(self) -> Mask:
+        return self.inverted()
+
+    def inverted(self) -> Mask:
+        """``~mask``: what it hides is visible, and the reverse. torch.compile can trace this, but no ``~`` of classes."""
         return Mask(("not", self.expression), self.tensors)
 
     def _with(self, operator: str, other: Mask) -> Mask:
