@@ -91,7 +91,7 @@ class Mask:
         return self.inverted()
 
     def inverted(self) -> Mask:
-        """``~mask``: what it hides is visible, and the reverse. torch.compile can trace this, but no ``~`` of classes."""
+        """``~mask`` under a name: torch.compile can trace a method, but no ``~`` of a class that is not torch's."""
         return Mask(("not", self.expression), self.tensors)
 
     def _with(self, operator: str, other: Mask) -> Mask:
