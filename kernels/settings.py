@@ -37,7 +37,8 @@ class Settings:
     causal: "none", "top_left" or "bottom_right". window: as `Window` says; positions are aligned as ``causal`` says,
     and at the ends where it says nothing. dropout: the part of the weights that is dropped, if any. mask, scores: see
     `rules`. sinks: whether each head has a logit that takes part in the softmax without a value. blocks: whether lists
-    of the visible blocks are given.
+    of the visible blocks are given. packed: the lengths (of q, of k) that no packed sequence exceeds, None where that
+    is not said; or None where each matrix is one sequence.
     """
 
     causal: str = "none"
@@ -47,6 +48,7 @@ class Settings:
     scores: Scores = ()
     sinks: bool = False
     blocks: bool = False
+    packed: tuple[int | None, int | None] | None = None
 
     @property
     def text(self) -> str:
@@ -61,7 +63,7 @@ class Settings:
     @property
     def fields(self) -> tuple[Any, ...]:
         """Its fields, in order."""
-        return self.causal, self.window, self.dropout, self.mask, self.scores, self.sinks, self.blocks
+        return self.causal, self.window, self.dropout, self.mask, self.scores, self.sinks, self.blocks, self.packed
 
     @staticmethod
     def of(text: str, numbers: Sequence[float]) -> Settings:
@@ -79,9 +81,17 @@ class Settings:
         dropout = self.dropout or 0.0
         return 0.0 if dropout == 1.0 else 1.0 / (1.0 - dropout)
 
+    @property
+    def to_the_end(self) -> bool:
+        """Whether the last row's own column is the last, rather than the first row's the first."""
+        return self.causal != "top_left"
+
     def band(self, q_len: int, k_len: int) -> Window:
-        """Row i sees the columns from i + left to i + right; None where there is no such limit."""
-        shift = 0 if self.causal == "top_left" else k_len - q_len
+        """Row i sees the columns from i + left to i + right; None where there is no such limit.
+
+        Of packed sequences i counts from the row whose own column is the first.
+        """
+        shift = 0 if self.packed is not None or not self.to_the_end else k_len - q_len
         before, after = self.window
         if self.causal != "none":
             after = 0 if after is None else min(after, 0)

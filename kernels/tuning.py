@@ -39,9 +39,13 @@ class TileConfig:
         """The launch options, as Triton takes them."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
-    def programs(self, name: Pass, length: int, matrices: int) -> int:
-        """How many programs a pass launches for so many matrices of ``length`` rows: of k for "dkdv", else of q."""
-        return matrices * -(-length // (self.tile_k if name == "dkdv" else self.tile_q))
+    def programs(self, name: Pass, length: int, matrices: int, sequences: int = 0) -> int:
+        """How many programs a pass launches for so many matrices of ``length`` rows: of k for "dkdv", else of q.
+
+        If these are packed ``sequences``, each has a tile that may be cut short, and so have the rows after the last.
+        """
+        tile = self.tile_k if name == "dkdv" else self.tile_q
+        return matrices * (length // tile + sequences + 1 if sequences else -(-length // tile))
 
 
 Row = tuple[Pass, Arithmetic, int]

@@ -17,6 +17,7 @@ from .modules import (
 )
 from .spec import AttentionSpec, Causal
 from .tiled import TiledAttentionFunction
+from .varlen import attention_varlen, explain_varlen
 
 __all__ = [
     "Attention",
@@ -32,5 +33,7 @@ __all__ = [
     "TiledAttention",
     "TiledAttentionFunction",
     "attention",
+    "attention_varlen",
     "explain",
+    "explain_varlen",
 ]

@@ -2,57 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, TypedDict, overload
+from typing import Any, Literal, overload
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd import forward_ad
 from typing_extensions import Unpack
 
 from ..kernels.settings import Window
-from . import choose, ops
+from . import choose
 from .choose import Explanation, Implementation
-from .exported import exported
 from .features import Features
-from .flash import FlashAttentionFunction
-from .naive import compiled, naive
 from .precision import autocast_inputs
 from .rules import Mask, Scores
-from .sdpa import sdpa
+from .run import RUN, Options, Run
 from .spec import AttentionSpec
-from .tiled import TiledAttentionFunction
 from .validation import check
+from .varlen import nested_attention
 
-Result = tuple[Tensor, Tensor | None]
-Run = Callable[[Tensor, Tensor, Tensor, AttentionSpec, bool, tuple[Tensor, ...]], Result]
 MOST_REMEMBERED = 4096
 _remembered: dict[tuple[Any, ...], tuple[Run, AttentionSpec, tuple[Tensor, ...]]] = {}
-
-
-class TensorFeatures(TypedDict, total=False):
-    """The keyword arguments of `attention` that are tensors or hold some."""
-
-    alibi_slopes: Tensor | None
-    bias: Tensor | None
-    scores: Scores | None
-    mask: Tensor | Mask | None
-    sinks: Tensor | None
-    seed: int | Tensor | None
-    generator: torch.Generator | None
-
-
-class Options(TensorFeatures, total=False):
-    """The keyword arguments of `attention`, but for ``return_lse``."""
-
-    causal: bool | str
-    window: Window | None
-    scale: float | None
-    softcap: float | None
-    dropout_p: float
-    deterministic: bool | None
-    impl: str | Implementation
 
 
 @overload
@@ -102,7 +71,8 @@ def attention(
 
     Args:
         q: queries (*batch, q_heads, q_len, d), in float16, bfloat16, float32 or float64. Three dimensions mean no head
-            axis, (batch, q_len, d); two mean (q_len, d). Any strides.
+            axis, (batch, q_len, d); two mean (q_len, d). Any strides. Or q, k, v and the results are nested tensors
+            (batch, heads, *, d) of layout torch.jagged; then see `attention_varlen`, which computes that.
         k: keys (*batch, kv_heads, k_len, d); kv_heads divides q_heads, and each serves a group of query heads.
         v: values (*batch, kv_heads, k_len, dv).
         causal: True or "bottom_right" hides what comes after a query, the last query aligned with the last key;
@@ -140,6 +110,24 @@ def attention(
     float32 inputs are computed at float32-level error if ``torch.get_float32_matmul_precision()`` is "highest", the
     default, and in TF32 otherwise. Under autocast inputs are cast to its dtype.
     """
+    if getattr(q, "is_nested", False):
+        options: Options = {
+            "causal": causal,
+            "window": window,
+            "scale": scale,
+            "softcap": softcap,
+            "alibi_slopes": alibi_slopes,
+            "bias": bias,
+            "scores": scores,
+            "mask": mask,
+            "sinks": sinks,
+            "dropout_p": dropout_p,
+            "seed": seed,
+            "generator": generator,
+            "deterministic": deterministic,
+            "impl": impl,
+        }
+        return nested_attention(q, k, v, return_lse, options)
     q, k, v = autocast_inputs(q, k, v)
     features = None
     # Written out, because it is part of the host time of every call.
@@ -214,46 +202,3 @@ def _choose(
 ) -> tuple[Run, AttentionSpec, tuple[Tensor, ...]]:
     problem = check(q, k, v, causal, scale, return_lse, window, features, deterministic)
     return RUN[choose.choose(problem, impl)], problem.spec, problem.extras
-
-
-def _run_flash(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool, extras: tuple[Tensor, ...]
-) -> Result:
-    if torch.compiler.is_exporting():
-        out, lse = exported("flash", q, k, v, spec, extras)
-        return out, lse if return_lse else None
-    needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad or any(x.requires_grad for x in extras)
-    needs_backward = needs_gradient and torch.is_grad_enabled()
-    # Forward-mode tangents ride on tensors that require no gradient: the Function refuses them, the operator would not.
-    if not needs_backward and forward_ad._current_level < 0:
-        out, lse = ops.flash_forward(q, k, v, spec.scale, spec.settings, spec.numbers, extras)
-        return out, lse if return_lse else None
-    result = FlashAttentionFunction.apply(q, k, v, spec, None, return_lse, *extras)
-    return result if return_lse else (result, None)
-
-
-def _run_tiled(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool, extras: tuple[Tensor, ...]
-) -> Result:
-    if torch.compiler.is_exporting():
-        out, lse = exported("tiled", q, k, v, spec, extras)
-        return out, lse if return_lse else None
-    result = TiledAttentionFunction.apply(q, k, v, spec, None, return_lse, *extras)
-    return result if return_lse else (result, None)
-
-
-def _run_compiled(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool, extras: tuple[Tensor, ...]
-) -> Result:
-    if torch.compiler.is_compiling():
-        return naive(q, k, v, spec, return_lse, extras)
-    return compiled(q, k, v, spec, return_lse, extras)
-
-
-RUN: dict[Implementation, Run] = {
-    Implementation.NAIVE: naive,
-    Implementation.COMPILED: _run_compiled,
-    Implementation.TILED: _run_tiled,
-    Implementation.FLASH: _run_flash,
-    Implementation.SDPA: sdpa,
-}

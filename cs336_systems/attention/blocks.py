@@ -42,7 +42,7 @@ def find_blocks(
     device: torch.device,
 ) -> Blocks:
     """The blocks of a spec's mask, whose rules captured ``tensors``, found a row of blocks at a time."""
-    band, extras = spec.band(q_len, k_len), Extras(None, None, tensors, ())
+    band, extras = spec.band(q_len, k_len), Extras(None, None, None, tensors, ())
     found = []
     for start in range(0, q_len, BLOCK):
         row = torch.arange(start, min(start + BLOCK, q_len), device=device)[:, None]

@@ -6,6 +6,7 @@ gradient would be missing without a word; and the loops of the tiled forward wou
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,8 +39,8 @@ def writable(numbers: Numbers) -> list[Any]:
 
 def _spec_of(scale: float, settings: str, numbers: Sequence[float]) -> AttentionSpec:
     given = Settings.of(settings, numbers)
-    asked = {name: getattr(given, name) for name in ("window", "mask", "scores", "sinks", "dropout", "blocks")}
-    return AttentionSpec(Causal(given.causal), scale, **asked)
+    asked = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
+    return AttentionSpec(**asked | {"causal": Causal(given.causal), "scale": scale})
 
 
 def _tiled_forward(

@@ -44,13 +44,26 @@ class Assembled(NamedTuple):
     extras: tuple[Tensor, ...]
 
 
+class Packed(NamedTuple):
+    """Packed sequences: where those of q and of k begin, (sequences + 1,) each, and how long none of them exceeds."""
+
+    q_starts: Tensor
+    k_starts: Tensor
+    q_most: int | None
+    k_most: int | None
+
+
 class Sizes(NamedTuple):
-    """Of the scores. ``heads`` is None where tensors have no head axis."""
+    """Of the scores. ``heads`` is None where tensors have no head axis.
+
+    Packed sequences are entries of the batch; lengths that are not known are 1, which is all that tensors may have.
+    """
 
     batch: tuple[int, ...]
     heads: int | None
     q_len: int
     k_len: int
+    packed: Packed | None = None
 
     @property
     def matrices(self) -> int:
@@ -76,14 +89,12 @@ def assemble(
     """
     mask = _mask(features.mask, sizes, device)
     blocks = () if mask is None or mask.blocks is None else _blocks(mask.blocks, sizes, causal, window, device)
-    # How far the position of query i among the keys is from i.
-    shift = 0 if causal == "top_left" else sizes.k_len - sizes.q_len
     scores = Scores((), ())
     cap = positive("softcap", features.softcap)
     if cap is not None:
         scores = scores + variants.softcap(cap)
     if features.alibi_slopes is not None:
-        scores = scores + variants.alibi(_slopes(features.alibi_slopes, sizes, device), shift)
+        scores = scores + variants.alibi(_slopes(features.alibi_slopes, sizes, device), _shift(sizes, causal))
     if features.bias is not None:
         _check("bias", features.bias, device, FLOATS)
         scores = scores + variants.bias(_broadcast("bias", features.bias, sizes))
@@ -98,8 +109,18 @@ def assemble(
     dropout = probability(features.dropout_p)
     _check_randomness(features, device)
     seed = () if dropout is None else (_seed(features, device),)
-    extras = _distinct((*sinks, *seed, *blocks, *(mask.tensors if mask else ()), *scores.tensors))
+    starts = () if sizes.packed is None else sizes.packed[:2]
+    extras = _distinct((*sinks, *seed, *blocks, *starts, *(mask.tensors if mask else ()), *scores.tensors))
     return Assembled(mask.expression if mask else None, scores.expression, bool(sinks), dropout, bool(blocks), extras)
+
+
+def _shift(sizes: Sizes, causal: str) -> int | Tensor:
+    """How far the position of query i among the keys is from i: of all sequences, or (sequences,) of each."""
+    if causal == "top_left":
+        return 0
+    if sizes.packed is None:
+        return sizes.k_len - sizes.q_len
+    return sizes.packed.k_starts.diff() - sizes.packed.q_starts.diff()
 
 
 def _check_captured(
@@ -123,12 +144,18 @@ def _check_captured(
             expected, own = tuple(full[axis] for axis in axes), tuple(tensor.shape)
             # What lies beyond the call is never read; a gradient there would have nowhere to come from.
             longer = slot not in expressions.registry[leaf[0]].gradients
-            fits = [x in (1, y) or (longer and x > y) for x, y in zip(own, expected, strict=False)]
+            fits = [_broadcasts(x, y) or (longer and x > y) for x, y in zip(own, expected, strict=False)]
             if len(own) != len(expected) or not all(fits):
                 shape = f"{expected} at least" if longer else f"{expected}"
                 raise ValueError(
                     f"what {name} captured must have shape {shape}, for {' '.join(axes)}, or 1 there; got {own}"
+                    f"{_unsaid(sizes)}"
                 )
+
+
+def _broadcasts(size: int, full: int) -> bool:
+    # torch.compile does not find a size that it knows by a name in (1, full).
+    return size == 1 or size == full
 
 
 def _distinct(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -142,6 +169,8 @@ def _distinct(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def _blocks(
     blocks: Blocks, sizes: Sizes, causal: str, window: tuple[int | None, int | None], device: torch.device
 ) -> tuple[Tensor, Tensor]:
+    if sizes.packed is not None:
+        raise ValueError("mask must have no lists of blocks for packed sequences, which differ in length; got some")
     found_for = (blocks.q_len, blocks.k_len, blocks.causal, blocks.window)
     asked = (sizes.q_len, sizes.k_len, causal, window)
     if found_for != asked:
@@ -149,7 +178,7 @@ def _blocks(
         raise ValueError(f"mask must have blocks that were found for this call, {names} {asked}; got {found_for}")
     shares = tuple(blocks.rows.shape[:2])
     heads, batch = sizes.matrices, math.prod(sizes.batch)
-    if shares[0] not in (1, batch) or shares[1] not in (1, heads):
+    if not _broadcasts(shares[0], batch) or not _broadcasts(shares[1], heads):
         raise ValueError(f"mask must have blocks for {batch} batch entries and {heads} heads; got {shares}")
     if blocks.rows.device != device:
         raise ValueError(f"the blocks of mask must be on {device} to match q; got {blocks.rows.device}")
@@ -179,9 +208,10 @@ def _broadcast(name: str, tensor: Tensor, sizes: Sizes) -> Tensor:
     """(batch or 1, heads or 1, q_len or 1, k_len or 1): a view, unless several batch axes are only partly broadcast."""
     shape = sizes.shape
     own = (1,) * (len(shape) - tensor.ndim) + tuple(tensor.shape)
-    if len(own) != len(shape) or any(mine not in (1, full) for mine, full in zip(own, shape, strict=True)):
+    if len(own) != len(shape) or not all(map(_broadcasts, own, shape)):
         written = ", ".join(map(str, shape))
-        raise ValueError(f"{name} must have a shape that broadcasts to ({written}); got {tuple(tensor.shape)}")
+        got = f"{tuple(tensor.shape)}{_unsaid(sizes)}"
+        raise ValueError(f"{name} must have a shape that broadcasts to ({written}); got {got}")
     tensor = tensor.reshape(own)
     if sizes.heads is None:
         return tensor[:, None] if tensor.ndim == 3 else tensor[None, None]
@@ -192,10 +222,17 @@ def _broadcast(name: str, tensor: Tensor, sizes: Sizes) -> Tensor:
     return tensor.reshape(1, *own[-3:])
 
 
+def _unsaid(sizes: Sizes) -> str:
+    if sizes.packed is None or None not in sizes.packed[2:]:
+        return ""
+    return ", without max_seqlen_q and max_seqlen_k, which bound rows and columns"
+
+
 def _slopes(slopes: Tensor, sizes: Sizes, device: torch.device) -> Tensor:
     _check("alibi_slopes", slopes, device, FLOATS)
     heads, batch = sizes.matrices, math.prod(sizes.batch)
-    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+    of_heads = slopes.ndim in (1, 2) and slopes.shape[-1] == heads
+    if not of_heads or (slopes.ndim == 2 and slopes.shape[0] != batch):
         raise ValueError(f"alibi_slopes must have shape ({heads},) or ({batch}, {heads}); got {tuple(slopes.shape)}")
     return slopes if slopes.ndim == 2 else slopes[None]
 

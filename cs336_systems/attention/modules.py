@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ..kernels.settings import Window
-from .api import TensorFeatures, attention
+from .api import attention
 from .choose import Implementation, parse
 from .features import positive, probability
+from .run import TensorFeatures
 from .spec import check_spec, window_of
 
 

@@ -43,7 +43,7 @@ def _naive(
     # Each key and value head serves a group of query heads; einsum broadcasts it without a copy.
     grouped = rearrange(q, "... (kv group) row d -> ... kv group row d", kv=max(1, k.shape[-3]))
     scores = einsum(grouped, k, "... kv group row d, ... kv column d -> ... kv group row column") * spec.scale
-    pairs = Pairs.of(q, k, slice(0, q_len), slice(0, k_len))
+    pairs = Pairs.of(spec, extras, q, k, slice(0, q_len), slice(0, k_len))
     scores = changed_scores(spec, scores, pairs, extras.by_scores)
     seen = seen_pairs(spec, pairs, spec.band(q_len, k_len), extras)
     if seen is not None:

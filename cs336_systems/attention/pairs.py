@@ -18,10 +18,14 @@ from .spec import AttentionSpec
 
 
 class Extras(NamedTuple):
-    """The further tensors of a call, by what they are for, and in this order; lists of blocks come after the seed."""
+    """The further tensors of a call, by what they are for, and in this order; lists of blocks come after the seed.
+
+    starts: where packed sequences of q and of k begin.
+    """
 
     sinks: Tensor | None
     seed: Tensor | None
+    starts: tuple[Tensor, Tensor] | None
     by_mask: tuple[Tensor, ...]
     by_scores: tuple[Tensor, ...]
 
@@ -33,17 +37,20 @@ class Extras(NamedTuple):
         seed = next(rest) if spec.dropout is not None else None
         for _ in range(2 * spec.blocks):
             next(rest)
+        starts = None if spec.packed is None else (next(rest), next(rest))
         by_mask = [next(rest) for leaf in leaves(spec.mask) for _ in range(tensors_of(leaf))]
-        return cls(sinks, seed, tuple(by_mask), tuple(rest))
+        return cls(sinks, seed, starts, tuple(by_mask), tuple(rest))
 
 
-NO_EXTRAS = Extras(None, None, (), ())
+NO_EXTRAS = Extras(None, None, None, (), ())
 
 
 class Pairs(NamedTuple):
     """Indices that broadcast to the scores (..., kv_heads, group, rows, columns) of some rows and columns.
 
-    ``batch`` and ``head`` are numbers, row-major over the axes before the heads; without a head axis ``head`` is 0.
+    ``batch`` and ``head`` are numbers, row-major over the axes before the heads; without a head axis ``head`` is 0. Of
+    packed sequences ``batch`` is the sequence's number, rows and columns count from where it begins, ``same`` says
+    whether a pair is of one sequence, and ``shift`` how far a row's own column is from it.
     """
 
     batch: Tensor
@@ -51,10 +58,35 @@ class Pairs(NamedTuple):
     row: Tensor
     column: Tensor
     heads: int
+    same: Tensor | None = None
+    shift: Tensor | int = 0
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, rows: slice, columns: slice) -> Pairs:
+    def of(cls, spec: AttentionSpec, extras: Extras, q: Tensor, k: Tensor, rows: slice, columns: slice) -> Pairs:
         """The pairs of queries ``rows`` and keys ``columns`` of q (*batch, [heads,] q_len, d) and k."""
+        pairs = cls.of_matrices(q, k, rows, columns)
+        return pairs if extras.starts is None else pairs.packed(spec, *extras.starts)
+
+    def packed(self, spec: AttentionSpec, q_starts: Tensor, k_starts: Tensor) -> Pairs:
+        """The same pairs of sequences that begin at these rows and columns."""
+        assert spec.packed is not None
+        q_sequence, row = _in_sequences(q_starts, self.row)
+        k_sequence, column = _in_sequences(k_starts, self.column)
+        last = q_starts.numel() - 2
+        same = (q_sequence == k_sequence) & (q_sequence <= last)
+        for place, most in ((row, spec.packed[0]), (column, spec.packed[1])):
+            if most is not None:
+                same = same & (place < most)
+        batch = q_sequence.clamp(max=last)
+        shifts = k_starts.diff() - q_starts.diff()
+        # Rules may be asked about other pairs too, and read what they captured there.
+        row, column = (torch.where(same, place, 0) for place in (row, column))
+        shift = shifts[batch] if spec.as_settings.to_the_end else 0
+        return self._replace(batch=batch, row=row, column=column, same=same, shift=shift)
+
+    @classmethod
+    def of_matrices(cls, q: Tensor, k: Tensor, rows: slice, columns: slice) -> Pairs:
+        """The pairs of rows and columns of matrices that are a sequence each."""
         device = q.device
         row = torch.arange(rows.start, rows.stop, device=device)[:, None]
         column = torch.arange(columns.start, columns.stop, device=device)
@@ -68,6 +100,12 @@ class Pairs(NamedTuple):
         return cls(batch, head, row, column, q.shape[-3])
 
 
+def _in_sequences(starts: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+    """The sequence of each row or column, counted on after the last, and its place there."""
+    sequence = torch.searchsorted(starts[1:].contiguous(), place.contiguous(), right=True)
+    return sequence, place - torch.where(sequence == 0, 0, starts[sequence])
+
+
 def by_group(sinks: Tensor, k: Tensor) -> Tensor:
     """The sinks of all heads in a shape (kv_heads, group, 1) that broadcasts to rows of scores."""
     return sinks.view(max(1, k.shape[-3]) if k.ndim > 3 else 1, -1, 1)
@@ -76,11 +114,12 @@ def by_group(sinks: Tensor, k: Tensor) -> Tensor:
 def seen_pairs(spec: AttentionSpec, pairs: Pairs, band: tuple[int | None, int | None], extras: Extras) -> Tensor | None:
     """Which pairs are visible, in a shape that broadcasts to the scores'; None if all are."""
     left, right = band
-    seen = None
+    seen = pairs.same
     if right is not None:
-        seen = pairs.column <= pairs.row + right
+        before = pairs.column <= pairs.row + pairs.shift + right
+        seen = before if seen is None else seen & before
     if left is not None:
-        after = pairs.column >= pairs.row + left
+        after = pairs.column >= pairs.row + pairs.shift + left
         seen = after if seen is None else seen & after
     if spec.mask is not None:
         by_rules = _by_mask(spec.mask, pairs, iter(extras.by_mask))
@@ -105,11 +144,17 @@ class Term(NamedTuple):
     axes: tuple[str, ...]
     term: Tensor | float
 
-    def add_to(self, totals: dict[int, Tensor], dscores: Tensor, rows: slice, columns: slice) -> None:
-        """Add to the tensor's gradient what the score gradients of these rows and columns contribute."""
+    def add_to(self, totals: dict[int, Tensor], dscores: Tensor, pairs: Pairs, rows: slice, columns: slice) -> None:
+        """Add to the tensor's gradient what the score gradients of these pairs contribute."""
         total = totals[self.number]
         sizes = dict(zip(self.axes, total.shape, strict=True))
         part = dscores * self.term
+        if pairs.same is not None:
+            places = {"batch": pairs.batch, "head": pairs.head, "row": pairs.row, "column": pairs.column}
+            zero = torch.zeros_like(pairs.row)
+            index = [places[name] if size > 1 else zero for name, size in sizes.items()]
+            total.index_put_(tuple(torch.broadcast_tensors(*index, part[0])[:-1]), part[0], accumulate=True)
+            return
         # (batch, heads, rows, columns), summed over the axes that the tensor is shared along or has not.
         part = part.flatten(-4, -3).flatten(0, -4) if part.ndim > 4 else part
         shared = [axis for axis, name in enumerate(AXES) if sizes.get(name, 1) == 1]

@@ -36,7 +36,7 @@ def sdpa(
             # The subclass, which lets the fused kernels skip what is hidden, is more than torch.compile can trace, and
             # it calls what F has under this name, which may be this library (see `cs336_systems.compat.sdpa`).
             mask = seen_pairs(
-                spec, Pairs.of(q, k, slice(0, q_len), slice(0, k_len)), spec.band(q_len, k_len), NO_EXTRAS
+                spec, Pairs.of_matrices(q, k, slice(0, q_len), slice(0, k_len)), spec.band(q_len, k_len), NO_EXTRAS
             )
         else:
             mask = causal_lower_right(q_len, k_len)

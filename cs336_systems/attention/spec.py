@@ -39,6 +39,8 @@ class AttentionSpec:
         dropout: the probability that a weight is dropped, if any.
         deterministic: whether results have to be the same to the bit on every run.
         blocks: whether lists of the blocks that the mask leaves anything of are given.
+        packed: the lengths (of q, of k) that no packed sequence exceeds, None where that is not said; or None where
+            sequences are not packed.
     """
 
     causal: Causal
@@ -50,11 +52,13 @@ class AttentionSpec:
     dropout: float | None = None
     deterministic: bool = False
     blocks: bool = False
+    packed: tuple[int | None, int | None] | None = None
 
     @property
     def as_settings(self) -> Settings:
         """What the kernels know of it."""
-        return Settings(self.causal.value, self.window, self.dropout, self.mask, self.scores, self.sinks, self.blocks)
+        of_pairs = (self.causal.value, self.window, self.dropout, self.mask, self.scores)
+        return Settings(*of_pairs, self.sinks, self.blocks, self.packed)
 
     @property
     def settings(self) -> str:
@@ -76,14 +80,17 @@ class AttentionSpec:
         """Whether there is nothing but a causal mask, or none, and a scale."""
         # Lengths are compared because torch.compile does not trace `not` of tuples with sizes that it knows by name.
         by_rules = self.mask is not None or len(self.scores) > 0
-        return self.window == (None, None) and not (by_rules or self.sinks or self.dropout is not None)
+        others = by_rules or self.sinks or self.dropout is not None or self.packed is not None
+        return self.window == (None, None) and not others
 
     def band(self, q_len: int, k_len: int) -> Window:
-        """Query i sees the keys from i + left to i + right; None where there is no such limit."""
+        """Query i sees the keys from i + left to i + right; None where there is no such limit. See `Settings.band`."""
         return self.as_settings.band(q_len, k_len)
 
     def hides_rows(self, q_len: int, k_len: int) -> bool:
         """Whether some query may see no key at all: its output is 0 and its log-sum-exp -inf, or its sink."""
+        if self.packed is not None:
+            return True
         left, right = self.band(q_len, k_len)
         before_all = right is not None and right < 0
         after_all = left is not None and q_len - 1 + left >= k_len

@@ -7,6 +7,7 @@ softmax is one number a row, the log-sum-exp. Everything is accumulated in float
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..kernels.settings import Window
 from ..kernels.sinks import sink_gradient
 from .choose import ARGUMENTS, Implementation, spec_for
 from .derivatives import differentiable_once
+from .ops import must_dispatch
 from .pairs import Extras, Pairs, by_group, changed_scores, kept_pairs, scores_and_slopes, seen_pairs
 from .precision import autocast_inputs, without_autocast
 from .spec import AttentionSpec
@@ -40,13 +42,31 @@ def tiles(length: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, length))
 
 
-def tiles_seen(length: int, size: int, rows: slice, band: Window) -> Iterator[slice]:
-    """The tiles of keys that some of these rows may see."""
+def tiles_seen(
+    length: int, size: int, rows: slice, band: Window, starts: tuple[Tensor, Tensor] | None
+) -> Iterator[slice]:
+    """The tiles of keys that some of these rows may see; ``starts`` are where packed sequences begin."""
+    if starts is not None:
+        yield from _tiles_of_sequences(length, size, rows, *starts)
+        return
     left, right = band
     for columns in tiles(length, size):
         after = right is not None and columns.start > rows.stop - 1 + right
         before = left is not None and columns.stop - 1 < rows.start + left
         if not (after or before):
+            yield columns
+
+
+def _tiles_of_sequences(length: int, size: int, rows: slice, q_starts: Tensor, k_starts: Tensor) -> Iterator[slice]:
+    """The tiles that hold keys of the sequences of these rows; all of them where looking would stop the device."""
+    first, stop = 0, length
+    if q_starts.device.type == "cpu" and not must_dispatch(q_starts, k_starts):
+        q_first, k_first = q_starts.tolist(), k_starts.tolist()
+        last = len(q_first) - 2
+        first = k_first[min(last, max(0, bisect_right(q_first, rows.start) - 1))]
+        stop = k_first[min(last, max(0, bisect_left(q_first, rows.stop) - 1)) + 1]
+    for columns in tiles(length, size):
+        if columns.stop > first and columns.start < stop:
             yield columns
 
 
@@ -72,8 +92,8 @@ def forward(
         q_tile = rearrange(q[..., rows, :].to(wide), GROUPED, kv=max(1, k.shape[-3]))
         accumulated = q_tile.new_zeros(*q_tile.shape[:-1], v.shape[-1])
         maximum, total = before_any_key(q_tile, k, extras.sinks)
-        for columns in tiles_seen(k.shape[-2], TILE_K, rows, band):
-            pairs = Pairs.of(q, k, rows, columns)
+        for columns in tiles_seen(k.shape[-2], TILE_K, rows, band, extras.starts):
+            pairs = Pairs.of(spec, extras, q, k, rows, columns)
             scores = einsum(q_tile, k[..., columns, :].to(wide), PRODUCTS) * spec.scale
             scores = hidden(changed_scores(spec, scores, pairs, extras.by_scores), spec, pairs, band, extras)
             new_maximum = torch.maximum(maximum, scores.amax(-1))
@@ -137,8 +157,8 @@ def backward(
         row_delta = rearrange(delta[..., rows, None], GROUPED, kv=kv)
         # exp(-inf - +inf) is 0: rows that see nothing have no weights.
         row_lse = row_lse.masked_fill(row_lse == float("-inf"), float("inf"))
-        for columns in tiles_seen(k.shape[-2], TILE_K, rows, band):
-            pairs = Pairs.of(q, k, rows, columns)
+        for columns in tiles_seen(k.shape[-2], TILE_K, rows, band, extras.starts):
+            pairs = Pairs.of(spec, extras, q, k, rows, columns)
             k_tile, v_tile = k[..., columns, :].to(wide), v[..., columns, :].to(wide)
             scores = einsum(q_tile, k_tile, PRODUCTS) * spec.scale
             scores, slope, terms = scores_and_slopes(spec, scores, pairs, extras.by_scores, wanted)
@@ -152,7 +172,7 @@ def backward(
                 )
             dscores = weights * (dweights - row_delta)
             for term in terms:
-                term.add_to(of_captured, dscores, rows, columns)
+                term.add_to(of_captured, dscores, pairs, rows, columns)
             dscores = dscores * slope * spec.scale
             dv[..., columns, :] += einsum(kept, dout_tile, SUMS_OF_QUERIES)
             dk[..., columns, :] += einsum(dscores, q_tile, SUMS_OF_QUERIES)

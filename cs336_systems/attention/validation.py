@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.settings import Window
-from .features import Features, Sizes, assemble
+from .features import Features, Packed, Sizes, assemble
 from .spec import AttentionSpec, check_spec, window_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -52,8 +52,9 @@ def check(
     window: Window | None = None,
     features: Features | None = None,
     deterministic: bool | None = None,
+    packed: Packed | None = None,
 ) -> Problem:
-    """Validate the arguments of an attention call.
+    """Validate the arguments of an attention call; with ``packed``, of q (1, heads, all rows of q, d) and so on.
 
     Raises:
         TypeError: an argument has the wrong type, or a tensor a dtype that is not floating-point or not q's.
@@ -78,9 +79,12 @@ def check(
     if window is not None or deterministic:
         spec = dataclasses.replace(spec, window=window_of(window), deterministic=bool(deterministic))
     extras: tuple[Tensor, ...] = ()
-    if features is not None:
+    if features is not None or packed is not None:
         sizes = Sizes(batch, q_heads, q.shape[-2], k.shape[-2])
-        made = assemble(features, sizes, spec.causal.value, spec.window, q.device)
+        if packed is not None:
+            sizes = Sizes((packed.q_starts.numel() - 1,), q_heads, packed.q_most or 1, packed.k_most or 1, packed)
+            spec = dataclasses.replace(spec, packed=(packed.q_most, packed.k_most))
+        made = assemble(features or Features(), sizes, spec.causal.value, spec.window, q.device)
         spec = dataclasses.replace(
             spec, mask=made.mask, scores=made.scores, sinks=made.sinks, dropout=made.dropout, blocks=made.blocks
         )

@@ -6,7 +6,8 @@
 >>> with install():
 ...     from flash_attn import flash_attn_func  # the same
 
-Tensors are (batch, length, heads, d), and views of them are what is computed on. Besides float16 and bfloat16 they may
+Tensors are (batch, length, heads, d), or (all tokens, heads, d) of packed sequences, and views of them are what is
+computed on. Besides float16 and bfloat16 they may
 be float32 and float64, and besides a GPU they may be on the CPU.
 """
 
@@ -16,13 +17,18 @@ import sys
 from contextlib import ExitStack
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
 from ..attention import attention
 from ..attention.validation import check_tensors, shape_of
+from .arguments import check_flags, parts, window_of
+from .flash_attn_varlen import (
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 
 __version__ = "2.8.3"
 """The version of ``flash_attn`` that has these arguments."""
@@ -75,13 +81,13 @@ def flash_attn_func(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.ndim != 4:
             raise ValueError(f"{name} must have shape (batch, length, heads, d); got {shape_of(tensor)}")
-    _check_flags(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs)
+    check_flags(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs)
     result = attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
         causal=causal,
-        window=_window(window_size),
+        window=window_of(window_size),
         scale=softmax_scale,
         softcap=softcap or None,
         alibi_slopes=alibi_slopes,
@@ -107,7 +113,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Returned:
     """`flash_attn_func` of queries, keys and values in one tensor (batch, length, 3, heads, d)."""
-    q, k, v = _parts("qkv", qkv, 3)
+    q, k, v = parts("qkv", qkv, 3, "batch", "length")
     settings = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_func(q, k, v, *settings)
 
@@ -125,9 +131,14 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Returned:
     """`flash_attn_func` of keys and values in one tensor (batch, k_len, 2, kv_heads, d)."""
-    k, v = _parts("kv", kv, 2)
+    k, v = parts("kv", kv, 2, "batch", "length")
     settings = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_func(q, k, v, *settings)
+
+
+def _by_length(out: Tensor) -> Tensor:
+    # The kernels write rows in the order of q's, so that this copies nothing where they ran.
+    return out.transpose(1, 2).contiguous()
 
 
 def install(*, force: bool = False) -> ExitStack:
@@ -158,7 +169,14 @@ def install(*, force: bool = False) -> ExitStack:
     return undo
 
 
-_FUNCTIONS = (flash_attn_func, flash_attn_qkvpacked_func, flash_attn_kvpacked_func)
+_FUNCTIONS = (
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_kvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_varlen_kvpacked_func,
+)
 
 
 def _restore(before: dict[str, ModuleType], ours: tuple[ModuleType, ...]) -> None:
@@ -173,34 +191,3 @@ def _module(name: str) -> ModuleType:
     module.__spec__ = ModuleSpec(name, None, origin=__file__)
     module.__dict__.update({_OURS: True, **{function.__name__: function for function in _FUNCTIONS}})
     return module
-
-
-def _by_length(out: Tensor) -> Tensor:
-    # The kernels write rows in the order of q's, so that this copies nothing where they ran.
-    return out.transpose(1, 2).contiguous()
-
-
-def _parts(name: str, packed: Tensor, number: int) -> tuple[Tensor, ...]:
-    check_tensors(**{name: packed})
-    if packed.ndim != 5 or packed.shape[2] != number:
-        raise ValueError(f"{name} must have shape (batch, length, {number}, heads, d); got {shape_of(packed)}")
-    return packed.unbind(2)
-
-
-def _check_flags(**flags: Any) -> None:
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be a bool; got {flag!r} of type {type(flag).__name__}")
-
-
-def _window(sides: tuple[int, int]) -> tuple[int | None, int | None]:
-    expected = "window_size must be (left, right), each an integer from 0 on or -1"
-    if not isinstance(sides, (tuple, list)) or len(sides) != 2:
-        raise TypeError(f"{expected}; got {sides!r}")
-    for side in sides:
-        if isinstance(side, bool) or not isinstance(side, int):
-            raise TypeError(f"{expected}; got {sides!r}")
-        if side < -1:
-            raise ValueError(f"{expected}; got {sides!r}")
-    left, right = (None if side == -1 else side for side in sides)
-    return left, right

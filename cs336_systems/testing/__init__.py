@@ -9,6 +9,7 @@ from .evaluation import Attend, Results, evaluate, poisoned_memory
 from .features import Features, in_dtype, leaves_of
 from .inputs import LAYOUTS, Inputs, Shapes, make_inputs
 from .oracle import naive_results, oracle, terms
+from .packed import assert_packed_within_budget, make_packed, starts_of
 
 __all__ = [
     "LAYOUTS",
@@ -19,6 +20,7 @@ __all__ = [
     "Inputs",
     "Results",
     "Shapes",
+    "assert_packed_within_budget",
     "assert_within_budget",
     "compare",
     "difference",
@@ -26,8 +28,10 @@ __all__ = [
     "in_dtype",
     "leaves_of",
     "make_inputs",
+    "make_packed",
     "naive_results",
     "oracle",
     "poisoned_memory",
+    "starts_of",
     "terms",
 ]

@@ -67,7 +67,7 @@ def terms(
     if q.ndim == 2:
         q, k, v, dout, dlse = (x[None] for x in (q, k, v, dout, dlse))
     rows, columns = slice(0, problem.q_len), slice(0, problem.k_len)
-    pairs = Pairs.of(q, k, rows, columns)
+    pairs = Pairs.of(spec, extras, q, k, rows, columns)
     kv = max(1, k.shape[-3])
     q, dout, dlse = (
         rearrange(x, "... (kv group) row d -> ... kv group row d", kv=kv) for x in (q, dout, dlse.unsqueeze(-1))
@@ -114,7 +114,7 @@ def terms(
     for term in of_captured:
         squares = torch.zeros_like(extras.by_scores[term.number])
         squared = term._replace(term=torch.as_tensor(term.term).square())
-        squared.add_to({term.number: squares}, score_gradients.square(), rows, columns)
+        squared.add_to({term.number: squares}, score_gradients.square(), pairs, rows, columns)
         made[names[term.number]] = squares.sqrt()
     if extras.sinks is not None:
         of_sinks = torch.exp(sinks - never) * (1.0 + (sink_terms + _finite(lse).abs()) * notable) * delta_terms

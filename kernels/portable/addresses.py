@@ -26,21 +26,23 @@ class Matrix(NamedTuple):
 
 
 @triton.jit
-def matrix(pointer, index, sizes, strides, rows, parts, UNIT: tl.constexpr):
-    """The matrix number ``index`` of a stack; ``sizes`` are the leading sizes (the first is never read).
+def matrix(pointer, index, sizes, strides, span, parts, UNIT: tl.constexpr):
+    """The rows ``span`` of matrix number ``index`` of a stack.
+
+    ``sizes`` are the leading sizes, of which the first is never read.
 
     ``strides`` are in elements, those before the last in multiples of UNIT. Triton knows of a number that it is a
     multiple of 16, or nothing: a product with UNIT tells it that rows 40 apart can be read 8 elements at a time.
     """
     unit = tl.full((), UNIT, tl.int64)
-    offset = tl.zeros((), tl.int64)
+    offset = span.first * (strides[len(sizes)] * unit)
     for axis in tl.static_range(len(sizes) - 1, -1, -1):
         if axis == 0:
             offset += index * (strides[axis] * unit)
         else:
             offset += index % sizes[axis] * (strides[axis] * unit)
             index = index // sizes[axis]
-    return Matrix(pointer + offset, strides[len(sizes)] * unit, strides[len(sizes) + 1], rows, parts)
+    return Matrix(pointer + offset, strides[len(sizes)] * unit, strides[len(sizes) + 1], span.length, parts)
 
 
 @triton.jit

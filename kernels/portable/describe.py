@@ -63,28 +63,32 @@ def describe_forward(
     if in_turns and tuning.architecture_of(q.device) == "sm_90":
         config = dataclasses.replace(config, tile_q=TOO_FEW_ROWS_FOR_WARP_GROUPS, num_warps=4)
     constants = variation.constants(geometry.q_len, geometry.k_len, backward=False)
-    if constants["LEFT"] or constants["MASK"] is not None:
+    if constants["LEFT"] or constants["MASK"] is not None or variation.settings.packed is not None:
         # Tiles are then not visited from the first one on, or not in the order that looking ahead supposes.
         config = dataclasses.replace(config, ahead=False)
     strides, units = in_units([q, k, v, out])
     of_scores = 1.0 if variation.settings.scores else LOG2_E.value
     return Launch(
-        (config.programs("forward", *work), 1),
+        (config.programs("forward", *work, variation.sequences(extras)[0]), 1),
         (
             *(q, k, v, *[x.statistics for x in inputs], out, lse),
             *(variation.sinks(extras), variation.seed(extras), variation.captured(extras)),
-            variation.blocks(extras, extras, "rows"),
+            *(variation.blocks(extras, extras, "rows"), variation.packed(extras)),
         ),
         (
             *geometry.sizes,
             *strides,
             tuple(x.distances for x in inputs),
             *_lengths(geometry, variation),
+            *variation.sequences(extras),
             abs(scale) * of_scores,
             variation.settings.kept_scale,
             variation.settings.dropout_threshold,
         ),
-        geometry.constants(config) | constants | {"UNITS": units, "AHEAD": config.ahead, "FLIP": scale < 0},
+        geometry.constants(config)
+        | constants
+        | _to_the_end(variation)
+        | {"UNITS": units, "AHEAD": config.ahead, "FLIP": scale < 0},
         config.options | {"enable_fp_fusion": arithmetic != "float32"},
     )
 
@@ -105,14 +109,17 @@ def describe_dq(
     rows = (tensors.dlse, tensors.lse, tensors.delta)
     strides, units = in_units([q, k, v, tensors.out, dout, tensors.dq])
     return Launch(
-        (config.programs("dq", *work), 1),
+        (config.programs("dq", *work, variation.sequences(extras)[0]), 1),
         (
             *_read(inputs, tensors),
             *(tensors.out, dout, *rows, tensors.dq, tensors.sums.tensors("row")),
             *(variation.seed(extras), variation.captured(extras), variation.blocks(extras, extras, "rows")),
+            variation.packed(extras),
         ),
-        _backward_arguments(geometry, inputs, strides, variation, scale),
-        _backward_constants(geometry, config, variation) | {"SUMMED": variation.terms("row"), "UNITS": units},
+        _backward_arguments(geometry, inputs, strides, variation, variation.sequences(extras), scale),
+        _backward_constants(geometry, config, variation)
+        | {"SUMMED": variation.terms("row"), "UNITS": units}
+        | _to_the_end(variation),
         config.options,
     )
 
@@ -132,14 +139,17 @@ def describe_dkdv(
     config = tuning.lookup("dkdv", arithmetic, geometry.block, q.device, *work, variation.with_rules)
     strides, units = in_units([q, k, v, dout, tensors.dk, tensors.dv])
     return Launch(
-        (config.programs("dkdv", *work), 1),
+        (config.programs("dkdv", *work, variation.sequences(extras)[0]), 1),
         (
             *_read(inputs, tensors),
             *(dout, tensors.lse, tensors.delta, tensors.dk, tensors.dv, tensors.sums.tensors("column")),
             *(variation.seed(extras), variation.captured(extras), variation.blocks(extras, extras, "columns")),
+            variation.packed(extras),
         ),
-        _backward_arguments(geometry, inputs, strides, variation, scale),
-        _backward_constants(geometry, config, variation) | {"SUMMED": variation.terms("column"), "UNITS": units},
+        _backward_arguments(geometry, inputs, strides, variation, variation.sequences(extras), scale),
+        _backward_constants(geometry, config, variation)
+        | {"SUMMED": variation.terms("column"), "UNITS": units}
+        | _to_the_end(variation),
         config.options,
     )
 
@@ -168,7 +178,7 @@ def describe_pairs(
             *_read(inputs, tensors),
             *(dout, tensors.lse, tensors.delta, target, variation.seed(extras), variation.captured(extras)),
         ),
-        (*_backward_arguments(geometry, inputs, [*strides, target.stride()], variation, scale), *shared),
+        (*_backward_arguments(geometry, inputs, [*strides, target.stride()], variation, (), scale), *shared),
         _backward_constants(geometry, config, variation) | {"TERM": term, "UNITS": units},
         config.options | {"num_stages": 1},
     )
@@ -185,16 +195,21 @@ def _lengths(geometry: Geometry, variation: Variation) -> tuple[int, ...]:
     return geometry.group, geometry.heads, geometry.q_len, geometry.k_len, left or 0, right or 0
 
 
+def _to_the_end(variation: Variation) -> dict[str, bool]:
+    return {"TO_THE_END": variation.settings.to_the_end}
+
+
 def _backward_arguments(
     geometry: Geometry,
     inputs: list[Input],
     strides: Sequence[tuple[int, ...]],
     variation: Variation,
+    sequences: tuple[int, ...],
     scale: float,
 ) -> tuple[object, ...]:
     return (
         *(*geometry.sizes, *strides, tuple(x.distances for x in inputs)),
-        *(*_lengths(geometry, variation), scale, scale * LOG2_E.value),
+        *(*_lengths(geometry, variation), *sequences, scale, scale * LOG2_E.value),
         *(variation.settings.kept_scale, variation.settings.dropout_threshold, variation.steepest),
     )
 

@@ -8,6 +8,7 @@ from .gradients import added_up, row_lse_of, score_gradient, weights_and_slopes,
 from .masks import block_list, block_ranges, query_ranges, tile_of
 from .operands import load_operand, product, split, transposed
 from .pairs import Place, kept_pairs
+from .sequences import NUMBERS, length_for, sequences_of, tile_of_program
 from .units import TOP, scales_of
 
 
@@ -71,7 +72,7 @@ def dkdv_step(
     return dk_tile, dv_tile, sums
 
 
-@triton.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads", "threshold"])
+@triton.jit(do_not_specialize=NUMBERS)
 def dkdv_kernel(
     q,
     k,
@@ -90,6 +91,7 @@ def dkdv_kernel(
     seed,
     captured,
     blocks,
+    packed,
     q_sizes,
     kv_sizes,
     q_strides,
@@ -105,6 +107,9 @@ def dkdv_kernel(
     k_len,
     left,
     right,
+    sequences,
+    most_rows,
+    most_columns,
     scale,
     score_scale,
     kept_scale,
@@ -121,6 +126,7 @@ def dkdv_kernel(
     MASK: tl.constexpr,
     SCORE: tl.constexpr,
     SUMMED: tl.constexpr,
+    TO_THE_END: tl.constexpr,
     UNITS: tl.constexpr,
 ):
     """Grid: one program for each (matrix of k, tile of its rows); it visits every query head of the group in turn.
@@ -129,20 +135,22 @@ def dkdv_kernel(
     of q.
     """
     SHIFT: tl.constexpr = 0 if q_statistics is None else TOP
-    tiles = tl.cdiv(k_len, TILE_K)
-    index = tl.program_id(0) // tiles
-    first_column = tl.program_id(0) % tiles * TILE_K
+    index, sequence, first_column = tile_of_program(tl.program_id(0), packed, 1, sequences, k_len, TILE_K, False)
+    own = sequences_of(packed, 1, sequence, sequences, q_len, k_len, most_rows, most_columns, TO_THE_END)
     scales = scales_of(
         q_statistics, k_statistics, v_statistics, dout_statistics, dlse_bound, index, scale, score_scale,
         1.0 if seed is None else kept_scale, steepest,
     )  # fmt: skip
-    keys = matrix(k, index, kv_sizes, k_strides, k_len, distances[1], UNITS[1])
-    values = matrix(v, index, kv_sizes, v_strides, k_len, distances[2], UNITS[2])
+    keys = matrix(k, index, kv_sizes, k_strides, own.k, distances[1], UNITS[1])
+    values = matrix(v, index, kv_sizes, v_strides, own.k, distances[2], UNITS[2])
     k_tile = load_operand(keys, first_column, TILE_K, BLOCK_D, HEAD_DIM, True)
     v_tile = load_operand(values, first_column, TILE_K, BLOCK_DV, V_HEAD_DIM, True)
     dk_tile = tl.zeros([TILE_K, BLOCK_D], tl.float32)
     dv_tile = tl.zeros([TILE_K, BLOCK_DV], tl.float32)
-    ranges = query_ranges(first_column, q_len, left, right, TILE_K, TILE_Q, LEFT, RIGHT)
+    q_rows = length_for(packed, first_column, own.k, own.rows)
+    ranges = query_ranges(
+        first_column, q_rows, left + own.shift, right + own.shift, TILE_K, TILE_Q, LEFT, RIGHT
+    )  # fmt: skip
     # A loop more, for the other edge of a window, costs more in registers than masking costs in time.
     MASK_ALL: tl.constexpr = LEFT or MASK is not None
     if MASK_ALL:
@@ -151,12 +159,14 @@ def dkdv_kernel(
     for member in range(group):
         q_index = index * group + member
         place = Place(
-            q_index // heads, q_index % heads, q_index, q_len, k_len, left, right, captured, seed, threshold
+            q_index // heads + sequence, q_index % heads, q_index + sequence * heads, own.rows, own.columns,
+            left + own.shift, right + own.shift, captured, seed, threshold,
         )  # fmt: skip
-        queries = matrix(q, q_index, q_sizes, q_strides, q_len, distances[0], UNITS[0])
-        douts = matrix(dout, q_index, q_sizes, dout_strides, q_len, distances[3], UNITS[3])
-        row_lse = lse + tl.cast(q_index, tl.int64) * q_len
-        row_delta = delta + tl.cast(q_index, tl.int64) * q_len
+        queries = matrix(q, q_index, q_sizes, q_strides, own.q, distances[0], UNITS[0])
+        douts = matrix(dout, q_index, q_sizes, dout_strides, own.q, distances[3], UNITS[3])
+        row_offset = tl.cast(q_index, tl.int64) * q_len + own.q.first
+        row_lse = lse + row_offset
+        row_delta = delta + row_offset
         column_sums = zeros_for(TILE_K, SUMMED)
         entry = None
         visited = ranges
@@ -172,9 +182,9 @@ def dkdv_kernel(
                     part != 1, MASK, SCORE, SUMMED, SHIFT,
                 )  # fmt: skip
         for number in tl.static_range(len(SUMMED)):
-            target = sums[number] + tl.cast(q_index, tl.int64) * k_len + columns
-            tl.store(target, column_sums[number] * scales.step, mask=columns < k_len)
-    dk_target = matrix(dk, index, kv_sizes, dk_strides, k_len, (), UNITS[4])
-    dv_target = matrix(dv, index, kv_sizes, dv_strides, k_len, (), UNITS[5])
+            target = sums[number] + tl.cast(q_index, tl.int64) * k_len + own.k.first + columns
+            tl.store(target, column_sums[number] * scales.step, mask=columns < own.k.length)
+    dk_target = matrix(dk, index, kv_sizes, dk_strides, own.k, (), UNITS[4])
+    dv_target = matrix(dv, index, kv_sizes, dv_strides, own.k, (), UNITS[5])
     store_tile(dk_target, dk_tile * scales.dk, first_column, TILE_K, BLOCK_D, HEAD_DIM)
     store_tile(dv_target, dv_tile * scales.dv, first_column, TILE_K, BLOCK_DV, V_HEAD_DIM)

@@ -8,6 +8,7 @@ from .gradients import added_up, row_lse_of, score_gradient, weights_and_slopes,
 from .masks import block_list, block_ranges, key_ranges, tile_of
 from .operands import joined, load_operand, product, split, transposed
 from .pairs import Place, kept_pairs
+from .sequences import NUMBERS, length_for, sequences_of, tile_of_program
 from .units import TOP, scales_of, unit_of
 
 
@@ -57,7 +58,7 @@ def dq_step(
     return product(split(gradient, k_tile), k_tile, dq_tile), sums
 
 
-@triton.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads", "threshold"])
+@triton.jit(do_not_specialize=NUMBERS)
 def dq_kernel(
     q,
     k,
@@ -77,6 +78,7 @@ def dq_kernel(
     seed,
     captured,
     blocks,
+    packed,
     q_sizes,
     kv_sizes,
     q_strides,
@@ -92,6 +94,9 @@ def dq_kernel(
     k_len,
     left,
     right,
+    sequences,
+    most_rows,
+    most_columns,
     scale,
     score_scale,
     kept_scale,
@@ -108,6 +113,7 @@ def dq_kernel(
     MASK: tl.constexpr,
     SCORE: tl.constexpr,
     SUMMED: tl.constexpr,
+    TO_THE_END: tl.constexpr,
     UNITS: tl.constexpr,
 ):
     """Grid: one program for each (matrix of q, tile of its rows). Also writes delta, which the other passes read.
@@ -118,36 +124,36 @@ def dq_kernel(
     rest.
     """
     SHIFT: tl.constexpr = 0 if q_statistics is None else TOP
-    tiles = tl.cdiv(q_len, TILE_Q)
-    index = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
-    if RIGHT:
-        tile = tiles - 1 - tile
-    first_row = tile * TILE_Q
+    index, sequence, first_row = tile_of_program(tl.program_id(0), packed, 0, sequences, q_len, TILE_Q, RIGHT)
+    own = sequences_of(packed, 0, sequence, sequences, q_len, k_len, most_rows, most_columns, TO_THE_END)
     kv_index = index // group
-    place = Place(index // heads, index % heads, index, q_len, k_len, left, right, captured, seed, threshold)
+    place = Place(
+        index // heads + sequence, index % heads, index + sequence * heads, own.rows, own.columns,
+        left + own.shift, right + own.shift, captured, seed, threshold,
+    )  # fmt: skip
     scales = scales_of(
         q_statistics, k_statistics, v_statistics, dout_statistics, dlse_bound, kv_index, scale, score_scale,
         1.0 if seed is None else kept_scale, steepest,
     )  # fmt: skip
-    keys = matrix(k, kv_index, kv_sizes, k_strides, k_len, distances[1], UNITS[1])
-    values = matrix(v, kv_index, kv_sizes, v_strides, k_len, distances[2], UNITS[2])
-    queries = matrix(q, index, q_sizes, q_strides, q_len, distances[0], UNITS[0])
-    douts = matrix(dout, index, q_sizes, dout_strides, q_len, distances[3], UNITS[4])
-    outs = matrix(out, index, q_sizes, out_strides, q_len, (), UNITS[3])
+    keys = matrix(k, kv_index, kv_sizes, k_strides, own.k, distances[1], UNITS[1])
+    values = matrix(v, kv_index, kv_sizes, v_strides, own.k, distances[2], UNITS[2])
+    queries = matrix(q, index, q_sizes, q_strides, own.q, distances[0], UNITS[0])
+    douts = matrix(dout, index, q_sizes, dout_strides, own.q, distances[3], UNITS[4])
+    outs = matrix(out, index, q_sizes, out_strides, own.q, (), UNITS[3])
     dout_tile = load_operand(douts, first_row, TILE_Q, BLOCK_DV, V_HEAD_DIM, True)
     out_tile = load_operand(outs, first_row, TILE_Q, BLOCK_DV, V_HEAD_DIM, True)
     row_delta = tl.sum(joined(out_tile) * joined(dout_tile), 1) * unit_of(dout_statistics, kv_index)
     rows = first_row + tl.arange(0, TILE_Q)
-    row_offsets = tl.cast(index, tl.int64) * q_len
+    row_offsets = tl.cast(index, tl.int64) * q_len + own.q.first
     if dlse is not None:
-        row_delta -= tl.load(dlse + row_offsets + rows, mask=rows < q_len, other=0.0)
-    tl.store(delta + row_offsets + rows, row_delta, mask=rows < q_len)
-    row_lse = row_lse_of(lse + row_offsets, rows, q_len, SCORE)
+        row_delta -= tl.load(dlse + row_offsets + rows, mask=rows < own.q.length, other=0.0)
+    tl.store(delta + row_offsets + rows, row_delta, mask=rows < own.q.length)
+    row_lse = row_lse_of(lse + row_offsets, rows, own.q.length, SCORE)
     q_tile = load_operand(queries, first_row, TILE_Q, BLOCK_D, HEAD_DIM, True)
     dq_tile = tl.zeros([TILE_Q, BLOCK_D], tl.float32)
     row_sums = zeros_for(TILE_Q, SUMMED)
-    ranges = key_ranges(first_row, k_len, left, right, TILE_Q, TILE_K, LEFT, RIGHT)
+    k_rows = length_for(packed, first_row, own.q, own.columns)
+    ranges = key_ranges(first_row, k_rows, place.left, place.right, TILE_Q, TILE_K, LEFT, RIGHT)
     entry = None
     if blocks is not None:
         entry = block_list(blocks, place, first_row)
@@ -162,7 +168,7 @@ def dq_kernel(
                 scales, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, TILE_Q, TILE_K, LEFT, RIGHT, part != 1, MASK, SCORE,
                 SUMMED, SHIFT,
             )  # fmt: skip
-    target = matrix(dq, index, q_sizes, dq_strides, q_len, (), UNITS[5])
+    target = matrix(dq, index, q_sizes, dq_strides, own.q, (), UNITS[5])
     store_tile(target, dq_tile * scales.dq, first_row, TILE_Q, BLOCK_D, HEAD_DIM)
     for number in tl.static_range(len(SUMMED)):
-        tl.store(sums[number] + row_offsets + rows, row_sums[number] * scales.step, mask=rows < q_len)
+        tl.store(sums[number] + row_offsets + rows, row_sums[number] * scales.step, mask=rows < own.q.length)

@@ -7,6 +7,7 @@ from .addresses import matrix, store_tile
 from .masks import block_list, block_ranges, key_ranges, tile_of
 from .operands import load_operand, negated, product, split, transposed
 from .pairs import Place, existing, kept_pairs, seen_pairs
+from .sequences import NUMBERS, length_for, sequences_of, tile_of_program
 from .softmax import LOG2_E, softmax_finish, softmax_start, softmax_step
 from .units import TOP, unit_of
 
@@ -79,7 +80,7 @@ def forward_step(
     return state, accumulator, ahead
 
 
-@triton.jit(do_not_specialize=["q_len", "k_len", "left", "right", "heads", "threshold"])
+@triton.jit(do_not_specialize=NUMBERS)
 def forward_kernel(
     q,
     k,
@@ -93,6 +94,7 @@ def forward_kernel(
     seed,
     captured,
     blocks,
+    packed,
     q_sizes,
     kv_sizes,
     q_strides,
@@ -106,6 +108,9 @@ def forward_kernel(
     k_len,
     left,
     right,
+    sequences,
+    most_rows,
+    most_columns,
     scale,
     kept_scale,
     threshold,
@@ -119,6 +124,7 @@ def forward_kernel(
     RIGHT: tl.constexpr,
     MASK: tl.constexpr,
     SCORE: tl.constexpr,
+    TO_THE_END: tl.constexpr,
     UNITS: tl.constexpr,
     AHEAD: tl.constexpr,
     FLIP: tl.constexpr,
@@ -129,18 +135,16 @@ def forward_kernel(
     further parts. ``sinks`` holds a logit for each head; see `pairs` for ``captured``, ``seed`` and ``threshold``, and
     `masks` for ``blocks``.
     """
-    tiles = tl.cdiv(q_len, TILE_Q)
-    index = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
-    if RIGHT:
-        # The last rows see the most keys: starting with them leaves the short programs to fill the gaps at the end.
-        tile = tiles - 1 - tile
-    first_row = tile * TILE_Q
+    index, sequence, first_row = tile_of_program(tl.program_id(0), packed, 0, sequences, q_len, TILE_Q, RIGHT)
+    own = sequences_of(packed, 0, sequence, sequences, q_len, k_len, most_rows, most_columns, TO_THE_END)
     kv_index = index // group
-    place = Place(index // heads, index % heads, index, q_len, k_len, left, right, captured, seed, threshold)
-    keys = matrix(k, kv_index, kv_sizes, k_strides, k_len, distances[1], UNITS[1])
-    values = matrix(v, kv_index, kv_sizes, v_strides, k_len, distances[2], UNITS[2])
-    queries = matrix(q, index, q_sizes, q_strides, q_len, distances[0], UNITS[0])
+    place = Place(
+        index // heads + sequence, index % heads, index + sequence * heads, own.rows, own.columns,
+        left + own.shift, right + own.shift, captured, seed, threshold,
+    )  # fmt: skip
+    keys = matrix(k, kv_index, kv_sizes, k_strides, own.k, distances[1], UNITS[1])
+    values = matrix(v, kv_index, kv_sizes, v_strides, own.k, distances[2], UNITS[2])
+    queries = matrix(q, index, q_sizes, q_strides, own.q, distances[0], UNITS[0])
     q_tile = load_operand(queries, first_row, TILE_Q, BLOCK_D, HEAD_DIM, True)
     if FLIP:
         q_tile = negated(q_tile)
@@ -150,7 +154,8 @@ def forward_kernel(
         scale = tl.where(scale > SMALLEST, scale, SMALLEST)
     state = softmax_start(TILE_Q, sinks, place.head, TOP)
     accumulator = tl.zeros([TILE_Q, BLOCK_DV], tl.float32)
-    ranges = key_ranges(first_row, k_len, left, right, TILE_Q, TILE_K, LEFT, RIGHT)
+    k_rows = length_for(packed, first_row, own.q, own.columns)
+    ranges = key_ranges(first_row, k_rows, place.left, place.right, TILE_Q, TILE_K, LEFT, RIGHT)
     ahead = ()
     if AHEAD:
         ahead = (products_of(q_tile, keys, 0, HEAD_DIM, BLOCK_D, TILE_K, True),)
@@ -172,7 +177,7 @@ def forward_kernel(
             )  # fmt: skip
     normaliser, row_lse = softmax_finish(state, TOP)
     normaliser *= unit_of(v_statistics, kv_index) * kept_scale
-    target = matrix(out, index, q_sizes, out_strides, q_len, (), UNITS[3])
+    target = matrix(out, index, q_sizes, out_strides, own.q, (), UNITS[3])
     store_tile(target, accumulator * normaliser[:, None], first_row, TILE_Q, BLOCK_DV, V_HEAD_DIM)
     rows = first_row + tl.arange(0, TILE_Q)
-    tl.store(lse + tl.cast(index, tl.int64) * q_len + rows, row_lse, mask=rows < q_len)
+    tl.store(lse + tl.cast(index, tl.int64) * q_len + own.q.first + rows, row_lse, mask=rows < own.q.length)

@@ -49,8 +49,8 @@ class BackwardPlan(NamedTuple):
 
 PLAIN = Settings().text
 
-NOTHING_FURTHER: tuple[Any, ...] = (None, None, None, None)
-"""In place of sinks, a seed, what rules captured, and a list of blocks."""
+NOTHING_FURTHER: tuple[Any, ...] = (None, None, None, None, None)
+"""In place of sinks, a seed, what rules captured, a list of blocks, and where packed sequences begin."""
 
 _forward_plans: Plans[ForwardPlan] = Plans()
 _backward_plans: Plans[BackwardPlan] = Plans()
@@ -91,7 +91,7 @@ def forward(
             addresses = [extra.data_ptr() for extra in extras]
             varied = (
                 *(variation.sinks(addresses), variation.seed(addresses), variation.captured(addresses)),
-                variation.blocks(addresses, extras, "rows"),
+                *(variation.blocks(addresses, extras, "rows"), variation.packed(addresses)),
             )
         plan.launcher(
             (*inputs.addresses, *inputs.statistics, out.data_ptr(), lse.data_ptr(), *varied),
@@ -161,7 +161,10 @@ def backward(
         if extras or variation.with_rules:
             addresses = [extra.data_ptr() for extra in extras]
             varied = (variation.seed(addresses), variation.captured(addresses))
-            by_rows, by_columns = ((*varied, variation.blocks(addresses, extras, of)) for of in ("rows", "columns"))
+            packed = variation.packed(addresses)
+            by_rows, by_columns = (
+                (*varied, variation.blocks(addresses, extras, of), packed) for of in ("rows", "columns")
+            )
         *qkv, dout_address = inputs.addresses
         read = (*qkv, *inputs.statistics, address_of(bound))
         rows = (address_of(dlse), lse.data_ptr(), delta.data_ptr())
@@ -184,7 +187,7 @@ def backward(
         gradients = [
             sink_gradient(extras[0], lse, delta)
             if variation.settings.sinks and position == 0
-            else sums.gradient(position, extras[position])
+            else sums.gradient(position, extras)
             for position in wanted
         ]
     return dq, dk, dv, gradients

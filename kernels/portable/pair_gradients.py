@@ -11,6 +11,7 @@ from .addresses import matrix
 from .gradients import row_lse_of, score_gradient, weights_and_slopes
 from .operands import load_operand, product, transposed
 from .pairs import Place, kept_pairs
+from .sequences import whole
 from .units import TOP, scales_of
 
 
@@ -97,10 +98,10 @@ def pair_gradient_kernel(
             q_statistics, k_statistics, v_statistics, dout_statistics, dlse_bound, kv_index, scale, score_scale,
             1.0 if seed is None else kept_scale, steepest,
         )  # fmt: skip
-        keys = matrix(k, kv_index, kv_sizes, k_strides, k_len, distances[1], UNITS[1])
-        values = matrix(v, kv_index, kv_sizes, v_strides, k_len, distances[2], UNITS[2])
-        queries = matrix(q, index, q_sizes, q_strides, q_len, distances[0], UNITS[0])
-        douts = matrix(dout, index, q_sizes, dout_strides, q_len, distances[3], UNITS[3])
+        keys = matrix(k, kv_index, kv_sizes, k_strides, whole(k_len), distances[1], UNITS[1])
+        values = matrix(v, kv_index, kv_sizes, v_strides, whole(k_len), distances[2], UNITS[2])
+        queries = matrix(q, index, q_sizes, q_strides, whole(q_len), distances[0], UNITS[0])
+        douts = matrix(dout, index, q_sizes, dout_strides, whole(q_len), distances[3], UNITS[3])
         q_tile = load_operand(queries, first_row, TILE_Q, BLOCK_D, HEAD_DIM, True)
         k_tile = load_operand(keys, first_column, TILE_K, BLOCK_D, HEAD_DIM, True)
         row_offset = tl.cast(index, tl.int64) * q_len

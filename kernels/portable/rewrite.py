@@ -5,6 +5,7 @@ import triton.language as tl
 
 from .addresses import load_tile, matrix, store_tile
 from .operands import part_of
+from .sequences import whole
 from .units import TOP, exponent_of, power_of_two
 
 
@@ -63,7 +64,7 @@ def group_statistics(
     largest = tl.zeros([], tl.float32)
     norm = tl.zeros([], tl.float32)
     for number in range(share, group * tiles, shares):
-        source = matrix(x, index * group + number // tiles, sizes, strides, rows, (), UNIT)
+        source = matrix(x, index * group + number // tiles, sizes, strides, whole(rows), (), UNIT)
         of_tile, norm_of_tile = tile_statistics(
             load_tile(source, number % tiles * TILE, TILE, BLOCK, WIDTH, True), NORM
         )
@@ -139,8 +140,10 @@ def rewrite(
             first_row = tl.program_id(0) % tiles * TILE
             writes = (first_row == 0) & (index % group == 0)
             largest = gathered(partials + 2 * SLOTS * number, statistics + 2 * number, writes, NORM, SLOTS)
-            tile = load_tile(matrix(x, index, sizes, strides, rows, (), UNIT), first_row, TILE, BLOCK, WIDTH, True)
-            target = matrix(parts, index, sizes, part_strides, rows, distances, 1)
+            tile = load_tile(
+                matrix(x, index, sizes, strides, whole(rows), (), UNIT), first_row, TILE, BLOCK, WIDTH, True
+            )
+            target = matrix(parts, index, sizes, part_strides, whole(rows), distances, 1)
             write_parts(target, first_row, tile, largest, WIDTH, BLOCK, TILE)
     else:
         index = tl.program_id(0) // shares
@@ -151,8 +154,10 @@ def rewrite(
         for number in range(share, group * tiles, shares):
             member = index * group + number // tiles
             first_row = number % tiles * TILE
-            tile = load_tile(matrix(x, member, sizes, strides, rows, (), UNIT), first_row, TILE, BLOCK, WIDTH, True)
-            target = matrix(parts, member, sizes, part_strides, rows, distances, 1)
+            tile = load_tile(
+                matrix(x, member, sizes, strides, whole(rows), (), UNIT), first_row, TILE, BLOCK, WIDTH, True
+            )
+            target = matrix(parts, member, sizes, part_strides, whole(rows), distances, 1)
             write_parts(target, first_row, tile, largest, WIDTH, BLOCK, TILE)
 
 

@@ -13,6 +13,9 @@ from ..settings import Settings, structure_of
 
 Strides = tuple[int | None, ...]
 
+UNBOUNDED = 2**31 - 1
+"""The length of a packed sequence that may be any."""
+
 
 class View(NamedTuple):
     """A captured tensor: its position among the extras, its strides (None for axes of size 1), and its sizes."""
@@ -44,7 +47,8 @@ class Variation:
     """Derived once for each new combination of settings and of the extras' metadata.
 
     ``extras`` are a call's further tensors: one of sinks, if there are any, one with the seed, if weights are dropped,
-    the two lists of visible blocks, if they are given, and what the rules of the mask captured, then those of scores.
+    the two lists of visible blocks, if they are given, where packed sequences of q and of k begin, if they are packed,
+    and what the rules of the mask captured, then those of scores.
     """
 
     settings: Settings
@@ -56,7 +60,7 @@ class Variation:
     @classmethod
     def of(cls, settings: Settings, extras: Sequence[Tensor], wanted: Sequence[int] = ()) -> Variation:
         """``wanted`` are the positions of the captured tensors whose gradients are to be computed."""
-        position = settings.sinks + (settings.dropout is not None) + 2 * settings.blocks
+        position = fixed_extras(settings)
         captured: list[tuple[float | View, ...]] = []
         differentiated: list[Differentiated] = []
         terms: list[Wanted] = []
@@ -101,6 +105,18 @@ class Variation:
         batch, heads = (0 if lists.shape[axis] == 1 else lists.stride(axis) for axis in (0, 1))
         return extras[position], batch, heads, lists.stride(2)
 
+    def packed(self, extras: Sequence[Any]) -> Any:
+        """Where packed sequences of q and of k begin, among the extras, or None."""
+        last = fixed_extras(self.settings)
+        return None if self.settings.packed is None else (extras[last - 2], extras[last - 1])
+
+    def sequences(self, extras: Sequence[Tensor]) -> tuple[int, int, int]:
+        """How many sequences each matrix holds, and how long those of q and of k are at most; 0 if none are packed."""
+        if self.settings.packed is None:
+            return 0, 0, 0
+        rows, columns = (UNBOUNDED if most is None else most for most in self.settings.packed)
+        return extras[fixed_extras(self.settings) - 1].numel() - 1, rows, columns
+
     def terms(self, kind: str) -> tuple[int, ...]:
         """Which of the differentiated tensors a pass gathers."""
         return tuple(number for number, one in enumerate(self.differentiated) if one.kind == kind)
@@ -126,6 +142,12 @@ class Variation:
     def steepest(self) -> float:
         """By how much score gradients may exceed those of plain attention."""
         return max(1.0, steepest(self.settings.scores) * max(1.0, self.settings.kept_scale))
+
+
+def fixed_extras(settings: Settings) -> int:
+    """How many extras come before what rules captured."""
+    before = settings.sinks + (settings.dropout is not None)
+    return before + 2 * (settings.blocks + (settings.packed is not None))
 
 
 def _view(position: int, tensor: Tensor) -> View:

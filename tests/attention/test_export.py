@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from cs336_systems.attention import attention
+from cs336_systems.attention import attention, attention_varlen
 from cs336_systems.attention.exported import writable
 from cs336_systems.attention.features import Features, Sizes, assemble
 from cs336_systems.attention.spec import AttentionSpec, Causal
@@ -135,6 +135,35 @@ def test_fixed_lengths(impl, device):
     parameters, further, settings = CALLS["everything"]
     module, tensors = Attend(parameters, impl=impl, **settings).to(device), tensors_for(7, 12, further, device)
     torch.testing.assert_close(exported(module, tensors).module()(**tensors), module(**tensors))
+
+
+class AttendPacked(nn.Module):
+    """Packed sequences."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.settings = settings
+
+    def forward(self, q, k, v, starts):
+        return attention_varlen(q, k, v, starts, **self.settings)
+
+
+@pytest.mark.parametrize("impl", ["naive", "tiled", "flash"])
+def test_packed_sequences(impl, device):
+    module = AttendPacked(impl=impl, causal=True, window=(4, None), softcap=2.0)
+
+    def tensors(lengths):
+        starts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+        made = make_inputs(Shapes.of(sum(lengths), q_len=HEADS, d=16), device=device)
+        return {"q": made.q, "k": made.k, "v": made.v, "starts": starts}
+
+    rows = {0: LENGTH}
+    dynamic = {"q": rows, "k": rows, "v": rows, "starts": {0: Dim("sequences", min=3, max=64)}}
+    program = exported(module, tensors([3, 6]), dynamic).module()
+    for lengths in ([3, 6], [20, 1, 7]):
+        given = tensors(lengths)
+        torch.testing.assert_close(program(**given), module(**given))
+        torch.testing.assert_close(gradients(program, [], given), gradients(module, [], given))
 
 
 def gradients(module, own, tensors):

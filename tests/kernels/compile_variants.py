@@ -26,7 +26,7 @@ from cs336_systems.kernels.launching import Launch
 from cs336_systems.kernels.portable import describe as portable
 from cs336_systems.kernels.portable.inputs import Input, row_of_parts
 from cs336_systems.kernels.portable.sums import Sums
-from cs336_systems.kernels.portable.variation import Variation
+from cs336_systems.kernels.portable.variation import Variation, fixed_extras
 from cs336_systems.kernels.settings import Settings
 
 HEADS, LENGTH = 4, 512
@@ -55,6 +55,7 @@ def features(dtype: torch.dtype) -> dict[str, tuple[dict[str, Any], tuple[Tensor
     slopes = made(1, HEADS)
     seed = made(1, dtype=torch.int64)
     documents, _ = rules(variants.document(ids))
+    starts = (made(6, dtype=torch.int32), made(6, dtype=torch.int32))
     lists = (made(1, 1, 4, 6, dtype=torch.int32), made(1, 1, 4, 6, dtype=torch.int32))
     everything, captured = rules(
         variants.document(ids) & ~variants.dilated(3),
@@ -70,6 +71,12 @@ def features(dtype: torch.dtype) -> dict[str, tuple[dict[str, Any], tuple[Tensor
         "document": rules(variants.document(ids)),
         "document_blocks": ({**documents, "blocks": True, "causal": "bottom_right"}, (*lists, ids, ids)),
         "mask": rules(variants.visible_where(made(2, 1, LENGTH, LENGTH, dtype=torch.bool))),
+        "packed": ({"packed": (None, None)}, starts),
+        "packed_causal": ({"packed": (None, None), "causal": "bottom_right"}, starts),
+        "packed_window_slopes": (
+            {**rules(scores=variants.alibi(slopes))[0], "packed": (None, None), "causal": "top_left", "window": (9, 0)},
+            (*starts, slopes),
+        ),
         "sinks": ({"sinks": True, "causal": "bottom_right"}, (made(HEADS),)),
         "dropout": ({"dropout": 0.1}, (seed,)),
         "everything": (
@@ -84,7 +91,7 @@ def launches(arithmetic: tuning.Arithmetic, width: int, name: str) -> dict[str, 
     dtype = torch.bfloat16 if arithmetic == "half" else torch.float32
     fields, extras = features(dtype)[name]
     settings = Settings(**fields)
-    captured = range(settings.sinks + (settings.dropout is not None) + 2 * settings.blocks, len(extras))
+    captured = range(fixed_extras(settings), len(extras))
     wanted = [position for position in captured if extras[position].is_floating_point()]
     variation = Variation.of(settings, extras, wanted)
 

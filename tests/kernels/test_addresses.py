@@ -8,25 +8,27 @@ import triton
 import triton.language as tl
 
 from cs336_systems.kernels.portable.addresses import matrix, tile_pointers
+from cs336_systems.kernels.portable.sequences import Span
 
 ROWS = COLUMNS = 16
 FAR = 2**30 + 24  # twice this fits no 32 bits, once it does
 
 
-@triton.jit(do_not_specialize=["index", "first_row"])
+@triton.jit(do_not_specialize=["index", "first", "first_row"])
 def distances_kernel(
     pointer,
     distances,
     index,
     sizes,
     strides,
+    first,
     first_row,
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Bytes from the tensor's first element to each of a tile."""
-    source = matrix(pointer, index, sizes, strides, 0, (), UNIT)
+    source = matrix(pointer, index, sizes, strides, Span(first, 0), (), UNIT)
     pointers = tile_pointers(source, first_row, ROWS, COLUMNS)
     offsets = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tl.store(distances + offsets, pointers.to(tl.int64) - pointer.to(tl.int64))
@@ -45,16 +47,16 @@ def distances_kernel(
         pytest.param((2, 4), (0, 96, 32, 1), id="expanded"),
     ],
 )
-@pytest.mark.parametrize(("first_row", "unit"), [(0, 1), (48, 1), (48, 8)])
-def test_distances_within_a_tensor(flash_device, sizes, strides, first_row, unit):
+@pytest.mark.parametrize(("first", "first_row", "unit"), [(0, 0, 1), (5, 48, 1), (0, 48, 8), (2**20, 0, 8)])
+def test_distances_within_a_tensor(flash_device, sizes, strides, first, first_row, unit):
     x = torch.empty(1, dtype=torch.float16, device=flash_device)
     index = 6
     distances = torch.empty(ROWS, COLUMNS, dtype=torch.int64, device=flash_device)
-    distances_kernel[(1,)](x, distances, index, (0, *sizes[1:]), strides, first_row, unit, ROWS, COLUMNS)
+    distances_kernel[(1,)](x, distances, index, (0, *sizes[1:]), strides, first, first_row, unit, ROWS, COLUMNS)
     where = 0
     for size, stride in zip(reversed(sizes), reversed(strides[:-2]), strict=True):
         index, position = divmod(index, size)
         where += position * stride * unit
-    rows = (first_row + torch.arange(ROWS))[:, None] * strides[-2] * unit
+    rows = (first + first_row + torch.arange(ROWS))[:, None] * strides[-2] * unit
     columns = torch.arange(COLUMNS)[None, :] * strides[-1]
     assert torch.equal(distances.cpu(), 2 * (where + rows + columns))

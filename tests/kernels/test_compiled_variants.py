@@ -61,6 +61,7 @@ def problems(architecture, rows):
     ("architecture", "arithmetic", "features"),
     [
         ("sm_90", "half", ["window", "document_blocks"]),
+        ("sm_90", "half", ["packed", "packed_causal", "packed_window_slopes"]),
         ("sm_90", "half", ["bias", "everything"]),
         ("sm_90", "float32", ["window", "everything"]),
         ("sm_86", "float32", ["everything"]),

@@ -17,14 +17,31 @@ def _alibi_distance(score, batch, head, row, column, slopes, shift):
     return -(tl.abs(row + shift - column).to(tl.float32))
 
 
-def alibi(slopes: Tensor, shift: int = 0) -> Scores:
+@score_rule
+def _alibi_of_entries(score, batch, head, row, column, slopes, shifts):
+    return score - at(slopes, (batch, head)) * tl.abs(row + at(shifts, (batch,)) - column)
+
+
+@_alibi_of_entries.gradient("slopes", axes="batch head")
+def _alibi_distance_of_entries(score, batch, head, row, column, slopes, shifts):
+    return -(tl.abs(row + at(shifts, (batch,)) - column).to(tl.float32))
+
+
+_alibi_of_entries.reads("shifts", axes="batch")
+
+
+def alibi(slopes: Tensor, shift: int | Tensor = 0) -> Scores:
     """score - slope * |i + shift - j|, for query i and key j.
 
     Args:
         slopes: (batch or 1, heads or 1).
-        shift: k_len - q_len aligns the last query with the last key.
+        shift: k_len - q_len aligns the last query with the last key; for packed sequences (batch,) integers.
     """
     if tensor("slopes", slopes).ndim != 2 or not slopes.is_floating_point():
         got = f"{tuple(slopes.shape)} {slopes.dtype}"
         raise ValueError(f"slopes must be (batch, heads) floating-point numbers; got {got}")
-    return _alibi(slopes, integer("shift", shift))
+    if not isinstance(shift, Tensor):
+        return _alibi(slopes, integer("shift", shift))
+    if shift.ndim != 1 or shift.is_floating_point():
+        raise ValueError(f"shift must be an integer or (batch,) of them; got {tuple(shift.shape)} {shift.dtype}")
+    return _alibi_of_entries(slopes, shift)

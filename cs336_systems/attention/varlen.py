@@ -1,0 +1,234 @@
+"""Attention of sequences of different lengths, packed one after another, without padding."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Literal, overload
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from typing_extensions import Unpack
+
+from . import choose
+from .choose import Explanation
+from .features import Features, Packed
+from .ops import must_dispatch
+from .precision import autocast_inputs
+from .run import RUN, Options
+from .validation import Problem, check, check_tensors, shape_of
+
+INTEGERS = (torch.int32, torch.int64)
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ...,
+    *,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[Options],
+) -> Tensor: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ...,
+    *,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ...,
+    *,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    return_lse: bool,
+    **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def attention_varlen(
+    q: Float[Tensor, "all_q q_heads d"],
+    k: Float[Tensor, "all_k kv_heads d"],
+    v: Float[Tensor, "all_k kv_heads dv"],
+    cu_seqlens_q: Int[Tensor, sequences + 1],
+    cu_seqlens_k: Int[Tensor, sequences + 1] | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: bool = False,
+    **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` of packed sequences: each query sees keys of its own sequence alone, as if it were called for each.
+
+    >>> q = k = v = torch.randn(7, 8, 64)  # of 3, 0 and 4 tokens
+    >>> attention_varlen(q, k, v, torch.tensor([0, 3, 3, 7]), causal=True).shape
+    torch.Size([7, 8, 64])
+
+    Nothing is padded, and no length is asked of the device: the kernels look them up, so other lengths compile nothing
+    and wait for nothing.
+
+    Args:
+        q: queries (all_q, q_heads, d), those of all sequences, in float16, bfloat16, float32 or float64. Any strides.
+        k: keys (all_k, kv_heads, d); kv_heads divides q_heads.
+        v: values (all_k, kv_heads, dv).
+        cu_seqlens_q: (sequences + 1,) int32 or int64 on q's device: sequence i has the queries cu_seqlens_q[i] to
+            cu_seqlens_q[i + 1]. The first is 0; rows after the last see nothing. Looked at on the CPU; on a GPU numbers
+            out of order give meaningless results, but nothing is read or written out of bounds.
+        cu_seqlens_k: the same of keys; cu_seqlens_q if None.
+        max_seqlen_q: how many queries no sequence exceeds. What has an element for each row (a mask or bias, or what
+            rules captured) needs it, and nothing else; max_seqlen_k the same of columns.
+        options: as `attention` takes them. Sequences stand for entries of the batch, and rows and columns count from
+            where a sequence begins: a bias broadcasts to (sequences, q_heads, max_seqlen_q, max_seqlen_k).
+
+    Returns:
+        out (all_q, q_heads, dv) in q's dtype, or (out, lse) with lse (q_heads, all_q), as `attention` describes them.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: shapes, devices or values do not fit, or the implementation named cannot compute the call.
+    """
+    q, k, v = autocast_inputs(q, k, v)
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    problem = _check(q, k, v, *lengths, return_lse, {**options})
+    run = RUN[choose.choose(problem, options.get("impl", "auto"))]
+    out, lse = run(*_as_matrices(q, k, v), problem.spec, return_lse, problem.extras)
+    out = out[0].transpose(0, 1)
+    return out if lse is None else (out, lse[0])
+
+
+def explain_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: bool = False,
+    **options: Unpack[Options],
+) -> Explanation:
+    """Which implementation `attention_varlen` would use, and why not each other one. Computes nothing."""
+    q, k, v = autocast_inputs(q, k, v)
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return choose.explain(_check(q, k, v, *lengths, return_lse, {**options}), options.get("impl", "auto"))
+
+
+def nested_attention(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, options: Options) -> Any:
+    """`attention` of nested tensors with the layout torch.jagged, (batch, heads, length, d), and of nothing else."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor) or not tensor.is_nested or tensor.layout is not torch.jagged:
+            kind = type(tensor).__name__ if not isinstance(tensor, Tensor) else f"layout {tensor.layout}"
+            raise TypeError(f"{name} must be a nested tensor of layout torch.jagged, as q, k and v all are; got {kind}")
+        if tensor.ndim != 4 or tensor.transpose(1, 2).lengths() is not None:  # type: ignore[attr-defined]
+            what = f"{tensor.ndim} dimensions" if tensor.ndim != 4 else "holes between its sequences"
+            raise ValueError(f"{name} must be nested as (batch, heads, length, d), without holes; got {what}")
+    by_length = [tensor.transpose(1, 2) for tensor in (q, k, v)]
+    starts = [tensor.offsets() for tensor in by_length]  # type: ignore[attr-defined]
+    if by_length[1].shape[1] != by_length[2].shape[1]:
+        raise ValueError("v must have the lengths of k, from the same offsets; got others")
+    values = [tensor.values() for tensor in by_length]
+    result = attention_varlen(*values, *starts[:2], return_lse=return_lse, **options)
+    if isinstance(result, Tensor):
+        return _nested(result, starts[0])
+    out, lse = result
+    return _nested(out, starts[0]), _nested(lse.mT, starts[0])
+
+
+def _nested(packed: Tensor, starts: Tensor) -> Tensor:
+    nested: Tensor = torch.nested.nested_tensor_from_jagged(packed, starts)
+    return nested.transpose(1, 2)
+
+
+def _as_matrices(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(1, heads, all rows, d)."""
+    return q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_starts: Tensor,
+    k_starts: Tensor | None,
+    q_most: int | None,
+    k_most: int | None,
+    return_lse: bool,
+    options: dict[str, Any],
+) -> Problem:
+    check_tensors(q=q, k=k, v=v)
+    _check_shapes(q, k, v)
+    k_starts = q_starts if k_starts is None else k_starts
+    for name, starts, of, most in (("q", q_starts, q, q_most), ("k", k_starts, k, k_most)):
+        _check_most(f"max_seqlen_{name}", most)
+        _check_starts(name, starts, of, most)
+    if q_starts.shape != k_starts.shape:
+        raise ValueError(
+            f"cu_seqlens_k must have shape {shape_of(q_starts)} to match cu_seqlens_q; got {shape_of(k_starts)}"
+        )
+    causal, scale = options.pop("causal", False), options.pop("scale", None)
+    window, deterministic = options.pop("window", None), options.pop("deterministic", None)
+    options.pop("impl", None)
+    packed = Packed(q_starts.contiguous(), k_starts.contiguous(), q_most, k_most)
+    features = Features(**options) if options else None
+    return check(*_as_matrices(q, k, v), causal, scale, return_lse, window, features, deterministic, packed)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 3:
+            raise ValueError(f"{name} must have shape (all rows, heads, d); got {shape_of(tensor)}")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k must have a head dimension of {q.shape[-1]} to match q; got {shape_of(k)}")
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(f"v must have shape ({k.shape[0]}, {k.shape[1]}, *) to match k; got {shape_of(v)}")
+
+
+def _check_most(name: str, most: int | None) -> None:
+    if most is None:
+        return
+    if isinstance(most, bool) or not isinstance(most, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an int or None; got {most!r} of type {type(most).__name__}")
+    if most < 0:
+        raise ValueError(f"{name} must be at least 0; got {most}")
+
+
+def _check_starts(name: str, starts: Tensor, of: Tensor, most: int | None) -> None:
+    expected = f"cu_seqlens_{name} must be (sequences + 1,) int32 or int64 numbers"
+    if not isinstance(starts, Tensor):
+        raise TypeError(f"{expected}; got {type(starts).__name__}")
+    if starts.dtype not in INTEGERS:
+        raise TypeError(f"{expected}; got {starts.dtype}")
+    if starts.ndim != 1 or starts.numel() < 2:
+        raise ValueError(f"{expected}, at least 2 of them; got shape {shape_of(starts)}")
+    if starts.device != of.device:
+        raise ValueError(f"cu_seqlens_{name} must be on {of.device} to match {name}; got {starts.device}")
+    if starts.device.type != "cpu" or must_dispatch(starts):
+        return  # only the device knows, and asking it would stop it
+    numbers: list[int] = starts.tolist()
+    lengths = [stop - start for start, stop in itertools.pairwise(numbers)]
+    if numbers[0] != 0 or min(lengths) < 0 or numbers[-1] > of.shape[0]:
+        rule = f"from 0 on, never decrease, and end at {name}'s {of.shape[0]} rows at most"
+        raise ValueError(f"cu_seqlens_{name} must count {rule}; got {numbers if len(numbers) < 20 else 'others'}")
+    if most is not None and max(lengths) > most:
+        raise ValueError(f"max_seqlen_{name} must be at least {max(lengths)}, the longest sequence; got {most}")

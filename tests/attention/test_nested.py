@@ -1,0 +1,94 @@
+"""Nested tensors in and out: what packed sequences give, with lengths of their own."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from cs336_systems.attention import Attention, attention
+from cs336_systems.testing import starts_of
+
+LENGTHS = (5, 0, 4, 11)
+IMPLEMENTATIONS = ["flash", "tiled", "naive", "auto"]
+
+
+def nested(starts, heads, d=16, dtype=torch.float32):
+    """(batch, heads, *, d)."""
+    values = torch.randn(int(starts[-1]), heads, d, dtype=dtype, device=starts.device)
+    return torch.nested.nested_tensor_from_jagged(values, starts).transpose(1, 2).detach().requires_grad_()
+
+
+def made(device, k_lengths=LENGTHS):
+    starts, k_starts = starts_of(LENGTHS, device).long(), starts_of(k_lengths, device).long()
+    return nested(starts, 4), nested(k_starts, 2), nested(k_starts, 2)
+
+
+@pytest.mark.parametrize("k_lengths", [LENGTHS, (3, 1, 9, 20)], ids=["self", "cross"])
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_each_sequence_gives_what_it_gives_by_itself(impl, device, k_lengths):
+    inputs = made(device, k_lengths)
+    out, lse = attention(*inputs, causal=True, softcap=3.0, impl=impl, return_lse=True)
+    assert out.shape[:2] == (4, 4)
+    assert out.shape[2] == inputs[0].shape[2]
+    assert lse.shape == out.shape[:3]
+    gradients = torch.autograd.grad((out.values().sum(), lse.values().sum()), inputs)
+    parts = zip(*[x.detach().unbind() for x in (*inputs, out, lse, *gradients)], strict=True)
+    for *own, expected, expected_lse, dq, dk, dv in parts:
+        leaves = [x[None].requires_grad_() for x in own]
+        alone = attention(*leaves, causal=True, softcap=3.0, impl=impl, return_lse=True)
+        torch.testing.assert_close((alone[0][0], alone[1][0]), (expected, expected_lse), rtol=1e-4, atol=1e-5)
+        own_gradients = torch.autograd.grad([x.sum() for x in alone], leaves)
+        for got, wanted in zip(own_gradients, (dq, dk, dv), strict=True):
+            torch.testing.assert_close(got[0], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_results_fit_the_queries(device):
+    q, k, v = made(device)
+    assert (attention(q, k, v) + q).shape == q.shape
+    assert Attention(causal=True)(q, k, v).shape == q.shape
+
+
+@pytest.mark.parametrize("impl", ["flash", "naive"])
+def test_one_graph_for_all_lengths(impl, device):
+    torch._dynamo.reset()
+    attend = torch.compile(lambda *qkv: attention(*qkv, causal=True, impl=impl), fullgraph=True, backend="aot_eager")
+    for lengths in ((3, 6), (8, 22), (7, 14, 2)):
+        starts = starts_of(lengths, device).long()
+        inputs = nested(starts, 4), nested(starts, 2), nested(starts, 2)
+        expected = attention(*inputs, causal=True, impl=impl)
+        torch.testing.assert_close(attend(*inputs).values(), expected.values())
+
+
+JAGGED = "must be a nested tensor of layout torch.jagged, as q, k and v all are"
+DENSE = torch.zeros(4, 2, 5, 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"k": DENSE}, TypeError, f"k {JAGGED}; got layout torch.strided"),
+        ({"v": None}, TypeError, f"v {JAGGED}; got NoneType"),
+        (
+            {"v": nested(starts_of((1, 2, 8, 9)).long(), 2)},
+            ValueError,
+            "v must have the lengths of k, from the same offsets; got others",
+        ),
+        (
+            {"q": torch.nested.nested_tensor([torch.zeros(2, 16)], layout=torch.jagged)},
+            ValueError,
+            "q must be nested as (batch, heads, length, d), without holes; got 3 dimensions",
+        ),
+    ],
+)
+def test_errors(change, error, message):
+    arguments = dict(zip("qkv", made("cpu"), strict=True)) | change
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        attention(**arguments)
+
+
+def test_only_q_dense():
+    _, k, v = made("cpu")
+    with pytest.raises(TypeError, match=re.escape("k must be a dense (strided) tensor; got a nested tensor")):
+        attention(torch.zeros(4, 4, 5, 16), k, v)
