@@ -131,6 +131,17 @@ def _bias(learned: bool, sizes: Sizes, device: torch.device, dtype: torch.dtype)
     return Contenders(ours, theirs, (bias,) if learned else ())
 
 
+def _relative_bias(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Contenders:
+    table = torch.randn(sizes.heads, 2 * sizes.length - 1, device=device, requires_grad=True)
+
+    def biased(score: Tensor, batch: Any, head: Any, row: Any, column: Any) -> Tensor:
+        return score + table[head, column - row + sizes.length - 1]
+
+    theirs = flex(score_mod=biased, block_mask=causal_block_mask(sizes.length, device))
+    ours = functools.partial(attention, causal=True, scores=variants.relative_bias(table))
+    return Contenders(ours, theirs, (table,))
+
+
 def _sinks(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Contenders:
     sinks = torch.randn(sizes.heads, device=device, requires_grad=True)
     return Contenders(functools.partial(attention, causal=True, sinks=sinks), None, (sinks,))
@@ -151,6 +162,7 @@ CASES: dict[str, Make] = {
     "alibi": _alibi,
     "bias": functools.partial(_bias, False),
     "learned_bias": functools.partial(_bias, True),
+    "relative_bias": _relative_bias,
     "sinks": _sinks,
     "dropout": _dropout,
 }

@@ -29,7 +29,8 @@ Scores = tuple[Leaf, ...]
 
 OPERATORS = {"and": "&", "or": "|"}
 AXES = ("batch", "head", "row", "column")
-
+DISTANCE = "distance"
+"""Of a pair: column - row. An axis that is read at this and an origin comes after "batch" and "head"."""
 
 InTorch = dict[torch.dtype, Callable[..., Any]]
 """A `jit` function on torch's tensors, by what stands for float32."""
@@ -44,7 +45,8 @@ def in_both(function: Any) -> InTorch:
 class Gradient:
     """How a score depends on a tensor that its rule captured.
 
-    code: d score / d element, for the element that a pair reads; None stands for 1. axes: of the tensor, among `AXES`.
+    code: d score / d element, for the element that a pair reads; None stands for 1. axes: of the tensor, among `AXES`
+    and `DISTANCE`.
     """
 
     code: Any
@@ -62,7 +64,8 @@ class Code:
     function: of (batch, head, row, column, *captured), with the score before them for a score rule. derivative: of a
     score rule, its own derivative with respect to the score, of the same arguments; None stands for 1. steepest: the
     largest magnitude that it has. gradients, axes: by the position of a captured tensor, the latter for those that are
-    indexed by places alone. in_torch, derivative_in_torch: the functions on torch's tensors.
+    indexed by places alone, or by a distance. origins: for the latter, by the same position, that of the captured
+    number which is added to the distance. in_torch, derivative_in_torch: the functions on torch's tensors.
     """
 
     function: Any
@@ -70,11 +73,16 @@ class Code:
     steepest: float = 1.0
     gradients: dict[int, Gradient] = field(default_factory=dict)
     axes: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    origins: dict[int, int] = field(default_factory=dict)
     in_torch: InTorch = field(init=False)
     derivative_in_torch: InTorch = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.in_torch = in_both(self.function)
+
+    def origin(self, slot: int, captured: tuple[Any, ...]) -> int:
+        """The index of distance 0 along the last axis of a captured tensor; 0 where that is no axis of distances."""
+        return captured[self.origins[slot]] if slot in self.origins else 0
 
 
 registry: dict[str, Code] = {}

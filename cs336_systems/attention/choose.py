@@ -123,11 +123,10 @@ def spec_for(
 
 def why_not(implementation: Implementation, problem: Problem) -> str | None:
     """Why an implementation cannot compute a call, or None when it can."""
-    if implementation in (Implementation.FLASH, Implementation.TILED):
+    if implementation is Implementation.FLASH:
         missing = _without_gradient(problem)
         if missing is not None:
             return f"the score rule {missing} captured a tensor that needs a gradient, and has no `gradient` for it"
-    if implementation is Implementation.FLASH:
         return _why_not_flash(problem)
     if implementation is Implementation.SDPA:
         return _why_not_sdpa(problem)

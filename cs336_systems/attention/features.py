@@ -132,25 +132,47 @@ def _check_captured(
         "head": sizes.matrices,
         "row": sizes.q_len,
         "column": sizes.k_len,
+        expressions.DISTANCE: sizes.q_len + sizes.k_len - 1,
     }
     rest = iter(tensors)
     for leaf in rules:
         for slot in (slot for slot, item in enumerate(leaf[1]) if item is None):
-            tensor, axes = next(rest), expressions.registry[leaf[0]].axes.get(slot)
+            tensor, code = next(rest), expressions.registry[leaf[0]]
+            axes = code.axes.get(slot)
             if tensor.device != device:
                 raise ValueError(f"what {name} captured must be on {device} to match q; got {tensor.device}")
             if axes is None:
                 continue
             expected, own = tuple(full[axis] for axis in axes), tuple(tensor.shape)
             # What lies beyond the call is never read; a gradient there would have nowhere to come from.
-            longer = slot not in expressions.registry[leaf[0]].gradients
-            fits = [_broadcasts(x, y) or (longer and x > y) for x, y in zip(own, expected, strict=False)]
+            longer = slot not in code.gradients
+            fits = [
+                _broadcasts(x, y) or ((longer or axis == expressions.DISTANCE) and x > y)
+                for x, y, axis in zip(own, expected, axes, strict=False)
+            ]
             if len(own) != len(expected) or not all(fits):
                 shape = f"{expected} at least" if longer else f"{expected}"
                 raise ValueError(
                     f"what {name} captured must have shape {shape}, for {' '.join(axes)}, or 1 there; got {own}"
                     f"{_unsaid(sizes)}"
                 )
+            if slot in code.origins and own[-1] != 1:
+                _check_origin(name, own[-1], code.origin(slot, leaf[1]), sizes)
+
+
+def _check_origin(name: str, length: int, origin: int, sizes: Sizes) -> None:
+    """An axis that is read at column - row + origin has to reach as far as the call's distances, both ways."""
+    if _unsaid(sizes):
+        raise ValueError(
+            f"max_seqlen_q and max_seqlen_k must be given for what {name} captured for distances; got None"
+        )
+    if sizes.q_len == 0 or sizes.k_len == 0:
+        return
+    if origin < sizes.q_len - 1 or length - origin < sizes.k_len:
+        raise ValueError(
+            f"what {name} captured for distances must have at least {sizes.q_len - 1} elements before its origin, and "
+            f"{sizes.k_len} from there on; got {origin} and {length - origin}"
+        )
 
 
 def _broadcasts(size: int, full: int) -> bool:

@@ -12,9 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.rules import AXES, OPERATORS, Leaf, Mask, leaves, registry, tensors_of
+from ..kernels.diagonals import diagonal_sums
+from ..kernels.rules import AXES, DISTANCE, OPERATORS, Leaf, Mask, leaves, registry, tensors_of
 from ..kernels.settings import THRESHOLD_BITS
 from .spec import AttentionSpec
+from .traced import Traced, trace
 
 
 class Extras(NamedTuple):
@@ -138,11 +140,15 @@ def changed_scores(spec: AttentionSpec, scores: Tensor, pairs: Pairs, captured: 
 
 
 class Term(NamedTuple):
-    """d score / d element of a captured tensor: the tensor's number, its axes, and the term of each pair."""
+    """d score / d element of a captured tensor: the tensor's number, its axes, and the term of each pair.
+
+    ``origin`` is the index of distance 0 along an axis of distances.
+    """
 
     number: int
     axes: tuple[str, ...]
     term: Tensor | float
+    origin: int = 0
 
     def add_to(self, totals: dict[int, Tensor], dscores: Tensor, pairs: Pairs, rows: slice, columns: slice) -> None:
         """Add to the tensor's gradient what the score gradients of these pairs contribute."""
@@ -150,41 +156,56 @@ class Term(NamedTuple):
         sizes = dict(zip(self.axes, total.shape, strict=True))
         part = dscores * self.term
         if pairs.same is not None:
-            places = {"batch": pairs.batch, "head": pairs.head, "row": pairs.row, "column": pairs.column}
-            zero = torch.zeros_like(pairs.row)
-            index = [places[name] if size > 1 else zero for name, size in sizes.items()]
+            places = dict(zip(AXES, (pairs.batch, pairs.head, pairs.row, pairs.column), strict=True))
+            places[DISTANCE] = pairs.column - pairs.row + self.origin
+            index = [places[name] if size > 1 else torch.zeros_like(pairs.row) for name, size in sizes.items()]
             total.index_put_(tuple(torch.broadcast_tensors(*index, part[0])[:-1]), part[0], accumulate=True)
             return
         # (batch, heads, rows, columns), summed over the axes that the tensor is shared along or has not.
         part = part.flatten(-4, -3).flatten(0, -4) if part.ndim > 4 else part
-        shared = [axis for axis, name in enumerate(AXES) if sizes.get(name, 1) == 1]
+        by_distance = sizes.get(DISTANCE, 1) > 1
+        left = ("row", "column") if by_distance else ()
+        shared = [axis for axis, name in enumerate(AXES) if sizes.get(name, 1) == 1 and name not in left]
         part = part.sum(shared, keepdim=True) if shared else part
-        own = {"row": rows, "column": columns}
+        part = diagonal_sums(part) if by_distance else part
+        first = columns.start - rows.stop + 1 + self.origin
+        own = {"row": rows, "column": columns, DISTANCE: slice(first, first + part.shape[-1])}
         place = tuple(own.get(name, slice(None)) if size > 1 else slice(None) for name, size in sizes.items())
-        total[place] += part.reshape([size for size, name in zip(part.shape, AXES, strict=True) if name in sizes])
+        target = total[place]
+        target += part.reshape(target.shape)
 
 
 def scores_and_slopes(
     spec: AttentionSpec, scores: Tensor, pairs: Pairs, captured: Sequence[Tensor], wanted: Sequence[bool]
-) -> tuple[Tensor, Tensor | float, list[Term]]:
-    """The scores as the rules leave them, their derivative, and terms for the captured tensors ``wanted``."""
+) -> tuple[Tensor, Tensor | float, list[Term | Traced]]:
+    """The scores as the rules leave them, their derivative, and terms for the captured tensors ``wanted``.
+
+    A rule that captured one of these and has no `gradient` for it is differentiated by autograd, in every way.
+    """
     places, rest, first = (pairs.batch, pairs.head, pairs.row, pairs.column), iter(captured), 0
     steps = []
     wide = scores.dtype
     for leaf in spec.scores:
-        code, arguments = registry[leaf[0]], (scores, *places, *_captured(leaf, rest))
-        steps.append((leaf, code, arguments, first))
-        first += tensors_of(leaf)
-        scores = code.in_torch[wide](*arguments)
-    slope: Tensor | float = 1.0
-    terms = []
-    for leaf, code, arguments, first in reversed(steps):
+        code, arguments, pull = registry[leaf[0]], (scores, *places, *_captured(leaf, rest)), None
         slots = [slot for slot, item in enumerate(leaf[1]) if item is None]
-        for number, slot in enumerate(slots, first):
-            if wanted[number]:
-                own = code.gradients[slot]
-                factor = 1.0 if own.code is None else own.in_torch[wide](*arguments)
-                terms.append(Term(number, own.axes, slope * factor))
+        asked = {slot: number for number, slot in enumerate(slots, first) if wanted[number]}
+        first += len(slots)
+        if all(slot in code.gradients for slot in asked):
+            scores = code.in_torch[wide](*arguments)
+        else:
+            scores, pull = trace(code.in_torch[wide], arguments, [len(places) + 1 + slot for slot in asked])
+        steps.append((leaf, code, arguments, asked, pull))
+    slope: Tensor | float = 1.0
+    terms: list[Term | Traced] = []
+    for leaf, code, arguments, asked, pull in reversed(steps):
+        if pull is not None:
+            terms.append(Traced(tuple(asked.values()), pull, slope))
+            slope = slope * pull(torch.ones_like(scores))[0]
+            continue
+        for slot, number in asked.items():
+            own = code.gradients[slot]
+            factor = 1.0 if own.code is None else own.in_torch[wide](*arguments)
+            terms.append(Term(number, own.axes, slope * factor, code.origin(slot, leaf[1])))
         if code.derivative is not None:
             slope = slope * code.derivative_in_torch[wide](*arguments)
     return scores, slope, terms

@@ -33,13 +33,14 @@ from torch import Tensor
 
 from ..kernels import rules
 from ..kernels.language import jit
-from ..kernels.rules import AXES, Code, Gradient
+from ..kernels.rules import AXES, DISTANCE, Code, Gradient
 from ..kernels.settings import NUMBERS
 from .blocks import Blocks, find_blocks
 from .spec import check_spec, window_of
 
 Captured = Tensor | float
 _PLACES = ("batch", "head", "row", "column")
+_BY_DISTANCE = tuple((*before, DISTANCE) for before in ((), ("batch",), ("head",), ("batch", "head")))
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,26 +152,46 @@ class _Rule:
             # torch.compile can trace comparisons of floats that it knows by a name, but not math.isfinite.
             if isinstance(value, float) and not -math.inf < value < math.inf:
                 raise ValueError(f"{name} must be finite; got {value}")
+        for slot in self.code.origins.values():
+            origin = captured[slot]
+            if not isinstance(origin, (int, torch.SymInt)):
+                raise TypeError(f"{self.captures[slot]} must be an integer; got {type(origin).__name__}")
         numbers = tuple(None if isinstance(value, Tensor) else value for value in captured)
         return (self.name, numbers), tuple(value for value in captured if isinstance(value, Tensor))
 
-    def reads(self, captured: str, axes: str) -> tuple[str, ...]:
+    def reads(self, captured: str, axes: str, origin: str | None = None) -> tuple[str, ...]:
         """Says which axes a captured tensor has, so that calls can be refused whose sizes are others.
 
         Args:
             captured: the name of the tensor.
             axes: such as "batch row": of "batch", "head", "row" and "column", in this order; each of the call's size
-                or larger, or 1.
+                or larger, or 1. Or such as "head distance": the last axis is read at column - row + origin.
+            origin: the name of the captured integer that is added to column - row.
 
         Returns:
             The axes' names.
+
+        Raises:
+            ValueError: one of the names is not what it has to be.
         """
         if captured not in self.captures:
             raise ValueError(f"captured must be one of {', '.join(self.captures) or 'nothing'}; got {captured!r}")
         names = tuple(axes.split())
-        if not set(names) <= set(AXES) or names != tuple(name for name in AXES if name in names):
-            raise ValueError(f"axes must be of {', '.join(AXES)}, in this order; got {axes!r}")
-        self.code.axes[self.captures.index(captured)] = names
+        by_place = set(names) <= set(AXES) and names == tuple(name for name in AXES if name in names)
+        if not by_place and names not in _BY_DISTANCE:
+            expected = f"{', '.join(AXES)}, in this order, or of batch, head, {DISTANCE}"
+            raise ValueError(f"axes must be of {expected}; got {axes!r}")
+        slot = self.captures.index(captured)
+        self.code.origins.pop(slot, None)
+        if DISTANCE in names:
+            others = [name for name in self.captures if name != captured]
+            if origin not in others:
+                expected = f"one of {', '.join(others) or 'nothing'}, as axes are {axes!r}"
+                raise ValueError(f"origin must be {expected}; got {origin!r}")
+            self.code.origins[slot] = self.captures.index(origin)
+        elif origin is not None:
+            raise ValueError(f"origin must be None, as axes are {axes!r}; got {origin!r}")
+        self.code.axes[slot] = names
         return names
 
 
@@ -199,14 +220,16 @@ class ScoreRule(_Rule):
         self.code.derivative_in_torch = rules.in_both(self.code.derivative)
         return function
 
-    def gradient(self, captured: str, axes: str) -> Callable[..., Any]:
+    def gradient(self, captured: str, axes: str, origin: str | None = None) -> Callable[..., Any]:
         """Decorates d score / d element, for the element of a captured tensor that a pair reads.
 
         Args:
             captured: the name of the tensor.
-            axes: its axes, such as "batch head": of "batch", "head", "row" and "column", in this order.
+            axes: its axes, such as "batch head": of "batch", "head", "row" and "column", in this order. Or such as
+                "head distance": the last axis is read at column - row + origin.
+            origin: the name of the captured integer that is added to column - row.
         """
-        names = self.reads(captured, axes)
+        names = self.reads(captured, axes, origin)
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             self._check_arguments(function)
@@ -224,9 +247,12 @@ class ScoreRule(_Rule):
                 f"the function must take what {self.name} does, ({expected}); got ({', '.join(parameters)})"
             )
 
-    def adds(self, captured: str, axes: str) -> None:
-        """Says that the rule adds the element of a captured tensor that a pair reads: its gradient is the score's."""
-        self.gradient(captured, axes)(None)
+    def adds(self, captured: str, axes: str, origin: str | None = None) -> None:
+        """Says that the rule adds the element of a captured tensor that a pair reads: its gradient is the score's.
+
+        The arguments are those of `gradient`.
+        """
+        self.gradient(captured, axes, origin)(None)
 
 
 def predicate(function: Callable[..., Any]) -> Predicate:

@@ -16,6 +16,7 @@ from ..attention import attention
 from ..attention.features import Features as AskedFeatures
 from ..attention.pairs import Extras, Pairs, kept_pairs, scores_and_slopes, seen_pairs
 from ..attention.spec import AttentionSpec
+from ..attention.traced import Traced
 from ..attention.validation import check
 from ..kernels.rules import tensors_of
 from .evaluation import Results, evaluate
@@ -47,6 +48,10 @@ def oracle(
     """Values and gradients for these inputs, computed in float64."""
     settings: dict[str, Any] = {"causal": causal, "scale": scale, "return_lse": return_lse}
     return naive_results(inputs.to(torch.float64), features=in_dtype(features or {}, torch.float64), **settings)
+
+
+DRAWS = 32
+"""Of random signs, for the size of terms that autograd adds up by itself."""
 
 
 @torch.no_grad()
@@ -112,6 +117,10 @@ def terms(
     }
     names = [*captured]
     for term in of_captured:
+        if isinstance(term, Traced):
+            by_number = _traced_terms(term, score_gradients, extras.by_scores, pairs, rows, columns)
+            made |= {names[number]: size for number, size in by_number.items()}
+            continue
         squares = torch.zeros_like(extras.by_scores[term.number])
         squared = term._replace(term=torch.as_tensor(term.term).square())
         squared.add_to({term.number: squares}, score_gradients.square(), pairs, rows, columns)
@@ -122,6 +131,21 @@ def terms(
         by_head = of_sinks.reshape(math.prod(problem.batch), heads, problem.q_len)
         made["dsinks"] = torch.linalg.vector_norm(by_head, dim=(0, 2))
     return made
+
+
+def _traced_terms(
+    term: Traced, score_gradients: Tensor, captured: Sequence[Tensor], pairs: Pairs, rows: slice, columns: slice
+) -> dict[int, Tensor]:
+    """An estimate: under random signs of its terms the mean square of a sum is the sum of their squares."""
+    generator = torch.Generator(score_gradients.device).manual_seed(0)
+    squares = {number: torch.zeros_like(captured[number]) for number in term.numbers}
+    for _ in range(DRAWS):
+        signs = torch.rand(score_gradients.shape, generator=generator, device=score_gradients.device).sub(0.5).sign()
+        totals = {number: torch.zeros_like(captured[number]) for number in term.numbers}
+        term.add_to(totals, score_gradients * signs, pairs, rows, columns)
+        for number, total in totals.items():
+            squares[number] += total.square() / DRAWS
+    return {number: square.sqrt() for number, square in squares.items()}
 
 
 def _captured(features: Features) -> dict[str, Tensor]:

@@ -84,9 +84,9 @@ def _of_all(
         own = Inputs(q, k, v, dout, inputs.dlse[None, :, rows])
         parts = {name: _part(x, number, q_len, k_len) for name, x in features.items()}
         given = {name: x[parts[name]] if parts[name] else x for name, x in features.items()}
-        for name, x in given.items():
+        for name in given:
             if parts[name]:
-                given[name] = x.detach().requires_grad_(features[name].requires_grad)
+                given[name] = given[name].detach().requires_grad_(features[name].requires_grad)
         results = make(own, causal=causal, features=given)
         for name, x in results.items():
             if name == "lse":
@@ -95,13 +95,13 @@ def _of_all(
                 span = columns if name in ("dk", "dv") else rows
                 wide[name][span] = x.reshape(wide[name].shape[1], *x.shape[-2:]).transpose(0, 1)
             else:
-                place = parts[name.removeprefix("d")]
+                place = parts.get(name.removeprefix("d"), ())
                 wide[name][place] += x.reshape(wide[name][place].shape) ** power
     if "dsinks" in wide:
         # The log-sum-exp of rows of no sequence is their sink.
         wide["dsinks"] += (inputs.dlse[:, first_q:].double() ** power).sum(-1)
-    shared = {name: wide[name].sqrt() if power == 2 else wide[name] for name in wide if name[1:] in features}
-    whole = {**wide, **shared}
+    of_all = ("out", "lse", "dq", "dk", "dv")
+    whole = {name: x.sqrt() if power == 2 and name not in of_all else x for name, x in wide.items()}
     return whole if make is not naive_results else {name: x.to(like[name].dtype) for name, x in whole.items()}
 
 

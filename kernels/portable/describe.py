@@ -164,24 +164,43 @@ def describe_pairs(
     scale: float,
     arithmetic: tuning.Arithmetic,
 ) -> Launch:
-    """The launch of `pair_gradient_kernel` for one term, whose gradient (batch, heads, q_len, k_len) is ``target``."""
+    """The launch of `pair_gradient_kernel` for one term, whose gradient (batch, heads, q_len, k_len) is ``target``.
+
+    For one that differs along distances ``target`` is (batch, heads, bands, 2, size), sums for each band.
+    """
     q, k, v, dout = (x.tensor for x in inputs)
     geometry = Geometry.of(q, k, v)
     config = tuning.lookup("dq", arithmetic, geometry.block, q.device, with_rules=True)
     strides, units = in_units([q, k, v, dout])
     batches, heads = target.shape[:2]
-    tiles = triton.cdiv(geometry.q_len, config.tile_q) * triton.cdiv(geometry.k_len, config.tile_k)
-    shared = geometry.q_matrices // geometry.heads // batches, geometry.heads // heads
+    diagonal = variation.differentiated[term].kind == "distance"
+    if diagonal:
+        size = target.shape[-1]
+        config = dataclasses.replace(config, tile_q=size, tile_k=size)
+        tiles = target.shape[2]
+    else:
+        tiles = triton.cdiv(tensors.sums.shape[2], config.tile_q) * triton.cdiv(tensors.sums.shape[3], config.tile_k)
+    shared = tensors.sums.shape[0] // batches, geometry.heads // heads
+    sequences = variation.sequences(extras)
     return Launch(
         (batches * heads * tiles, 1),
         (
             *_read(inputs, tensors),
             *(dout, tensors.lse, tensors.delta, target, variation.seed(extras), variation.captured(extras)),
+            variation.packed(extras),
         ),
-        (*_backward_arguments(geometry, inputs, [*strides, target.stride()], variation, (), scale), *shared),
-        _backward_constants(geometry, config, variation) | {"TERM": term, "UNITS": units},
+        (*_backward_arguments(geometry, inputs, [*strides, target.stride()[:4]], variation, sequences, scale), *shared),
+        _backward_constants(geometry, config, variation)
+        | {"TERM": term, "DIAGONAL": diagonal, "UNITS": units}
+        | _to_the_end(variation),
         config.options | {"num_stages": 1},
     )
+
+
+def band_size(q: Tensor, k: Tensor, v: Tensor, arithmetic: tuning.Arithmetic) -> int:
+    """Rows and columns of a tile of a band, which is square."""
+    config = tuning.lookup("dq", arithmetic, Geometry.of(q, k, v).block, q.device, with_rules=True)
+    return min(config.tile_q, config.tile_k)
 
 
 def _read(inputs: list[Input], tensors: BackwardTensors) -> tuple[Tensor | None, ...]:

@@ -14,7 +14,7 @@ from ..launching import Launcher, Plans, address_of, on_device
 from ..layout import Layout, one_a_row, rows_like
 from ..settings import Settings
 from ..sinks import sink_gradient
-from .describe import KERNELS, BackwardTensors, describe_dkdv, describe_dq, describe_forward, describe_pairs
+from .describe import KERNELS, BackwardTensors, band_size, describe_dkdv, describe_dq, describe_forward, describe_pairs
 from .geometry import arithmetic_of
 from .inputs import PartsPlan, as_inputs, plan_parts
 from .sums import NO_SUMS, Sums
@@ -45,6 +45,7 @@ class BackwardPlan(NamedTuple):
     dq_launcher: Launcher
     dkdv_launcher: Launcher
     pair_launchers: tuple[Launcher, ...]
+    band_size: int
 
 
 PLAIN = Settings().text
@@ -155,15 +156,14 @@ def backward(
     with on_device(device):
         inputs = as_inputs([q, k, v, dout], plan.parts)
         bound = None if dlse is None or arithmetic == "half" else dlse.view(math.prod(k.shape[:-2]), -1).abs().amax(1)
-        sums = Sums.of(variation, q, k) if wanted else NO_SUMS
+        sums = Sums.of(variation, q, k, extras) if wanted else NO_SUMS
         tensors = BackwardTensors(out, dlse, lse, delta, bound, dq, dk, dv, sums)
         varied = by_rows = by_columns = NOTHING_FURTHER[1:]
         if extras or variation.with_rules:
             addresses = [extra.data_ptr() for extra in extras]
-            varied = (variation.seed(addresses), variation.captured(addresses))
-            packed = variation.packed(addresses)
+            varied = (variation.seed(addresses), variation.captured(addresses), variation.packed(addresses))
             by_rows, by_columns = (
-                (*varied, variation.blocks(addresses, extras, of), packed) for of in ("rows", "columns")
+                (*varied[:2], variation.blocks(addresses, extras, of), varied[2]) for of in ("rows", "columns")
             )
         *qkv, dout_address = inputs.addresses
         read = (*qkv, *inputs.statistics, address_of(bound))
@@ -177,11 +177,10 @@ def backward(
             (*read, dout_address, *rows[1:], dk.data_ptr(), dv.data_ptr(), sums.addresses("column"), *by_columns),
             lambda: describe_dkdv(inputs.describe(), tensors, *of_call),
         )
-        for launcher, term in zip(plan.pair_launchers, variation.terms("pair"), strict=True):
-            position = variation.differentiated[term].position
-            target = sums.pairs[term] = torch.empty_like(extras[position])
+        for launcher, term in zip(plan.pair_launchers, variation.gathered, strict=True):
+            target = sums.target(term, extras[variation.differentiated[term].position], plan.band_size)
             launcher(
-                (*read, dout_address, *rows[1:], target.data_ptr(), *varied[:2]),
+                (*read, dout_address, *rows[1:], target.data_ptr(), *varied[:2], varied[-1]),
                 lambda term=term, target=target: describe_pairs(inputs.describe(), tensors, term, target, *of_call),  # type: ignore[misc]
             )
         gradients = [
@@ -211,5 +210,6 @@ def _plan_backward(
         variation,
         Launcher(KERNELS["dq"]),
         Launcher(KERNELS["dkdv"]),
-        tuple(Launcher(KERNELS["pairs"]) for _ in variation.terms("pair")),
+        tuple(Launcher(KERNELS["pairs"]) for _ in variation.gathered),
+        band_size(q, k, v, arithmetic),
     )

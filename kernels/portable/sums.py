@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..diagonals import placed, sums_of_bands
 from ..settings import Settings
 from .variation import Differentiated, Variation
 
-AXES_LEFT = {"row": ("batch", "head", "row"), "column": ("batch", "head", "column")}
+AXES_LEFT = {kind: ("batch", "head", kind) for kind in ("row", "column", "distance")}
 """What the sums of each kind still have, in order."""
 
 
@@ -20,18 +21,23 @@ AXES_LEFT = {"row": ("batch", "head", "row"), "column": ("batch", "head", "colum
 class Sums:
     """Of one backward call. Each captured tensor has its sums in one of these, by the number of its term.
 
-    by_kind: (batch, heads, length) in float32, for each "row" and "column" term. pairs: the gradient itself.
+    by_kind: (batch, heads, length) in float32, for each "row" and "column" term. gathered: for each "pair" term the
+    gradient itself, for each "distance" term (batch, heads, bands, 2, size) in float32, two sums for each diagonal of
+    tiles, as `diagonals` takes them. shape: (batch, heads, q_len, k_len); of packed sequences, which stand for a batch,
+    the lengths that none exceeds.
     """
 
     variation: Variation
     by_kind: dict[str, dict[int, Tensor]]
-    pairs: dict[int, Tensor] = field(default_factory=dict)
+    shape: tuple[int, int, int, int]
+    gathered: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, variation: Variation, q: Tensor, k: Tensor) -> Sums:
-        """Uninitialised sums for a call with these q and k."""
+    def of(cls, variation: Variation, q: Tensor, k: Tensor, extras: Sequence[Tensor]) -> Sums:
+        """Uninitialised sums for a call with these q, k and extras."""
         heads = q.shape[-3] if q.ndim > 3 else 1
         matrices = math.prod(q.shape[:-2])
+        shape = (matrices // heads, heads, q.shape[-2], k.shape[-2])
         by_kind = {
             kind: {
                 term: torch.empty(matrices // heads, heads, length, dtype=torch.float32, device=q.device)
@@ -39,7 +45,8 @@ class Sums:
             }
             for kind, length in (("row", q.shape[-2]), ("column", k.shape[-2]))
         }
-        return cls(variation, by_kind)
+        sequences, *most = variation.sequences(extras)
+        return cls(variation, by_kind, (sequences, heads, most[0], most[1]) if sequences else shape)
 
     def tensors(self, kind: str) -> tuple[Tensor, ...]:
         """The sums that one pass writes."""
@@ -49,22 +56,37 @@ class Sums:
         """Where they are."""
         return tuple([tensor.data_ptr() for tensor in self.by_kind[kind].values()])
 
+    def target(self, term: int, tensor: Tensor, size: int) -> Tensor:
+        """What the pass of its own of a term writes, for a captured tensor; a band's tiles are ``size`` wide."""
+        one = self.variation.differentiated[term]
+        if one.kind == "pair":
+            self.gathered[term] = torch.empty_like(tensor)
+        else:
+            bands = sum(-(-length // size) for length in self.shape[2:]) - 1
+            shape = (*self.shape[:2], bands, 2, size)
+            self.gathered[term] = torch.empty(shape, dtype=torch.float32, device=tensor.device)
+        return self.gathered[term]
+
     def gradient(self, position: int, extras: Sequence[Tensor]) -> Tensor:
         """The gradient of the captured tensor at this position among the extras."""
         tensor = extras[position]
         [term] = [number for number, one in enumerate(self.variation.differentiated) if one.position == position]
         one: Differentiated = self.variation.differentiated[term]
         if one.kind == "pair":
-            return self.pairs[term]
+            return self.gathered[term]
+        if one.kind == "distance":
+            sums = sums_of_bands(self.gathered[term], *self.shape[2:])
+        else:
+            sums = self.by_kind[one.kind][term]
         gone = [axis for axis, name in enumerate(AXES_LEFT[one.kind]) if name not in one.axes]
-        sums = self.by_kind[one.kind][term]
         packed = self.variation.packed(extras)
-        if packed is not None and one.axes & {"batch", one.kind}:
-            most = None
-            if one.kind in one.axes:
-                most = self.variation.sequences(extras)[1 + (one.kind == "column")]
+        if packed is not None and one.kind != "distance" and one.axes & {"batch", one.kind}:
+            most = self.shape[2 + (one.kind == "column")] if one.kind in one.axes else None
             sums = by_sequence(sums[0], packed[one.kind == "column"], most)
-        return (sums.sum(gone) if gone else sums).reshape(tensor.shape).to(tensor.dtype)
+        sums = sums.sum(gone, keepdim=True) if gone else sums
+        if one.kind == "distance":
+            sums = placed(sums, one.origin, self.shape[2], tensor.shape[-1])
+        return sums.reshape(tensor.shape).to(tensor.dtype)
 
 
 def by_sequence(sums: Tensor, starts: Tensor, most: int | None) -> Tensor:
@@ -87,5 +109,5 @@ def by_sequence(sums: Tensor, starts: Tensor, most: int | None) -> Tensor:
     return spread[:count].mT
 
 
-NO_SUMS = Sums(Variation(Settings(), (), (), (), ()), {"row": {}, "column": {}})
+NO_SUMS = Sums(Variation(Settings(), (), (), (), ()), {"row": {}, "column": {}}, (0, 0, 0, 0))
 """Those of a call in which no captured tensor needs a gradient."""

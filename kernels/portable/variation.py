@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..rules import AXES, Leaf, Wanted, leaves, mask_code, registry, score_code, steepest
+from ..rules import DISTANCE, Leaf, Wanted, leaves, mask_code, registry, score_code, steepest
 from ..settings import Settings, structure_of
 
 Strides = tuple[int | None, ...]
@@ -28,15 +28,19 @@ class View(NamedTuple):
 class Differentiated(NamedTuple):
     """A captured tensor whose gradient is wanted.
 
-    position: among the extras. axes: those that its elements differ along, among "batch", "head", "row" and "column".
+    position: among the extras. axes: those that its elements differ along, among "batch", "head", "row" and "column",
+    or "distance" instead of the last two; origin: the index of distance 0.
     """
 
     position: int
     axes: frozenset[str]
+    origin: int = 0
 
     @property
     def kind(self) -> str:
-        """Which pass gathers it: "pair" its own, "column" that of dK and dV, "row" that of dQ."""
+        """Which pass gathers it: "pair" and "distance" one of its own, "column" that of dK and dV, "row" that of dQ."""
+        if DISTANCE in self.axes:
+            return "distance"
         if {"row", "column"} <= self.axes:
             return "pair"
         return "column" if "column" in self.axes else "row"
@@ -73,7 +77,7 @@ class Variation:
                         continue
                     views.append(_view(position, extras[position]))
                     if position in wanted:
-                        differentiated.append(Differentiated(position, _axes(leaf, slot, extras[position])))
+                        differentiated.append(_differentiated(position, leaf, slot, extras[position]))
                         terms.append(Wanted(number, slot))
                     position += 1
             captured.append(tuple(views))
@@ -121,6 +125,11 @@ class Variation:
         """Which of the differentiated tensors a pass gathers."""
         return tuple(number for number, one in enumerate(self.differentiated) if one.kind == kind)
 
+    @property
+    def gathered(self) -> tuple[int, ...]:
+        """Those that have a pass of their own."""
+        return *self.terms("pair"), *self.terms("distance")
+
     def constants(self, q_len: int, k_len: int, *, backward: bool) -> dict[str, Any]:
         """The compile-time arguments that say what is visible and what becomes of scores."""
         left, right = self.settings.band(q_len, k_len)
@@ -155,10 +164,11 @@ def _view(position: int, tensor: Tensor) -> View:
     return View(position, strides, tuple(tensor.shape))
 
 
-def _axes(leaf: Leaf, slot: int, tensor: Tensor) -> frozenset[str]:
-    declared = registry[leaf[0]].gradients[slot].axes
-    assert set(declared) <= set(AXES)
-    return frozenset(axis for axis, size in zip(declared, tensor.shape, strict=True) if size != 1)
+def _differentiated(position: int, leaf: Leaf, slot: int, tensor: Tensor) -> Differentiated:
+    code = registry[leaf[0]]
+    axes = zip(code.gradients[slot].axes, tensor.shape, strict=True)
+    differing = frozenset(axis for axis, size in axes if size != 1)
+    return Differentiated(position, differing, code.origin(slot, leaf[1]))
 
 
 def _filled(items: tuple[float | View, ...], extras: Sequence[Any]) -> tuple[Any, ...]:

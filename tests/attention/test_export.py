@@ -13,10 +13,12 @@ from torch.export import Dim
 from cs336_systems.attention import attention, attention_varlen
 from cs336_systems.attention.exported import writable
 from cs336_systems.attention.features import Features, Sizes, assemble
+from cs336_systems.attention.rules import score_rule
 from cs336_systems.attention.spec import AttentionSpec, Causal
 from cs336_systems.attention.variants import bias as bias_rule
-from cs336_systems.attention.variants import document
+from cs336_systems.attention.variants import document, relative_bias
 from cs336_systems.attention.variants import window as window_rule
+from cs336_systems.kernels.language import at, tl
 from cs336_systems.kernels.settings import Settings, bits_of, float_of
 from cs336_systems.testing import Shapes, make_inputs
 
@@ -135,6 +137,37 @@ def test_fixed_lengths(impl, device):
     parameters, further, settings = CALLS["everything"]
     module, tensors = Attend(parameters, impl=impl, **settings).to(device), tensors_for(7, 12, further, device)
     torch.testing.assert_close(exported(module, tensors).module()(**tensors), module(**tensors))
+
+
+@score_rule
+def clipped(score, batch, head, row, column, rates, reach):
+    return score * at(rates, (head, tl.minimum(tl.maximum(column - row, -reach), reach) + reach))
+
+
+class AttendByDistance(nn.Module):
+    """Numbers by distance that are parameters: of a rule with a gradient, and of one that autograd differentiates."""
+
+    def __init__(self, traced: bool, impl: str) -> None:
+        super().__init__()
+        self.rates = nn.Parameter(torch.rand(HEADS, 7))
+        self.traced, self.impl = traced, impl
+
+    def forward(self, q, k, v):
+        distances = torch.arange(1 - q.shape[-2], k.shape[-2], device=q.device)
+        by_distance = relative_bias(self.rates[:, distances.clamp(-3, 3) + 3], q.shape[-2] - 1)
+        return attention(q, k, v, scores=clipped(self.rates, 3) if self.traced else by_distance, impl=self.impl)
+
+
+@pytest.mark.parametrize(
+    ("impl", "traced"), [("naive", False), ("tiled", False), ("flash", False), ("naive", True), ("tiled", True)]
+)
+def test_numbers_by_distance(impl, traced, device):
+    module = AttendByDistance(traced, impl).to(device)
+    program = exported(module, tensors_for(7, 12, (), device), axes(())).module()
+    tensors = tensors_for(9, 35, (), device)
+    torch.testing.assert_close(program(**tensors), module(**tensors))
+    expected = gradients(module, module.parameters(), tensors)
+    torch.testing.assert_close(gradients(program, program.parameters(), tensors), expected)
 
 
 class AttendPacked(nn.Module):

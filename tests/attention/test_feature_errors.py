@@ -19,6 +19,7 @@ from cs336_systems.attention.variants import (
     dilated,
     document,
     prefix,
+    relative_bias,
     softcap,
     visible_where,
     window,
@@ -165,6 +166,7 @@ def test_a_wrong_window_is_refused_after_the_same_call_with_the_right_one(good, 
 
 FLOAT_SLOPES, INTEGERS = "slopes must be (batch, heads) floating-point numbers", "(batch, length) integers"
 FULL_BIAS = "bias must be (batch, heads, q_len, k_len) floating-point numbers"
+TABLE = "table must be ([batch,] heads, length) floating-point numbers"
 WRONG_FOR_VARIANTS = {
     "alibi_list": (lambda: alibi([1.0]), "slopes must be a torch.Tensor; got list"),
     "alibi_shape": (lambda: alibi(torch.ones(4)), f"{FLOAT_SLOPES}; got (4,) torch.float32"),
@@ -184,6 +186,13 @@ WRONG_FOR_VARIANTS = {
     "prefix_list": (lambda: prefix([3]), "lengths must be a torch.Tensor; got list"),
     "prefix_shape": (lambda: prefix(IDS), "lengths must be (batch,) integers; got (2, 5) torch.int64"),
     "prefix_floats": (lambda: prefix(torch.ones(2)), "lengths must be (batch,) integers; got (2,) torch.float32"),
+    "relative_bias_list": (lambda: relative_bias([1.0]), "table must be a torch.Tensor; got list"),
+    "relative_bias_shape": (lambda: relative_bias(torch.ones(9)), f"{TABLE}; got (9,) torch.float32"),
+    "relative_bias_integers": (lambda: relative_bias(IDS), f"{TABLE}; got (2, 5) torch.int64"),
+    "relative_bias_origin": (
+        lambda: relative_bias(torch.ones(1, 9), 4.0),
+        "origin must be an integer; got 4.0 of type float",
+    ),
     "softcap_zero": (lambda: softcap(0.0), "cap must be above 0 and finite; got 0.0"),
     "softcap_nan": (lambda: softcap(math.nan), "cap must be above 0 and finite; got nan"),
     "softcap_infinite": (lambda: softcap(math.inf), "cap must be above 0 and finite; got inf"),
@@ -215,6 +224,14 @@ def everything(batch, head, row, column):
     return row == row
 
 
+@predicate
+def distant(batch, head, row, column, table, zero):
+    return at(table, (head, column - row + zero)) > 0
+
+
+distant.reads("table", axes="head distance", origin="zero")
+
+
 WRONG_FOR_RULES = {
     "too_few": (lambda: scaled(IDS), ".*scaled must be given factors, power; got 1 values"),
     "too_many": (lambda: everything(1), ".*everything must be given nothing; got 1 values"),
@@ -228,6 +245,28 @@ WRONG_FOR_RULES = {
     "gradient_axis": (lambda: scaled.gradient("factors", "heads"), "axes must be of batch, .*; got 'heads'"),
     "gradient_order": (lambda: scaled.gradient("factors", "row head"), "axes must be of batch, .*; got 'row head'"),
     "gradient_twice": (lambda: scaled.adds("factors", "row row"), "axes must be of batch, .*; got 'row row'"),
+    "gradient_distance": (
+        lambda: scaled.gradient("factors", "row distance", "power"),
+        "axes must be of batch, .*, or of batch, head, distance; got 'row distance'",
+    ),
+    "gradient_distance_order": (
+        lambda: scaled.gradient("factors", "distance head", "power"),
+        "axes must be of batch, .*; got 'distance head'",
+    ),
+    "gradient_without_origin": (
+        lambda: scaled.adds("factors", "head distance"),
+        "origin must be one of power, as axes are 'head distance'; got None",
+    ),
+    "gradient_origin": (
+        lambda: scaled.reads("factors", "head distance", "factors"),
+        "origin must be one of power, as axes are 'head distance'; got 'factors'",
+    ),
+    "gradient_origin_of_nothing": (
+        lambda: scaled.reads("factors", "head", "power"),
+        "origin must be None, as axes are 'head'; got 'power'",
+    ),
+    "origin_tensor": (lambda: distant(IDS, IDS), "zero must be an integer; got Tensor"),
+    "origin_float": (lambda: distant(IDS, 0.5), "zero must be an integer; got float"),
     "gradient_arguments": (
         lambda: scaled.gradient("factors", "head")(lambda score: score),
         r"the function must take what .*scaled does, \(score, .*, power\); got \(score\)",
@@ -251,13 +290,12 @@ def test_wrong_arguments_of_rules(make, message):
         make()
 
 
-@pytest.mark.parametrize("impl", ["tiled", "flash"])
-def test_a_captured_tensor_without_a_gradient_is_named(impl):
-    """Where its gradient is needed; autograd finds it by itself for naive."""
+def test_a_captured_tensor_without_a_gradient_is_named():
+    """Where its gradient is needed; autograd finds it by itself for naive and tiled."""
     factors = torch.ones(4, requires_grad=True)
     reason = "the score rule .*scaled captured a tensor that needs a gradient, and has no `gradient` for it"
     with pytest.raises(ValueError, match=reason):
-        attention(Q, K, K, scores=scaled(factors, 2), impl=impl)
+        attention(Q, K, K, scores=scaled(factors, 2), impl="flash")
     with torch.no_grad():
         explain(Q, K, K, scores=scaled(factors, 2))
     assert attention(Q, K, K, scores=scaled(factors, 2)).requires_grad
@@ -287,6 +325,29 @@ def test_a_captured_tensor_without_a_gradient_is_named(impl):
         (
             {"scores": alibi(torch.zeros(2, 3))},
             "what scores captured must have shape (2, 4), for batch head, or 1 there; got (2, 3)",
+        ),
+        (
+            {"mask": ~distant(torch.zeros(4, 11), 3)},
+            "what mask captured for distances must have at least 4 elements before its origin, and 7 from there on; "
+            "got 3 and 8",
+        ),
+        (
+            {"scores": relative_bias(torch.zeros(4, 10))},
+            "what scores captured must have shape (2, 4, 11), for batch head distance, or 1 there; got (1, 4, 10)",
+        ),
+        (
+            {"scores": relative_bias(torch.zeros(2, 11))},
+            "what scores captured must have shape (2, 4, 11), for batch head distance, or 1 there; got (1, 2, 11)",
+        ),
+        (
+            {"scores": relative_bias(torch.zeros(4, 20), 3)},
+            "what scores captured for distances must have at least 4 elements before its origin, and 7 from there on; "
+            "got 3 and 17",
+        ),
+        (
+            {"scores": relative_bias(torch.zeros(1, 1, 11))},
+            "what scores captured for distances must have at least 4 elements before its origin, and 7 from there on; "
+            "got 5 and 6",
         ),
     ],
 )

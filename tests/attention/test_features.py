@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+import operator
+from functools import partial, reduce
 from operator import methodcaller
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from cs336_systems.attention import attention
 from cs336_systems.attention.rules import score_rule
-from cs336_systems.attention.variants import block_local, causal, dilated, document, prefix
+from cs336_systems.attention.variants import block_local, causal, dilated, document, prefix, relative_bias
 from cs336_systems.kernels.language import at, tanh
 from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs, poisoned_memory
 
@@ -103,6 +104,23 @@ class Maker:
         scores = bent(rates.requires_grad_(), offsets) + stretched((0.5 + factors).requires_grad_())
         return {"scores": scores}
 
+    def distances(self, axes, before=0, after=0):
+        """A table of all distances, if "d" is among the axes, and of some more ``before`` and ``after`` them."""
+        length = self.q_len + self.k_len - 1 + before + after if "d" in axes else 1
+        origin = self.q_len - 1 + before if "d" in axes else None
+        return {"scores": relative_bias(self.parameter(*self.shape(axes)[:2], length), origin)}
+
+
+def together(*features):
+    """All of these, the changes of scores one after another."""
+    made = {}
+    for each in features:
+        scores = [one["scores"] for one in (made, each) if "scores" in one]
+        made |= each
+        if scores:
+            made["scores"] = reduce(operator.add, scores)
+    return made
+
 
 DROPPED = {"dropout_p": 0.3, "seed": -(2**40) + 5}
 ALONE = {
@@ -120,6 +138,10 @@ ALONE = {
     "documents": lambda make: make.documents(),
     "prefixes": lambda make: make.prefixes(),
     "rules": lambda make: make.rules(),
+    "distances": lambda make: make.distances("hd"),
+    "distances_of_entries": lambda make: make.distances("bd", before=3),
+    "distances_of_all": lambda make: make.distances("d", after=40),
+    "distances_that_are_one": lambda make: make.distances("bh"),
     "sinks": lambda make: make.sinks(),
     "dropout": lambda make: DROPPED,
 }
@@ -129,6 +151,12 @@ TOGETHER = {
     "bias_mask_dropout": lambda make: make.bias("hqk") | make.mask("qk") | DROPPED,
     "rules_prefixes_sinks": lambda make: make.rules() | make.prefixes() | make.sinks(),
     "cap_alibi_bias_rules": lambda make: {"softcap": 1.5} | make.slopes() | make.bias("qk") | make.rules(),
+    "distances_window_bias_dropout": lambda make: (
+        {"window": (25, None)} | make.distances("bhd", 2, 1) | make.bias("hqk") | DROPPED
+    ),
+    "rules_around_distances": lambda make: (
+        {"softcap": 2.0} | together(make.rules(), make.distances("hd"), make.rules()) | make.documents()
+    ),
     "window_mask_dropout_sinks": lambda make: {"window": (None, 7)} | make.mask("bhk") | DROPPED | make.sinks(),
 }
 IMPLEMENTATIONS = [
@@ -157,9 +185,9 @@ def test_values_and_gradients_are_within_the_budget(impl, dtype, device, name):
     check(impl, inputs, features, causal="bottom_right" if name in TOGETHER else False)
 
 
-# A tensor for each pair, one for each row and for each column: the ways in which tiles meet.
+# A tensor for each pair, one for each row, for each column and for each distance: the ways in which tiles meet.
 @pytest.mark.parametrize(
-    "name", ["window", "softcap", "alibi", "bias", "mask", "documents", "rules", "sinks", "dropout"]
+    "name", ["window", "softcap", "alibi", "bias", "mask", "documents", "rules", "distances", "sinks", "dropout"]
 )
 @pytest.mark.parametrize("lengths", [(130, 150), (150, 130)], ids=["more_keys", "more_queries"])
 def test_lengths_beyond_a_tile(flash_device, lengths, name):
@@ -180,6 +208,9 @@ MAKERS = {
     "bias": st.builds(methodcaller, st.just("bias"), AXES),
     "mask": MASKS,
     "rules": st.just(ALONE["rules"]),
+    "distances": st.builds(
+        methodcaller, st.just("distances"), st.sets(st.sampled_from("bhd")), st.integers(0, 20), st.integers(0, 20)
+    ),
     "sinks": st.just(ALONE["sinks"]),
     "dropout": st.builds(methodcaller, st.just("dropout"), st.floats(0.0, 1.0), st.integers(-(2**63), 2**64 - 1)),
 }
@@ -209,9 +240,8 @@ def calls(dtypes):
 def check_call(impl, device, call):
     torch.manual_seed(call["seed"])
     inputs = make_inputs(call["shapes"], dtype=call["dtype"], device=device)
-    make, features = Maker(call["shapes"], call["dtype"], device), {}
-    for maker in call["makers"].values():
-        features |= maker(make)
+    make = Maker(call["shapes"], call["dtype"], device)
+    features = together(*[maker(make) for maker in call["makers"].values()])
     check(impl, inputs, features, call["causal"])
 
 

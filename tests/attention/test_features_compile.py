@@ -13,9 +13,9 @@ from cs336_systems.attention import ops as operators
 from cs336_systems.attention.features import Features, Sizes, assemble
 from cs336_systems.attention.rules import score_rule
 from cs336_systems.attention.spec import AttentionSpec, Causal
-from cs336_systems.attention.variants import document, prefix
+from cs336_systems.attention.variants import document, prefix, relative_bias
 from cs336_systems.attention.variants import window as window_rule
-from cs336_systems.kernels.language import at, tanh
+from cs336_systems.kernels.language import at, tanh, tl
 from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs
 
 SHAPES = Shapes.of(2, q_len=5, k_len=9, d=16, dv=8, q_heads=4, kv_heads=2)
@@ -130,6 +130,39 @@ def test_masks_are_inverted_in_a_graph(impl, device):
         torch.compile(attend, fullgraph=True, backend="aot_eager"), inputs, {"ids": ids, "lengths": lengths}
     )
     assert_same(results, evaluate(partial(attention, mask=expected, impl=impl, return_lse=True), inputs))
+
+
+@score_rule
+def clipped(score, batch, head, row, column, rates, reach):
+    return score * at(rates, (head, tl.minimum(tl.maximum(column - row, -reach), reach) + reach))
+
+
+@pytest.mark.parametrize(("impl", "dynamic"), [("flash", None), ("tiled", None), ("naive", None), ("flash", True)])
+def test_biases_by_distance_in_a_graph(impl, device, dynamic):
+    """Made of buckets there; with dynamic sizes one graph serves all lengths."""
+
+    def attend(q, k, v, weights):
+        distances = torch.arange(1 - q.shape[-2], k.shape[-2], device=q.device)
+        scores = relative_bias(weights[:, distances.clamp(-3, 3) + 3], q.shape[-2] - 1)
+        return attention(q, k, v, causal=True, scores=scores, impl=impl, return_lse=True)
+
+    run = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for number, (batch, q_len, k_len) in enumerate(((3, 5, 10), (5, 8, 24))[: 2 if dynamic else 1]):
+        inputs = make_inputs(Shapes.of(batch, q_len=q_len, k_len=k_len, d=16, q_heads=4, kv_heads=2), device=device)
+        weights = torch.randn(4, 7, device=device).requires_grad_()
+        with torch.compiler.set_stance("fail_on_recompile" if number else "default"):
+            results = evaluate(run, inputs, {"weights": weights})
+        assert_same(results, evaluate(attend, inputs, {"weights": weights}))
+
+
+@pytest.mark.parametrize("impl", ["tiled", "naive"])
+def test_rules_without_derivatives_in_a_graph(impl, device):
+    def attend(q, k, v, rates):
+        return attention(q, k, v, scores=clipped(rates, 3), impl=impl, return_lse=True)
+
+    inputs, rates = make_inputs(SHAPES, device=device), torch.randn(4, 7, device=device).requires_grad_()
+    run = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    assert_same(*[evaluate(one, inputs, {"rates": rates}) for one in (run, attend)])
 
 
 def test_the_compiled_implementation_takes_features(device):

@@ -14,6 +14,7 @@ from cs336_systems.attention import attention, variants
 from cs336_systems.attention.rules import predicate, score_rule
 from cs336_systems.attention.variants.alibi import _alibi
 from cs336_systems.attention.variants.bias import _bias
+from cs336_systems.attention.variants.relative_bias import _relative_bias
 from cs336_systems.attention.variants.softcap import _softcap
 from cs336_systems.kernels import rules
 from cs336_systems.kernels.language import at, in_torch, jit, tanh, tl
@@ -209,6 +210,9 @@ VARIED = [
     (_alibi, [torch.rand(1, 2, dtype=WIDE), -3]),
     (_bias, [torch.randn(2, 2, 9, 11, dtype=WIDE)]),
     (_bias, [torch.randn(1, 2, 1, 11, dtype=WIDE)]),
+    (_relative_bias, [torch.randn(2, 2, 19, dtype=WIDE), 8]),
+    (_relative_bias, [torch.randn(1, 2, 24, dtype=WIDE), 11]),
+    (_relative_bias, [torch.randn(2, 2, 1, dtype=WIDE), 0]),
 ]
 
 
@@ -229,12 +233,17 @@ def test_derivatives_of_variants_are_those_of_their_functions(rule, captured):
     for (slot, leaf), expected in zip(tensors.items(), of_captured, strict=True):
         own = code.gradients[slot]
         term = weights if own.code is None else weights * own.in_torch[WIDE](*arguments)
-        assert own.axes == ("batch", "head", "row", "column")[: leaf.ndim]
-        torch.testing.assert_close(term.sum_to_size(*leaf.shape, *[1] * (4 - leaf.ndim)).view_as(leaf), expected)
+        distance = COLUMN - ROW + code.origin(slot, tuple(captured))
+        places = {"batch": BATCH, "head": HEAD, "row": ROW, "column": COLUMN, "distance": distance}
+        read = [places[name] * (size > 1) for name, size in zip(own.axes, leaf.shape, strict=True)]
+        torch.testing.assert_close(torch.zeros_like(leaf).index_put(read, term.detach(), accumulate=True), expected)
+
+
+SCORE_VARIANTS = {"softcap", "alibi", "bias", "relative_bias"}
 
 
 def test_every_variant_is_tested():
-    assert set(variants.__all__) <= {name.split("_of_")[0] for name in VARIANTS} | {"softcap", "alibi", "bias"}
+    assert set(variants.__all__) <= {name.split("_of_")[0] for name in VARIANTS} | SCORE_VARIANTS
 
 
 def test_score_rules_are_applied_in_order(flash_device):

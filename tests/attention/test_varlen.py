@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cs336_systems.attention import attention, attention_varlen
-from cs336_systems.attention.variants import block_local, dilated
+from cs336_systems.attention.variants import block_local, dilated, relative_bias
 from cs336_systems.testing import (
     Shapes,
     assert_packed_within_budget,
@@ -56,6 +56,9 @@ class Maker:
     def sinks(self):
         return {"sinks": self.parameter(self.heads)}
 
+    def relative(self):
+        return {"scores": relative_bias(self.parameter(self.heads, 2 * max(self.most) - 1))}
+
     def mask(self):
         return {"mask": torch.rand(self.batch, 1, 1, self.most[1], device=self.on["device"]) < 0.8}
 
@@ -74,6 +77,7 @@ CASES = {
     "bias_of_keys": (True, lambda make: make.bias("bk")),
     "bias_of_queries": (False, lambda make: make.bias("hq") | {"softcap": 2.0}),
     "bias_of_heads": ("top_left", lambda make: make.bias("h")),
+    "relative_bias": (True, lambda make: make.relative()),
     "mask": (True, lambda make: make.mask()),
     "rules": (False, lambda make: {"mask": ~dilated(3) | block_local(8)} | make.sinks()),
 }
@@ -117,7 +121,7 @@ def test_flash_of_any_lengths(flash_device, call):
     name, dtype = call.pop("name"), call["dtype"]
     causal, features = CASES[name]
     lengths = call.pop("lengths")
-    if not all(max(column) for column in zip(*lengths, strict=True)) and name.startswith(("bias", "mask")):
+    if not all(max(column) for column in zip(*lengths, strict=True)) and name.startswith(("bias", "mask", "relative")):
         lengths = [*lengths, (1, 1)]
     inputs = make_packed(lengths, device=flash_device, **call)
     check("flash", inputs, lengths, causal, features(Maker(lengths, call["heads"][0], dtype, flash_device)))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cs336_systems.attention import attention_varlen, explain_varlen
-from cs336_systems.attention.variants import block_local
+from cs336_systems.attention.variants import block_local, relative_bias
 
 Q, K = torch.zeros(10, 4, 16), torch.zeros(12, 2, 16)
 THREE = torch.zeros(12, 3, 16)
@@ -46,6 +46,10 @@ OPTIONS = {
     "bias_unbounded": (
         {"bias": torch.zeros(6, 6)},
         "bias must have a shape that broadcasts to (2, 4, 1, 1); got (6, 6), without max_seqlen_q and max_seqlen_k",
+    ),
+    "relative_unbounded": (
+        {"scores": relative_bias(torch.zeros(4, 11))},
+        "max_seqlen_q and max_seqlen_k must be given for what scores captured for distances; got None",
     ),
     "slopes": ({"alibi_slopes": torch.zeros(3, 4)}, "alibi_slopes must have shape (4,) or (2, 4); got (3, 4)"),
     "blocks": ({"mask": block_local(3).with_blocks(10, 12)}, "mask must have no lists of blocks for packed sequences"),

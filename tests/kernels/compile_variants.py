@@ -52,7 +52,7 @@ def features(dtype: torch.dtype) -> dict[str, tuple[dict[str, Any], tuple[Tensor
     """Settings and extras of each feature, for inputs of a dtype."""
     ids = made(2, LENGTH, dtype=torch.int32)
     bias = made(1, HEADS, LENGTH, LENGTH, dtype=dtype)
-    slopes = made(1, HEADS)
+    slopes, table = made(1, HEADS), made(1, HEADS, 2 * LENGTH - 1)
     seed = made(1, dtype=torch.int64)
     documents, _ = rules(variants.document(ids))
     starts = (made(6, dtype=torch.int32), made(6, dtype=torch.int32))
@@ -67,6 +67,7 @@ def features(dtype: torch.dtype) -> dict[str, tuple[dict[str, Any], tuple[Tensor
         "softcap": rules(scores=variants.softcap(30.0)),
         "alibi": rules(scores=variants.alibi(slopes)),
         "bias": rules(scores=variants.bias(bias)),
+        "relative_bias": rules(scores=variants.softcap(30.0) + variants.relative_bias(table)),
         "row_of_bias": rules(scores=variants.bias(made(2, 1, 1, LENGTH, dtype=dtype))),
         "document": rules(variants.document(ids)),
         "document_blocks": ({**documents, "blocks": True, "causal": "bottom_right"}, (*lists, ids, ids)),
@@ -103,7 +104,7 @@ def launches(arithmetic: tuning.Arithmetic, width: int, name: str) -> dict[str, 
 
     written, row = made(2, HEADS, LENGTH, width, dtype=dtype), made(2, HEADS, LENGTH)
     bound = None if arithmetic == "half" else made(8)
-    sums = Sums.of(variation, written, written)
+    sums = Sums.of(variation, written, written, extras)
     tensors = portable.BackwardTensors(written, row, row, row, bound, written, written, written, sums)
     call = (variation, extras, width**-0.5, arithmetic)
     inputs = [read() for _ in range(4)]
@@ -112,9 +113,11 @@ def launches(arithmetic: tuning.Arithmetic, width: int, name: str) -> dict[str, 
         "dq": portable.describe_dq(inputs, tensors, *call),
         "dkdv": portable.describe_dkdv(inputs, tensors, *call),
     }
-    for term in variation.terms("pair"):
-        target = extras[variation.differentiated[term].position]
-        found["pairs"] = portable.describe_pairs(inputs, tensors, term, target, *call)
+    size = portable.band_size(*(x.tensor for x in inputs[:3]), arithmetic)
+    for term in variation.gathered:
+        one = variation.differentiated[term]
+        target = sums.target(term, extras[one.position], size)
+        found[f"{one.kind}s"] = portable.describe_pairs(inputs, tensors, term, target, *call)
     return found
 
 
@@ -133,7 +136,7 @@ def main(arguments: Iterable[str]) -> None:
             "feature": name,
             "pass": which,
             "arithmetic": arithmetic,
-            **compile_for(capability, portable.KERNELS[which], launch).as_row(),
+            **compile_for(capability, portable.KERNELS["pairs" if which == "distances" else which], launch).as_row(),
         }
         for name in options.features
         for arithmetic in options.arithmetics

@@ -1,7 +1,7 @@
 """Named masks and score changes, each a small file of rules. Positions are those in q and k, from 0 on.
 
 Masks: `causal`, `window`, `prefix`, `document`, `dilated`, `block_local`, `visible_where`. Scores: `softcap`, `alibi`,
-`bias`.
+`bias`, `relative_bias`.
 """
 
 from .alibi import alibi
@@ -11,6 +11,7 @@ from .causal import causal
 from .dilated import dilated
 from .document import document
 from .prefix import prefix
+from .relative_bias import relative_bias
 from .softcap import softcap
 from .visible_where import visible_where
 from .window import window
@@ -23,6 +24,7 @@ __all__ = [
     "dilated",
     "document",
     "prefix",
+    "relative_bias",
     "softcap",
     "visible_where",
     "window",

@@ -1,0 +1,241 @@
+"""Biases by distance: what scores read, what becomes of gradients, and the example of the documentation."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from cs336_systems.attention import attention
+from cs336_systems.attention.rules import score_rule
+from cs336_systems.attention.variants import bias, relative_bias, softcap
+from cs336_systems.kernels.diagonals import diagonal_sums, placed, sums_of_bands
+from cs336_systems.kernels.language import at, tanh
+from cs336_systems.kernels.tuning import TileConfig, pin
+from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs, poisoned_memory
+
+ROOT = Path(__file__).parents[2]
+SHAPES = Shapes.of(2, q_len=35, k_len=41, d=8, q_heads=4, kv_heads=2)
+# What is used of torch.compile beyond its own warnings: torch hides these, where warnings are no errors.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch", "ignore:The .grad attribute of a:UserWarning"
+)
+
+EVERY = pytest.mark.parametrize("impl", ["flash", "tiled", "naive", "compiled"])
+
+
+def table(shapes, *leading, before=0, after=0, device="cpu", dtype=torch.float32):
+    length = shapes.q[-2] + shapes.k[-2] - 1 + before + after
+    return torch.randn(*leading, length, device=device, dtype=dtype).requires_grad_()
+
+
+def check(impl, inputs, features, **settings):
+    with poisoned_memory():
+        results = evaluate(partial(attention, impl=impl, return_lse=True, **settings), inputs, features)
+    assert_within_budget(results, inputs, features=features, **settings)
+    return results
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 5), (5, 1), (4, 7), (7, 4)])
+def test_sums_of_diagonals(size):
+    tiles = torch.randn(2, 3, *size, dtype=torch.float64)
+    sums = [tiles.diagonal(offset, -2, -1).sum(-1) for offset in range(1 - size[0], size[1])]
+    torch.testing.assert_close(diagonal_sums(tiles), torch.stack(sums, -1))
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (3, 9), (8, 8), (9, 4), (4, 13), (17, 3)])
+def test_sums_of_bands_are_those_of_all_pairs(lengths):
+    """Tiles of 4, the last ones of which are partly beyond the ends, where there is nothing."""
+    pairs = torch.randn(2, *lengths, dtype=torch.float64)
+    rows, columns = (-(-length // 4) for length in lengths)
+    whole = torch.nn.functional.pad(pairs, (0, columns * 4 - lengths[1], 0, rows * 4 - lengths[0]))
+    tiles = whole.unflatten(-1, (columns, 4)).unflatten(-3, (rows, 4)).transpose(-2, -3)
+    bands = torch.stack([tiles.diagonal(band, 1, 2).sum(-1) for band in range(1 - rows, columns)], 1)
+    halves = torch.nn.functional.pad(diagonal_sums(bands), (1, 0)).unflatten(-1, (2, 4))
+    sums = sums_of_bands(halves, *lengths)
+    torch.testing.assert_close(sums, diagonal_sums(pairs))
+    wide = placed(sums, lengths[0] + 1, lengths[0], sum(lengths) + 4)
+    torch.testing.assert_close(wide, torch.nn.functional.pad(diagonal_sums(pairs), (2, 3)))
+
+
+@EVERY
+def test_scores_get_the_element_of_their_distance(impl, device):
+    """Beside a bias with all that written out, and with the last query at the place of the last key."""
+    inputs = make_inputs(SHAPES, device=device)
+    q_len, k_len = SHAPES.q[-2], SHAPES.k[-2]
+    own = torch.randn(4, 2 * k_len - 1, device=device)
+    shift = k_len - q_len
+    distance = torch.arange(k_len, device=device) - torch.arange(q_len, device=device)[:, None] - shift
+    written = attention(*inputs[:3], bias=own[:, distance + k_len - 1], impl="naive")
+    out = attention(*inputs[:3], scores=relative_bias(own, k_len - 1 - shift), impl=impl)
+    torch.testing.assert_close(out, written)
+
+
+@EVERY
+@pytest.mark.parametrize("lengths", [(33, 33), (33, 12), (1, 40)])
+def test_the_origin_is_the_middle_unless_said(impl, device, lengths):
+    """One table serves all lengths up to its own."""
+    shapes = Shapes.of(1, q_len=lengths[0], k_len=lengths[1], d=8, q_heads=2)
+    inputs = make_inputs(shapes, device=device)
+    own = torch.randn(2, 2 * 40 - 1, device=device).requires_grad_()
+    gradients = []
+    for scores in (
+        relative_bias(own),
+        relative_bias(own, 39),
+        relative_bias(own[:, 40 - lengths[0] : 39 + lengths[1]], lengths[0] - 1),
+    ):
+        out = attention(*inputs[:3], scores=scores, impl=impl)
+        gradients.append((out.detach(), *torch.autograd.grad(out, own, inputs.dout)))
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0])
+    unread = gradients[0][1][:, [*range(40 - lengths[0]), *range(39 + lengths[1], 79)]]
+    assert not unread.any()
+
+
+@pytest.mark.parametrize("tiles", [(16, 16), (32, 16), (16, 64), (64, 64)])
+@pytest.mark.parametrize("causal", ["top_left", "bottom_right"])
+@pytest.mark.parametrize("lengths", [(70, 45), (45, 70)])
+def test_tiles_of_any_size(flash_device, tiles, causal, lengths):
+    shapes = Shapes.of(2, q_len=lengths[0], k_len=lengths[1], d=16, q_heads=2, kv_heads=1)
+    inputs = make_inputs(shapes, dtype=torch.float16, device=flash_device)
+    features = {"window": (20, None), "scores": relative_bias(table(shapes, 2, device=flash_device), lengths[0] - 1)}
+    with pin(dq=TileConfig(*tiles, 4, 1)):
+        check("flash", inputs, features, causal=causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("d", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize(("lengths", "window"), [((515, 1025), None), ((1000, 700), (200, None)), ((300, 300), None)])
+def test_diagonals_of_many_tiles(lengths, window, d, dtype):
+    """Every tile that the table of configurations has."""
+    shapes = Shapes.of(3, q_len=lengths[0], k_len=lengths[1], d=d, q_heads=4, kv_heads=2)
+    inputs = make_inputs(shapes, dtype=dtype, device="cuda")
+    features = {"window": window, "scores": relative_bias(table(shapes, 4, device="cuda"), lengths[0] - 1)}
+    for causal in (False, True):
+        check("flash", inputs, features, causal=causal)
+
+
+@pytest.mark.parametrize("impl", ["flash", "tiled"])
+def test_gradients_are_the_same_on_every_run(impl, device):
+    inputs = make_inputs(SHAPES, device=device)
+    features = {"scores": relative_bias(table(SHAPES, 1, device=device), 34) + softcap(2.0)}
+    first, second = (evaluate(partial(attention, impl=impl), inputs, features) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("impl", ["flash", "tiled"])
+@pytest.mark.parametrize("own", [torch.float16, torch.float32, torch.float64])
+def test_a_table_may_have_a_dtype_and_strides_of_its_own(impl, device, own):
+    inputs = make_inputs(SHAPES, dtype=torch.float16, device=device)
+    strided = torch.randn(75, 8, device=device, dtype=own).T[::2].requires_grad_()
+    assert check(impl, inputs, {"scores": relative_bias(strided, 34)})["dscores_0"].dtype == own
+
+
+@pytest.mark.parametrize("impl", ["flash", "tiled"])
+def test_several_tables(impl, device):
+    """And one that two rules captured: autograd adds up what it gets from each."""
+    inputs = make_inputs(SHAPES, device=device)
+    own, other = table(SHAPES, 4, device=device), table(SHAPES, 2, 1, before=2, device=device)
+    full = torch.randn(1, 1, 35, 41, device=device).requires_grad_()
+    made = relative_bias(own, 34) + softcap(1.5) + relative_bias(other, 36) + bias(full)
+    check(impl, inputs, {"scores": made}, causal=True)
+    twice = relative_bias(own, 34) + relative_bias(own, 34)
+    single = attention(*inputs[:3], scores=relative_bias(2 * own, 34), impl=impl)
+    torch.testing.assert_close(attention(*inputs[:3], scores=twice, impl=impl), single)
+    gradients = [
+        torch.autograd.grad(attention(*inputs[:3], scores=scores, impl=impl), own, inputs.dout)[0]
+        for scores in (twice, relative_bias(2 * own, 34))
+    ]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("impl", ["flash", "tiled"])
+def test_a_table_may_hide_distances(impl, device):
+    """Some of them, or all: then no query sees anything."""
+    inputs = make_inputs(SHAPES, device=device)
+    distance = torch.arange(-34, 41, device=device)
+    hidden = (distance > 1) | (distance < -3) & (distance >= -20)
+    own = torch.randn(4, 75, device=device).masked_fill(hidden, -math.inf).requires_grad_()
+    results = check(impl, inputs, {"scores": relative_bias(own, 34)})
+    assert not results["dscores_0"][..., hidden].any()
+    nothing = torch.full((1, 75), -math.inf, device=device).requires_grad_()
+    assert not check(impl, inputs, {"scores": relative_bias(nothing, 34)})["out"].any()
+
+
+SIZE = {"q_len": 5, "k_len": 6, "d": 8}
+
+
+@pytest.mark.parametrize("impl", ["flash", "tiled"])
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        Shapes.of(2, **SIZE | {"q_len": 0}, q_heads=2),
+        Shapes.of(2, **SIZE | {"k_len": 0}, q_heads=2),
+        Shapes.of(0, **SIZE, q_heads=2),
+        Shapes.of(3, **SIZE),
+        Shapes.of(**SIZE),
+        Shapes.of(2, 3, **SIZE, q_heads=2),
+    ],
+    ids=["no_queries", "no_keys", "no_batch", "no_head_axis", "no_batch_axis", "two_batch_axes"],
+)
+def test_any_axes(impl, device, shapes):
+    inputs = make_inputs(shapes, device=device)
+    heads, batch = (shapes.q[-3], math.prod(shapes.q[:-3])) if len(shapes.q) > 3 else (1, math.prod(shapes.q[:-2]))
+    features = {"scores": relative_bias(table(shapes, batch, heads, device=device), shapes.q[-2] - 1)}
+    check(impl, inputs, features)
+
+
+@score_rule(steepest=2.0)
+def steered(score, batch, head, row, column, rates, zero):
+    return score + tanh(score) * at(rates, (head, column - row + zero))
+
+
+@steered.derivative
+def _(score, batch, head, row, column, rates, zero):
+    bend = tanh(score)
+    return 1.0 + (1.0 - bend * bend) * at(rates, (head, column - row + zero))
+
+
+@steered.gradient("rates", axes="head distance", origin="zero")
+def _(score, batch, head, row, column, rates, zero):
+    return tanh(score)
+
+
+@pytest.mark.parametrize("impl", ["flash", "tiled"])
+def test_a_rule_of_ones_own_by_distance(impl, device):
+    inputs = make_inputs(SHAPES, device=device)
+    rates = torch.rand(4, 80, device=device).requires_grad_()
+    check(impl, inputs, {"scores": softcap(3.0) + steered(rates, 36) + softcap(2.0)}, causal="top_left")
+
+
+def t5_of_the_docs():
+    """The example of the documentation, as it stands there."""
+    text = (ROOT / "docs/features.md").read_text(encoding="utf-8")
+    [example] = [part for part in text.split("```python\n") if "def bucket(" in part]
+    return compile(example.split("```")[0], "docs/features.md", "exec")
+
+
+def test_buckets_of_the_docs_are_t5s():
+    made = dict.fromkeys("qkv") | {"weights": torch.zeros(2, 32), "q_len": 1, "k_len": 1}
+    made["attention"] = lambda *given, **named: None
+    exec(t5_of_the_docs(), made)
+    distances = torch.tensor([0, -1, -7, -8, -11, -12, -15, -16, -22, -23, -90, -91, -1000, 1, 7, 8, 12, 90, 91, 128])
+    expected = torch.tensor([0, 1, 7, 8, 8, 9, 9, 10, 10, 11, 14, 15, 15, 17, 23, 24, 25, 30, 31, 31])
+    assert torch.equal(made["bucket"](distances), expected)
+
+
+@EVERY
+def test_t5_as_the_docs_say(impl, device):
+    inputs, outs = make_inputs(SHAPES, device=device), []
+    weights = torch.randn(4, 32, device=device).requires_grad_()
+    names = {"weights": weights, "q_len": 35, "k_len": 41, **dict(zip("qkv", inputs[:3], strict=True))}
+    names["attention"] = lambda *given, **named: outs.append(attention(*given, **named, impl=impl))
+    exec(t5_of_the_docs(), names)
+    distance = torch.arange(41, device=device) - torch.arange(35, device=device)[:, None]
+    outs.append(attention(*inputs[:3], bias=weights[:, names["bucket"](distance)], scale=1.0, impl="naive"))
+    torch.testing.assert_close(*outs)
+    torch.testing.assert_close(*[torch.autograd.grad(out, weights, inputs.dout)[0] for out in outs])
