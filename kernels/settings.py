@@ -8,6 +8,7 @@ Imports no Triton: every implementation needs it.
 from __future__ import annotations
 
 import ast
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +67,7 @@ class Settings:
 
     @staticmethod
     def of(text: str, numbers: Sequence[float]) -> Settings:
-        """The settings with this `text` and these `numbers`."""
+        """The settings with this `text` and these `numbers`; an integer in a float's place is its `bits_of`."""
         return Settings(*_filled(ast.literal_eval(text), iter(numbers)))
 
     @property
@@ -117,8 +118,21 @@ def _filled(structure: Any, numbers: Iterator[float]) -> Any:
     if isinstance(structure, tuple):
         return tuple([_filled(part, numbers) for part in structure])
     if isinstance(structure, float):
-        return next(numbers)
+        number = next(numbers)
+        return number if isinstance(number, (float, torch.SymFloat)) else float_of(number)
     return int(next(numbers)) if isinstance(structure, int) and not isinstance(structure, bool) else structure
+
+
+def bits_of(number: float) -> int:
+    """The bits of a float, as one integer that stands for it among integers."""
+    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
+    return bits
+
+
+def float_of(bits: int) -> float:
+    """The float that has these bits."""
+    number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return number
 
 
 _texts: dict[tuple[Any, ...], str] = {}
@@ -132,5 +146,6 @@ def text_of(*structure: Any) -> str:
     return text
 
 
-# torch.compile takes what it returns for a constant, as its arguments are.
+# torch.compile takes what they return for a constant, as their arguments are.
 text_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+bits_of._dynamo_marked_constant = True  # type: ignore[attr-defined]

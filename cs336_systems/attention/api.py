@@ -201,4 +201,4 @@ def _choose(
     features: Features | None,
 ) -> tuple[Run, AttentionSpec, tuple[Tensor, ...]]:
     problem = check(q, k, v, causal, scale, return_lse, window, features, deterministic)
-    return RUN[choose.explain(problem, impl).choice], problem.spec, problem.extras
+    return RUN[choose.choose(problem, impl)], problem.spec, problem.extras

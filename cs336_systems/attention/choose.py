@@ -71,26 +71,33 @@ def parse(impl: str | Implementation) -> Implementation | None:
     return None if impl == "auto" else Implementation(impl)
 
 
-def explain(problem: Problem, impl: str | Implementation = "auto") -> Explanation:
-    """Choose, and say why.
+def choose(problem: Problem, impl: str | Implementation = "auto") -> Implementation:
+    """The implementation that computes a call.
 
     Raises:
         ValueError: ``impl`` names an implementation that cannot compute the call.
     """
     asked = parse(impl)
-    reasons = {implementation: why_not(implementation, problem) for implementation in IMPLEMENTATIONS}
     if asked is not None:
-        reason = reasons[asked]
+        # The others are not asked: an answer can depend on lengths, and what is traced would hold for such alone.
+        reason = why_not(asked, problem)
         if reason is not None:
             raise ValueError(f"impl={asked.value!r} cannot compute this call: {reason}")
-        choice = asked
-        others = f"{asked.value!r} was asked for"
-    else:
-        order = PREFERENCE.get(problem.device.type, PREFERENCE["cpu"])
-        choice = next(implementation for implementation in order if reasons[implementation] is None)
-        others = f"{choice.value!r} comes before it on {problem.device.type}"
+        return asked
+    order = PREFERENCE.get(problem.device.type, PREFERENCE["cpu"])
+    return next(implementation for implementation in order if why_not(implementation, problem) is None)
+
+
+def explain(problem: Problem, impl: str | Implementation = "auto") -> Explanation:
+    """Choose as `choose` does, and say why not each other one."""
+    choice = choose(problem, impl)
+    others = f"{choice.value!r} " + (
+        "was asked for" if parse(impl) is not None else f"comes before it on {problem.device.type}"
+    )
     passed_over = {
-        implementation: reason or others for implementation, reason in reasons.items() if implementation is not choice
+        implementation: why_not(implementation, problem) or others
+        for implementation in IMPLEMENTATIONS
+        if implementation is not choice
     }
     return Explanation(choice, passed_over)
 
@@ -110,7 +117,7 @@ def spec_for(
     problem = check(q, k, v, is_causal, scale, return_lse)
     if q.ndim < 3:
         raise ValueError(f"q must have at least 3 dimensions (batch, length, head_dim); got {shape_of(q)}")
-    explain(problem, implementation)
+    choose(problem, implementation)
     return problem.spec
 
 

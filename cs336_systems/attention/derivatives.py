@@ -11,6 +11,8 @@ from torch import Tensor
 
 Backward = Callable[..., Any]
 
+TWICE = "this implementation of attention cannot be differentiated twice; impl='naive' can"
+
 
 class _Undifferentiable(torch.autograd.Function):
     """Passes a gradient on, and raises where that gradient is differentiated."""
@@ -21,7 +23,7 @@ class _Undifferentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise RuntimeError("this implementation of attention cannot be differentiated twice; impl='naive' can")
+        raise RuntimeError(TWICE)
 
 
 def differentiable_once(backward: Backward) -> Backward:

@@ -19,17 +19,25 @@ from ..kernels.layout import one_a_row, rows_like
 NAMESPACE = "cs336_systems"
 PLAIN = {Tensor, torch.nn.Parameter}
 
-_library = torch.library.Library(NAMESPACE, "DEF")
-_library.define(
-    "flash_forward(Tensor q, Tensor k, Tensor v, float scale, str settings, Scalar[] numbers, "
-    "Tensor[] extras) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+FORWARD = (
+    "(Tensor q, Tensor k, Tensor v, float scale, str settings, Scalar[] numbers, Tensor[] extras) -> (Tensor, Tensor)"
 )
-_library.define(
-    "flash_backward(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, float scale, "
-    "str settings, Scalar[] numbers, Tensor[] extras, int[] wanted) -> (Tensor, Tensor, Tensor, Tensor[])",
-    tags=(torch.Tag.pt2_compliant_tag,),
+BACKWARD = (
+    "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, float scale, "
+    "str settings, Scalar[] numbers, Tensor[] extras, int[] wanted) -> (Tensor, Tensor, Tensor, Tensor[])"
 )
+"""What an implementation's operators take and return."""
+
+library = torch.library.Library(NAMESPACE, "DEF")
+
+
+def define(implementation: str) -> None:
+    """Declare an implementation's two operators."""
+    library.define(f"{implementation}_forward{FORWARD}", tags=(torch.Tag.pt2_compliant_tag,))
+    library.define(f"{implementation}_backward{BACKWARD}", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+define("flash")
 
 
 @functools.cache
@@ -64,18 +72,18 @@ def _backward(
 
 
 for _device in ("CUDA", "CPU"):
-    _library.impl("flash_forward", _forward, _device)
-    _library.impl("flash_backward", _backward, _device)
+    library.impl("flash_forward", _forward, _device)
+    library.impl("flash_backward", _backward, _device)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::flash_forward", lib=_library)  # type: ignore[untyped-decorator]
+@torch.library.register_fake(f"{NAMESPACE}::flash_forward", lib=library)  # type: ignore[untyped-decorator]
 def _fake_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, settings: str, numbers: Sequence[float], extras: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     return rows_like(q, v.shape[-1]).empty(q.dtype, q.device), one_a_row(q).empty(torch.float32, q.device)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::flash_backward", lib=_library)  # type: ignore[untyped-decorator]
+@torch.library.register_fake(f"{NAMESPACE}::flash_backward", lib=library)  # type: ignore[untyped-decorator]
 def _fake_backward(
     q: Tensor,
     k: Tensor,
@@ -125,7 +133,7 @@ def _one_by_one(info: Any, in_dims: Any, operator: Any, *arguments: Any) -> Any:
     )
 
 
-@torch.library.register_vmap(f"{NAMESPACE}::flash_forward", lib=_library)  # type: ignore[untyped-decorator]
+@torch.library.register_vmap(f"{NAMESPACE}::flash_forward", lib=library)  # type: ignore[untyped-decorator]
 def _vmap_forward(
     info: Any,
     in_dims: Any,
@@ -144,7 +152,7 @@ def _vmap_forward(
     return operator(*_leading(info, in_dims[:3], q, k, v), scale, settings, numbers, []), (0, 0)
 
 
-@torch.library.register_vmap(f"{NAMESPACE}::flash_backward", lib=_library)  # type: ignore[untyped-decorator]
+@torch.library.register_vmap(f"{NAMESPACE}::flash_backward", lib=library)  # type: ignore[untyped-decorator]
 def _vmap_backward(
     info: Any,
     in_dims: Any,

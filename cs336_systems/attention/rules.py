@@ -47,7 +47,7 @@ _BY_DISTANCE = tuple((*before, DISTANCE) for before in ((), ("batch",), ("head",
 class Mask:
     """Which pairs are visible: an expression of predicates and the tensors that they captured.
 
-    Combine masks with ``&``, ``|`` and ``~``.
+    Combine masks with ``&``, ``|`` and ``~``; within torch.compile write ``mask.inverted()`` for ``~mask``.
     """
 
     expression: rules.Mask
@@ -89,6 +89,10 @@ class Mask:
         return self._with("or", other)
 
     def __invert__(self) -> Mask:
+        return self.inverted()
+
+    def inverted(self) -> Mask:
+        """``~mask`` under a name: torch.compile can trace a method, but no ``~`` of a class that is not torch's."""
         return Mask(("not", self.expression), self.tensors)
 
     def _with(self, operator: str, other: Mask) -> Mask:

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from ..kernels.settings import Window
 from . import ops
 from .choose import Implementation
+from .exported import exported
 from .flash import FlashAttentionFunction
 from .naive import compiled, naive
 from .rules import Mask, Scores
@@ -50,6 +51,9 @@ class Options(TensorFeatures, total=False):
 def _run_flash(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool, extras: tuple[Tensor, ...]
 ) -> Result:
+    if torch.compiler.is_exporting():
+        out, lse = exported("flash", q, k, v, spec, extras)
+        return out, lse if return_lse else None
     needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad or any(x.requires_grad for x in extras)
     needs_backward = needs_gradient and torch.is_grad_enabled()
     # Forward-mode tangents ride on tensors that require no gradient: the Function refuses them, the operator would not.
@@ -63,6 +67,9 @@ def _run_flash(
 def _run_tiled(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool, extras: tuple[Tensor, ...]
 ) -> Result:
+    if torch.compiler.is_exporting():
+        out, lse = exported("tiled", q, k, v, spec, extras)
+        return out, lse if return_lse else None
     result = TiledAttentionFunction.apply(q, k, v, spec, None, return_lse, *extras)
     return result if return_lse else (result, None)
 

@@ -110,7 +110,7 @@ def attention_varlen(
     q, k, v = autocast_inputs(q, k, v)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     problem = _check(q, k, v, *lengths, return_lse, {**options})
-    run = RUN[choose.explain(problem, options.get("impl", "auto")).choice]
+    run = RUN[choose.choose(problem, options.get("impl", "auto"))]
     out, lse = run(*_as_matrices(q, k, v), problem.spec, return_lse, problem.extras)
     out = out[0].transpose(0, 1)
     return out if lse is None else (out, lse[0])

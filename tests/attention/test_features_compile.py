@@ -114,6 +114,24 @@ def test_rules_made_in_a_graph(impl, device):
     assert_same(*results)
 
 
+@pytest.mark.parametrize("impl", ["flash", "naive"])
+def test_masks_are_inverted_in_a_graph(impl, device):
+    """By a name: torch.compile traces no ~ of a class."""
+
+    def attend(q, k, v, ids, lengths):
+        mask = document(ids[:, : q.shape[-2]], ids).inverted() & (prefix(lengths) | window_rule(1, 1)).inverted()
+        return attention(q, k, v, mask=mask, impl=impl, return_lse=True)
+
+    inputs = make_inputs(SHAPES, device=device)
+    ids = torch.tensor([[0] * 4 + [1] * 5, [2] * 3 + [3] * 6], device=device)
+    lengths = torch.tensor([3, 0], device=device)
+    expected = ~document(ids[:, :5], ids) & ~(prefix(lengths) | window_rule(1, 1))
+    results = evaluate(
+        torch.compile(attend, fullgraph=True, backend="aot_eager"), inputs, {"ids": ids, "lengths": lengths}
+    )
+    assert_same(results, evaluate(partial(attention, mask=expected, impl=impl, return_lse=True), inputs))
+
+
 @score_rule
 def clipped(score, batch, head, row, column, rates, reach):
     return score * at(rates, (head, tl.minimum(tl.maximum(column - row, -reach), reach) + reach))
