@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import site
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -81,8 +80,6 @@ class Measurement:
 @functools.cache
 def add_peers(folder: Path) -> None:
     """Find other libraries in a folder."""
-    # FlashAttention-4 compiles anew in every process unless it is told to keep what it compiled.
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     site.addsitedir(str(folder))
 
 

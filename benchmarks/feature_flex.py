@@ -26,6 +26,9 @@ from benchmarks.feature_setting import (
 # error, since only whole graphs are taken.
 _MOST_COMPILATIONS = 1024
 
+_ROWS = 8192
+"""Of a mask that are looked at together; whole blocks."""
+
 
 def _limits_raised() -> None:
     torch._dynamo.config.recompile_limit = _MOST_COMPILATIONS
@@ -60,10 +63,27 @@ def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, block_mask: Any) 
 
 
 def block_mask(visible: Attend, length: int, device: torch.device) -> Any:
-    """FlexAttention's lists of blocks of a mask, which all heads and batch entries share."""
-    from torch.nn.attention.flex_attention import create_block_mask
+    """FlexAttention's lists of blocks of a mask, which all heads and batch entries share.
 
-    return create_block_mask(visible, None, None, length, length, device=str(device))
+    They are what `create_block_mask` makes of the whole mask. It counts pairs in int64, which takes more than 32 GiB at
+    length 65,536; here it is given some rows at a time.
+    """
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+    def strip(first: int) -> Any:
+        def below(batch: Any, head: Any, row: Tensor, column: Tensor) -> Tensor:
+            return visible(batch, head, row + first, column)
+
+        rows = min(_ROWS, length - first)
+        return create_block_mask(below, None, None, rows, length, device=str(device))
+
+    if length <= _ROWS:
+        return create_block_mask(visible, None, None, length, length, device=str(device))
+    strips = [strip(first) for first in range(0, length, _ROWS)]
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    lists: dict[str, Any] = {name: torch.cat([getattr(strip, name) for strip in strips], 2) for name in names}
+    block = strips[0].BLOCK_SIZE
+    return BlockMask.from_kv_blocks(**lists, BLOCK_SIZE=block, mask_mod=visible, seq_lengths=(length, length))
 
 
 def causal(setting: Setting) -> Contender:
@@ -76,7 +96,7 @@ def window(size: int, setting: Setting) -> Contender:
     """Causal, and so many keys before each query's own."""
 
     def visible(batch: Any, head: Any, row: Tensor, column: Tensor) -> Tensor:
-        # Not `row - column <= size`: while the lists are made that is an integer for each pair, 32 GiB at 65,536.
+        # Not `row - column <= size`: while the lists are made that would be an integer for each pair.
         return (row >= column) & (column >= row - size)
 
     mask = block_mask(visible, setting.sizes.length, setting.device)

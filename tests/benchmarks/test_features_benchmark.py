@@ -5,15 +5,18 @@ from __future__ import annotations
 import csv
 import functools
 import importlib.util
+import os
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks import feature_cells, feature_flex, feature_peers, features
+from benchmarks.attention_cell import DeviceLostError
 from benchmarks.attention_contender import relative_difference
 from benchmarks.feature_cases import CASES, OURS, PEERS
 from benchmarks.feature_cells import PASSES, Cell, CellRun, Conditions, first_call, prepared
@@ -93,6 +96,8 @@ def test_peers_compute_the_same_on_a_gpu(case, name, which):
     """What is compared in time is one and the same function."""
     if not callable(CASES[case].makers.get(name)) or CASES[case].random:
         pytest.skip("there is nothing to compare")
+    if folder := os.environ.get("PEERS"):  # as for the benchmark's --peers
+        feature_cells.add_peers(Path(folder))
     if name == "fa4" and importlib.util.find_spec("flash_attn") is None:
         pytest.skip("FlashAttention-4 is not installed")
     cell = Cell(case, Sizes(2, 2, 512, 64), which)
@@ -115,6 +120,23 @@ def test_the_visible_share_is_what_the_masks_show():
     pairs = sum(torch.ones(length, length).tril().sum().item() for length in lengths)
     assert CASES["packed"].visible(SIZES) == pytest.approx(pairs / (SIZES.batch * SIZES.length**2))
     assert CASES["window_4096"].visible(SIZES) == CASES["causal"].visible(SIZES) == pytest.approx(0.5 + 0.5 / 96)
+
+
+@pytest.mark.parametrize("length", [512, 500])
+def test_block_masks_are_made_in_strips_of_rows(monkeypatch, length):
+    """Of what `create_block_mask` makes, nothing differs."""
+    monkeypatch.setattr(feature_flex, "_ROWS", 256)
+
+    def visible(batch, head, row, column):
+        return (row >= column) & (column >= row - 130)
+
+    mask = feature_flex.block_mask(visible, length, SMALL.device)
+    expected = create_block_mask(visible, None, None, length, length, device="cpu")
+    assert mask.shape == expected.shape
+    for part in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        for name in (part, part.replace("kv", "q")):
+            assert torch.equal(getattr(mask, name), getattr(expected, name)), name
+    assert torch.equal(mask.to_dense(), expected.to_dense())
 
 
 def test_the_backward_reaches_what_was_learned():
@@ -184,6 +206,29 @@ def test_slow_ones_and_those_that_ran_out_of_memory_are_rows(monkeypatch):
     measured = CellRun(cell, SMALL, known=known).measure([OURS, "sdpa"])
     assert measured[OURS].outcome == known[OURS]
     assert measured["sdpa"].times is not None
+
+
+def test_a_lost_device_ends_the_run_and_says_who_lost_it(monkeypatch, tmp_path, capsys):
+    def broken(setting):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def lost(device, name):
+        raise DeviceLostError(f"the device no longer answered after {name} failed")
+
+    makers = {OURS: CASES["sinks"].makers[OURS], "sdpa": broken}
+    monkeypatch.setitem(CASES, "sinks", CASES["sinks"]._replace(makers=makers))
+    monkeypatch.setattr(feature_cells, "release_memory_of_failure", lost)
+    arguments = ["--device", "cpu", "--length", "16", "--cases", "sinks", "--passes", "forward", "--impl", "naive"]
+    arguments += ["--output", str(tmp_path), "--jobs", "0"]
+    assert features.main(arguments) == 3
+    with (tmp_path / "results.csv").open() as file:
+        rows = {row["implementation"]: (row["status"], row["reason"]) for row in csv.DictReader(file)}
+    assert [status for status, _ in rows.values()] == ["skipped", "error", "skipped"]
+    assert "illegal memory access" in rows["sdpa"][1]
+    assert "after sdpa failed" in rows[OURS][1]
+    capsys.readouterr()
+    assert features.main([*arguments, "--resume"]) == 0
+    assert "sinks forward" not in capsys.readouterr().out
 
 
 def test_first_calls_in_other_processes(capsys, tmp_path, monkeypatch):
