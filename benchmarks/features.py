@@ -5,9 +5,9 @@
     python benchmarks/features.py --cases window_4096 document --dims 128 --length 32768
 
 All contenders of a case and pass are measured in the same rounds, and beside them our plain causal attention of the
-same sizes. The whole table takes about 6 minutes on an H200 whose machine has 16 cores. First everything is compiled in
-parallel processes; with --jobs 0 it is compiled when it is first called, which takes three times as long in all. Each
-cell is written when it is measured, and --resume goes on where a run stopped.
+same sizes. The whole table is estimated to take 6 minutes on an H200 whose machine has 16 cores. First everything is
+compiled in parallel processes; with --jobs 0 it is compiled when it is first called, which takes far longer. Each cell
+is written when it is measured, and --resume goes on where a run stopped.
 """
 
 from __future__ import annotations
