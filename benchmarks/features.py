@@ -1,286 +1,255 @@
-"""The cost of what attention can compute besides causality: time of each feature, ours and FlexAttention's.
+"""The cost of what attention can compute besides causality: time of each feature, ours and that of others.
 
     python benchmarks/features.py                                    # every case; short ones without a GPU
-    python benchmarks/features.py --cases window document --dims 128 --length 65536 --batch 1
+    python benchmarks/features.py --peers PEERS                      # with FlashAttention-4 from that folder
+    python benchmarks/features.py --cases window_4096 document --dims 128 --length 32768
 
-All contenders of a case are measured in the same run, interleaved in rounds. Beside each time is its multiple of plain
-causal attention by the same implementation, which is measured with it. Rows are written to a CSV file as they are made.
+All contenders of a case and pass are measured in the same rounds, and beside them our plain causal attention of the
+same sizes. The whole table is estimated to take 6 minutes on an H200 whose machine has 16 cores. First everything is
+compiled in parallel processes; with --jobs 0 it is compiled when it is first called, which takes far longer. Each cell
+is written when it is measured, and --resume goes on where a run stopped.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import functools
+import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+# Each case compiles a kernel or two at a time, for which a pool of 32 processes would only have to be started.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# FlashAttention-4 compiles anew in every process unless it is told to keep what it compiled.
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+
 import torch
-from torch import Tensor
 
-from benchmarks.attention_peers import causal_block_mask
+from benchmarks.attention import termination_as_interruption
+from benchmarks.attention_peers import PEER_DISTRIBUTIONS
 from benchmarks.attention_presets import DTYPE_ALIASES, DTYPES
-from cs336_systems.attention import attention, variants
-from cs336_systems.profiling.environment import collect_environment
-from cs336_systems.profiling.report import environment_lines, format_number, markdown_table
-from cs336_systems.profiling.timing import RoundTimes, TimingMethod, interleave, measure_ms
+from benchmarks.feature_cases import CASES, OURS, PEERS
+from benchmarks.feature_cells import BESIDE, PASSES, Cell, CellRun, Conditions, add_peers, first_call
+from benchmarks.feature_peers import why_no_fa4
+from benchmarks.feature_report import COLUMNS, report, rows_of
+from benchmarks.feature_setting import Sizes
+from benchmarks.processes import run_jobs
+from cs336_systems.profiling.environment import Environment, collect_environment
+from cs336_systems.profiling.report import environment_lines, format_number
+from cs336_systems.profiling.sweep import (
+    CONFIGURATION,
+    JOURNAL,
+    UNDER_WAY,
+    ConfigurationMismatchError,
+    DeathLog,
+    Outcome,
+    Row,
+    RowStore,
+    Status,
+    write_csv,
+)
 
-COLUMNS = ("case", "head_dim", "batch", "heads", "length", "dtype", "pass", "implementation", "median_ms", "status")
-PASSES = ("forward", "backward")
-PLAIN = "causal"
-
-Attend = Callable[..., Tensor]
-
-
-class Sizes(NamedTuple):
-    """Of q, k and v: (batch, heads, length, head_dim)."""
-
-    batch: int
-    heads: int
-    length: int
-    head_dim: int
-
-
-class Contenders(NamedTuple):
-    """Ours, FlexAttention's (None where it has no such thing), and further tensors that get gradients."""
-
-    ours: Attend
-    flex: Attend | None
-    leaves: tuple[Tensor, ...] = ()
+_TOKENS = 16384
+# torch's function has nothing to compile.
+_COMPILED = (OURS, "flex", "fa4")
 
 
-Make = Callable[[Sizes, torch.device, torch.dtype], Contenders]
+def say(text: str) -> None:
+    """A line that is there at once, whoever reads the output."""
+    print(text, flush=True)
 
 
-def flex(**settings: Any) -> Attend:
-    """FlexAttention, compiled, in whole graphs alone."""
-    from torch.nn.attention.flex_attention import flex_attention
+class Features:
+    """A run: compiles, measures cell by cell, and stores each cell's rows when it is measured."""
 
-    compiled: Attend = functools.partial(torch.compile(flex_attention, dynamic=False, fullgraph=True), **settings)
-    return compiled
+    def __init__(self, conditions: Conditions, names: Sequence[str], store: RowStore, environment: Environment) -> None:
+        self._conditions, self._names, self._store = conditions, names, store
+        self._environment = environment_lines(environment)
+        self._deaths = DeathLog(store.folder)
+        self._compile_s: dict[tuple[str, str], float] = {}
+        self._known: dict[tuple[str, str], Outcome] = {}
 
+    def compile(self, cells: Sequence[Cell], processes: int) -> None:
+        """First calls of all contenders in parallel processes, whose caches this process then finds.
 
-def flex_mask(visible: Callable[..., Tensor], sizes: Sizes, device: torch.device) -> Any:
-    """FlexAttention's lists of blocks of a mask, which all heads and batch entries share."""
-    from torch.nn.attention.flex_attention import create_block_mask
+        What takes too long, or ends its process, is settled here; it is not tried in the process that measures.
+        """
+        jobs = [
+            (cell, name, self._conditions)
+            for cell in cells
+            for name in self._names
+            if name in _COMPILED and callable(CASES[cell.case].makers.get(name))
+        ]
+        begin, limit = time.monotonic(), self._conditions.limit
+        for count, finished in enumerate(run_jobs(first_call, jobs, processes=processes, seconds_each=limit), 1):
+            cell, name, _ = finished.job
+            after = f"[{count}/{len(jobs)}, {time.monotonic() - begin:.0f} s] {name} {cell.key}"
+            if finished.failure:
+                self._known[cell.key, name] = _settled(finished.failure)
+                say(f"{after}: {finished.failure[:300]}")
+            elif isinstance(finished.result, str):
+                say(f"{after}: {finished.result[:300]}; it is tried again alone")
+            else:
+                self._compile_s[cell.key, name] = finished.result
+                say(f"{after}: first call done after {finished.result:.1f} s")
 
-    return create_block_mask(visible, None, None, sizes.length, sizes.length, device=str(device))
+    def measure(self, cell: Cell) -> bool:
+        """Measure a cell and store its rows. False when the device was lost, and nothing more can be measured."""
 
+        def on_step(name: str, what: str) -> None:
+            self._deaths.begin(f"{cell.key}: {name}")
 
-def _causal(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Contenders:
-    ours = functools.partial(attention, causal=True)
-    return Contenders(ours, flex(block_mask=causal_block_mask(sizes.length, device)))
+        known = {name: self._known[cell.key, name] for name in self._names if (cell.key, name) in self._known}
+        for name in (*self._names, BESIDE):
+            if self._deaths.deaths(f"{cell.key}: {name}"):
+                known[name] = Outcome(Status.ERROR, "a process ended while it ran here")
+        run = CellRun(cell, self._conditions, on_step, known)
+        try:
+            measured = run.measure(self._names)
+        finally:
+            self._deaths.end()
+        compile_s = {name: self._compile_s[cell.key, name] for name in measured if (cell.key, name) in self._compile_s}
+        rows = rows_of(cell, self._conditions, measured, compile_s)
+        self._store.append(cell.key, rows)
+        self.write()
+        parts = [_summary(row, measured[row["implementation"]].ready_s) for row in rows]
+        say(f"{cell.key}: {'; '.join(parts)}")
+        return not run.device_lost
 
-
-def _window(share: int, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Contenders:
-    size = sizes.length // share
-
-    def visible(batch: Any, head: Any, row: Tensor, column: Tensor) -> Tensor:
-        return (row >= column) & (row - column <= size)
-
-    ours = functools.partial(attention, causal=True, window=(size, None))
-    return Contenders(ours, flex(block_mask=flex_mask(visible, sizes, device)))
-
-
-def _documents(listed: bool, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Contenders:
-    generator = torch.Generator().manual_seed(0)
-    ends = torch.randint(1, sizes.length, (max(1, sizes.length // 1024),), generator=generator).sort().values
-    ids = torch.bucketize(torch.arange(sizes.length), ends, right=True, out_int32=True).to(device)
-
-    def visible(batch: Any, head: Any, row: Tensor, column: Tensor) -> Tensor:
-        return (row >= column) & (ids[row] == ids[column])
-
-    mask = variants.document(ids[None])
-    if listed:
-        mask = mask.with_blocks(sizes.length, sizes.length, causal=True)
-    ours = functools.partial(attention, causal=True, mask=mask)
-    return Contenders(ours, flex(block_mask=flex_mask(visible, sizes, device)) if listed else None)
-
-
-def _softcap(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Contenders:
-    def capped(score: Tensor, *place: Any) -> Tensor:
-        return 30.0 * torch.tanh(score / 30.0)
-
-    theirs = flex(score_mod=capped, block_mask=causal_block_mask(sizes.length, device))
-    return Contenders(functools.partial(attention, causal=True, softcap=30.0), theirs)
-
-
-def _alibi(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Contenders:
-    slopes = torch.logspace(-1, -8, sizes.heads, 2.0, device=device)
-
-    def biased(score: Tensor, batch: Any, head: Any, row: Any, column: Any) -> Tensor:
-        return score - slopes[head] * (row - column)
-
-    theirs = flex(score_mod=biased, block_mask=causal_block_mask(sizes.length, device))
-    return Contenders(functools.partial(attention, causal=True, alibi_slopes=slopes), theirs)
-
-
-def _bias(learned: bool, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Contenders:
-    bias = torch.randn(sizes.heads, sizes.length, sizes.length, device=device, dtype=dtype, requires_grad=learned)
-
-    def biased(score: Tensor, batch: Any, head: Any, row: Any, column: Any) -> Tensor:
-        return score + bias[head, row, column]
-
-    theirs = flex(score_mod=biased, block_mask=causal_block_mask(sizes.length, device))
-    ours = functools.partial(attention, causal=True, bias=bias)
-    return Contenders(ours, theirs, (bias,) if learned else ())
+    def write(self) -> None:
+        """The files for people, from all rows that there are."""
+        write_csv(self._store.folder / "results.csv", self._store.rows, COLUMNS)
+        (self._store.folder / "tables.md").write_text(report(self._store.rows, self._environment))
 
 
-def _relative_bias(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Contenders:
-    table = torch.randn(sizes.heads, 2 * sizes.length - 1, device=device, requires_grad=True)
-
-    def biased(score: Tensor, batch: Any, head: Any, row: Any, column: Any) -> Tensor:
-        return score + table[head, column - row + sizes.length - 1]
-
-    theirs = flex(score_mod=biased, block_mask=causal_block_mask(sizes.length, device))
-    ours = functools.partial(attention, causal=True, scores=variants.relative_bias(table))
-    return Contenders(ours, theirs, (table,))
+def _settled(failure: str) -> Outcome:
+    late = failure.startswith("took longer")
+    return Outcome(Status.SKIPPED if late else Status.ERROR, f"its first call: {' '.join(failure.split())[:300]}")
 
 
-def _sinks(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Contenders:
-    sinks = torch.randn(sizes.heads, device=device, requires_grad=True)
-    return Contenders(functools.partial(attention, causal=True, sinks=sinks), None, (sinks,))
-
-
-def _dropout(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Contenders:
-    seed = torch.tensor([7], device=device)
-    return Contenders(functools.partial(attention, causal=True, dropout_p=0.1, seed=seed), None)
-
-
-CASES: dict[str, Make] = {
-    PLAIN: _causal,
-    "window_quarter": functools.partial(_window, 4),
-    "window_sixteenth": functools.partial(_window, 16),
-    "document": functools.partial(_documents, True),
-    "document_unlisted": functools.partial(_documents, False),
-    "softcap": _softcap,
-    "alibi": _alibi,
-    "bias": functools.partial(_bias, False),
-    "learned_bias": functools.partial(_bias, True),
-    "relative_bias": _relative_bias,
-    "sinks": _sinks,
-    "dropout": _dropout,
-}
-
-
-def run_of(attend: Attend, tensors: Sequence[Tensor], leaves: Sequence[Tensor], which: str) -> Callable[[], object]:
-    """A function whose call is one pass: a forward that keeps nothing, or a backward on a graph that is kept."""
-    if which == "forward":
-
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return attend(*tensors)
-
-        return forward
-    output = attend(*tensors)
-    gradient = torch.randn_like(output)
-    wanted = (*tensors, *leaves)
-    return lambda: torch.autograd.grad(output, wanted, gradient, retain_graph=True)
-
-
-def measure(
-    case: str, sizes: Sizes, which: str, options: argparse.Namespace
-) -> tuple[dict[str, RoundTimes], dict[str, str]]:
-    """Times of one case and of plain causal attention, by implementation and case, and why others have none."""
-    device, dtype = options.device, options.dtype
-    generator = torch.Generator(device).manual_seed(0)
-    shape = tuple(sizes)
-    tensors = [torch.randn(shape, device=device, dtype=dtype, generator=generator, requires_grad=True) for _ in "qkv"]
-    runs: dict[str, Callable[[], object]] = {}
-    failed: dict[str, str] = {}
-    for name in dict.fromkeys((PLAIN, case)):
-        ours, theirs, leaves = CASES[name](sizes, device, dtype)
-        attends: dict[str, Attend] = {"ours": functools.partial(ours, impl=options.impl)}
-        if theirs is not None and options.flex:
-            attends["flex"] = theirs
-        for implementation, attend in attends.items():
-            key = f"{implementation} {name}"
-            try:
-                runs[key] = run_of(attend, tensors, leaves, which)
-                runs[key]()
-            except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
-                runs.pop(key, None)
-                failed[key] = " ".join(str(error).split())[:200] or type(error).__name__
-    method = TimingMethod(rounds=options.rounds)
-    measurements = {key: functools.partial(measure_ms, run, device=device, method=method) for key, run in runs.items()}
-
-    def fail(key: str, error: Exception) -> None:
-        failed[key] = str(error)
-
-    return interleave(measurements, method=method, on_error=fail), failed
-
-
-def line_of(case: str, sizes: Sizes, which: str, times: dict[str, RoundTimes]) -> list[str]:
-    """A line of the table: times, the speed-up over FlexAttention, and multiples of plain causal attention."""
-    ours, theirs = times.get(f"ours {case}"), times.get(f"flex {case}")
-    plain = times.get(f"ours {PLAIN}")
-    return [
-        f"{case}, {which}",
-        *map(str, sizes),
-        format_number(ours.median if ours else None),
-        format_number(theirs.median if theirs else None),
-        format_number(ours.speedup_over(theirs) if ours and theirs else None),
-        format_number(1 / ours.speedup_over(plain) if ours and plain else None),
-    ]
+def _summary(row: Row, ready_s: float | None) -> str:
+    ready = "" if ready_s is None else f", first call done after {ready_s:.1f} s"
+    if row["median_ms"] is None:
+        return f"{row['implementation']} {row['status']} ({row['reason'][:120]}){ready}"
+    return f"{row['implementation']} {format_number(row['median_ms'])} ms{ready}"
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     gpu = torch.cuda.is_available()
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES], help="default: all")
-    parser.add_argument("--passes", nargs="+", choices=PASSES, default=[*PASSES], help="default: both")
-    parser.add_argument("--dims", nargs="+", type=int, default=[64, 128] if gpu else [64], help="head dimensions")
-    for name, value in (("batch", 2 if gpu else 1), ("heads", 16 if gpu else 2), ("length", 8192 if gpu else 512)):
-        parser.add_argument(f"--{name}", type=int, default=value, help="default: %(default)s")
-    parser.add_argument("--dtype", default="bfloat16" if gpu else "float32", choices=[*DTYPES, *DTYPE_ALIASES])
-    parser.add_argument("--impl", default="flash" if gpu else "tiled", help="ours (default: %(default)s)")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda" if gpu else "cpu"))
-    parser.add_argument("--rounds", type=int, default=5, help="rounds for the median (default: %(default)s)")
-    parser.add_argument("--no-flex", dest="flex", action="store_false", help="leave FlexAttention out")
-    parser.add_argument("--output", type=Path, default=Path("results/features"), help="default: %(default)s")
-    parser.add_argument("--commit", help="the commit to record where the checkout is not in a git repository")
+    add = parser.add_argument
+    add("--cases", nargs="+", choices=CASES, default=[*CASES], help="default: all")
+    add("--passes", nargs="+", choices=PASSES, default=[*PASSES], help="default: both")
+    add("--dims", nargs="+", type=int, default=[64, 128] if gpu else [64], help="head dimensions")
+    length = "16,384 and 65,536 for window_4096, 8,192 for the rest" if gpu else "512"
+    add("--length", type=int, default=None if gpu else 512, help=f"of every case; default: {length}")
+    batch = f"{_TOKENS} / length, at least 1" if gpu else "1"
+    add("--batch", type=int, default=None if gpu else 1, help=f"default: {batch}")
+    add("--heads", type=int, default=16 if gpu else 2, help="default: %(default)s")
+    add("--dtype", default="bfloat16" if gpu else "float32", choices=[*DTYPES, *DTYPE_ALIASES])
+    add("--impl", default="flash" if gpu else "tiled", help="ours (default: %(default)s)")
+    peers = [*PEERS] if gpu else ["sdpa"]
+    add("--against", nargs="*", choices=PEERS, default=peers, help="FlexAttention and fa4 need a GPU; default: all")
+    add("--peers", type=Path, metavar="FOLDER", help="where FlashAttention-4 is, as for benchmarks/attention.py")
+    add("--device", type=torch.device, default=torch.device("cuda" if gpu else "cpu"))
+    add("--rounds", type=int, default=5, help="rounds for the median (default: %(default)s)")
+    add("--limit", type=float, default=120, help="seconds for a contender's first call (default: %(default)g)")
+    add("--max-seconds", type=float, default=0.5, help="a call that takes longer is not measured (%(default)s)")
+    jobs = min(12, os.cpu_count() or 1) if gpu else 0
+    add("--jobs", type=int, default=jobs, help="processes that compile; 0: none, one after another (%(default)s)")
+    add("--output", type=Path, default=Path("results/features"), help="default: %(default)s")
+    add("--resume", action="store_true", help="measure what the output folder does not have yet")
+    add("--commit", help="the commit to record where the checkout is not in a git repository")
     options = parser.parse_args(arguments)
     options.dtype = DTYPES[DTYPE_ALIASES.get(options.dtype, options.dtype)]
-    options.flex = options.flex and options.device.type == "cuda"
+    if options.peers is not None and not options.peers.is_dir():
+        parser.error(f"--peers must be a folder; got {options.peers}")
     return options
 
 
+def cells_of(options: argparse.Namespace) -> list[Cell]:
+    """What is measured, in this order: both passes of a case's sizes after one another."""
+    return [
+        Cell(case, Sizes(options.batch or max(1, _TOKENS // length), options.heads, length, head_dim), which)
+        for case in options.cases
+        for length in ([options.length] if options.length else CASES[case].lengths or [8192])
+        for head_dim in options.dims
+        for which in options.passes
+    ]
+
+
+def contenders_of(options: argparse.Namespace) -> list[str]:
+    """Who is measured here, ours first; the others are said to be missing."""
+    missing = dict[str, str | None]()
+    if options.device.type != "cuda":
+        missing = dict.fromkeys(("flex", "fa4"), "measured on a CUDA device only")
+    elif "fa4" in options.against:
+        missing["fa4"] = why_no_fa4(options.device)
+    for name in options.against:
+        if missing.get(name):
+            say(f"{name} is not measured: {missing[name]}")
+    return [OURS, *(name for name in PEERS if name in options.against and not missing.get(name))]
+
+
+def configuration_of(conditions: Conditions, names: Sequence[str], environment: Environment) -> dict[str, Any]:
+    """What rows must have in common to stand in one table."""
+    return {
+        "dtype": str(conditions.dtype),
+        "impl": conditions.impl,
+        "contenders": [*names],
+        "rounds": conditions.rounds,
+        "device": environment.device,
+        "torch": environment.torch,
+        "triton": environment.triton,
+    }
+
+
+def opened(options: argparse.Namespace, configuration: dict[str, Any]) -> RowStore:
+    """The folder's rows, or none unless they are wanted. Raises ConfigurationMismatchError for those of another run."""
+    if not options.resume:
+        for name in (CONFIGURATION, JOURNAL, UNDER_WAY):
+            (options.output / name).unlink(missing_ok=True)
+    return RowStore.open(options.output, configuration)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure every case, and write the rows and the table."""
+    """Measure; the exit status is 0, 2 for what cannot be done, 3 for a lost device, 130 when interrupted."""
     options = parse(arguments)
-    options.output.mkdir(parents=True, exist_ok=True)
-    lines, failures = [], dict[str, str]()
-    with (options.output / "results.csv").open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(COLUMNS)
-        for case in options.cases:
-            for head_dim in options.dims:
-                sizes = Sizes(options.batch, options.heads, options.length, head_dim)
-                for which in options.passes:
-                    times, failed = measure(case, sizes, which, options)
-                    facts = (case, head_dim, *sizes[:3], str(options.dtype).removeprefix("torch."), which)
-                    for key in (f"ours {case}", f"flex {case}"):
-                        if key in times:
-                            rows.writerow((*facts, key.split()[0], f"{times[key].median:.6g}", "ok"))
-                        elif key in failed:
-                            rows.writerow((*facts, key.split()[0], "", failed[key]))
-                            failures[f"{key}, {which}, d {head_dim}"] = failed[key]
-                    file.flush()
-                    lines.append(line_of(case, sizes, which, times))
-                    print(" ".join(lines[-1]), flush=True)
-    headers = ["case", "batch", "heads", "length", "d", "ours, ms", "flex, ms", "speed-up, ×", "of plain causal, ×"]
-    environment = environment_lines(collect_environment(options.device, commit=options.commit))
-    report = ["# Features of attention", "", *environment, "", markdown_table(headers, lines), ""]
-    report += [f"- {name}: {reason}" for name, reason in failures.items()]
-    (options.output / "tables.md").write_text("\n".join(report) + "\n")
-    print(f"wrote {options.output / 'tables.md'}")
-    return 0
+    if options.peers is not None:
+        add_peers(options.peers)
+    if options.device.index is not None:
+        torch.cuda.set_device(options.device)
+    shared = (options.peers, options.rounds, options.limit, options.max_seconds)
+    conditions = Conditions(options.device, options.dtype, options.impl, *shared)
+    names = contenders_of(options)
+    environment = collect_environment(options.device, packages=PEER_DISTRIBUTIONS, commit=options.commit)
+    try:
+        store = opened(options, configuration_of(conditions, names, environment))
+    except ConfigurationMismatchError as error:
+        print(f"features.py: error: {error}", file=sys.stderr)
+        return 2
+    cells = [cell for cell in cells_of(options) if not store.is_finished(cell.key)]
+    features = Features(conditions, names, store, environment)
+    status = 0
+    try:
+        with termination_as_interruption():
+            if options.jobs and cells:
+                features.compile(cells, options.jobs)
+            if not all(features.measure(cell) for cell in cells):
+                say("the device was lost; --resume goes on with the next cell")
+                status = 3
+    except KeyboardInterrupt:
+        say("interrupted; --resume goes on")
+        status = 130
+    features.write()
+    say(f"wrote {options.output / 'tables.md'}")
+    return status
 
 
 if __name__ == "__main__":
