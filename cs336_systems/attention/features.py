@@ -111,7 +111,9 @@ def assemble(
     seed = () if dropout is None else (_seed(features, device),)
     starts = () if sizes.packed is None else sizes.packed[:2]
     extras = _distinct((*sinks, *seed, *blocks, *starts, *(mask.tensors if mask else ()), *scores.tensors))
-    return Assembled(mask.expression if mask else None, scores.expression, bool(sinks), dropout, bool(blocks), extras)
+    # torch.compile of torch 2.11 does not trace whether a tuple is true.
+    by_rules = None if mask is None else mask.expression
+    return Assembled(by_rules, scores.expression, len(sinks) > 0, dropout, len(blocks) > 0, extras)
 
 
 def _shift(sizes: Sizes, causal: str) -> int | Tensor:

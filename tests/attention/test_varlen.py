@@ -190,6 +190,7 @@ def test_tensors_may_have_any_strides(flash_device):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_nothing_waits_for_the_device_and_nothing_is_compiled_anew():
     from cs336_systems.kernels.portable.forward import forward_kernel
 
@@ -197,8 +198,8 @@ def test_nothing_waits_for_the_device_and_nothing_is_compiled_anew():
         inputs = make_packed([(x, x) for x in lengths], d=64, dtype=torch.bfloat16, device="cuda")
         starts = starts_of(lengths, "cuda")
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             evaluate(on([starts], causal=True), inputs)
         finally:
             torch.cuda.set_sync_debug_mode("default")
