@@ -3,12 +3,14 @@
     python benchmarks/tune.py                                        # every pass and dimension, 16-bit inputs
     python benchmarks/tune.py --passes dq dkdv --dims 128 --arithmetic float32 --length 4096 --time-limit 500
     python benchmarks/tune.py --length 512 --batch 8 --heads 1       # a grid for half of the GPU's SMs or fewer
+    python benchmarks/tune.py --with-rules --dims 64 128             # the rows for masks and scores with rules
 
 Candidates that cannot fit are left out. The others are compiled in parallel processes and their results held to the
 tests' error budget there, so that none that fails, hangs or breaks its process harms the search. Those that are right
 are timed once, and the best few again in rotation beside the row of the table, since a GPU's clocks fall under load and
 would favour whichever came first. A configuration's score is the geometric mean of its times with a causal and with a
-full mask; the winner also has to be right on lengths that no tile divides. Every measurement is written to
+full mask, or --with-rules those with a window, slopes, a bias and documents; the winner also has to be right on lengths
+that no tile divides. Every measurement is written to
 measurements.csv in the output folder as it is made.
 """
 
@@ -35,7 +37,7 @@ import triton
 
 from benchmarks.processes import run_jobs
 from benchmarks.tune_candidates import Row, candidates
-from benchmarks.tune_trial import MASKS, Problem, Trial, check, check_ragged, inputs_of, milliseconds
+from benchmarks.tune_trial import Problem, Trial, check, check_ragged, inputs_of, milliseconds
 from cs336_systems.kernels import tuning
 from cs336_systems.kernels.tuning import TileConfig
 from cs336_systems.profiling.environment import collect_environment
@@ -91,8 +93,8 @@ class Log:
 
 
 def score(times: Mapping[str, RoundTimes]) -> float:
-    """The geometric mean over the masks of the median times: a gain of a tenth counts the same with either."""
-    return math.prod(times[mask].median for mask in MASKS) ** (1 / len(MASKS))
+    """The geometric mean over the cases of the median times: a gain of a tenth counts the same with each."""
+    return math.prod(rounds.median for rounds in times.values()) ** (1 / len(times))
 
 
 def right_ones(trials: Sequence[Trial], log: Log, options: argparse.Namespace, deadline: float) -> list[Trial]:
@@ -122,7 +124,8 @@ def timed(
         log.add(trial, stage, mask=mask, ms=ms)
         return ms
 
-    named = {f"{trial.config}, {mask}": (trial, mask) for trial in trials for mask in MASKS}
+    cases = trials[0].problem.cases
+    named = {f"{trial.config}, {case}": (trial, case) for trial in trials for case in cases}
 
     def failed(name: str, error: Exception) -> None:
         log.add(named[name][0], stage, mask=named[name][1], status=str(outcome_of(error)))
@@ -133,7 +136,7 @@ def timed(
     for name, rounds in times.items():
         trial, mask = named[name]
         by_config.setdefault(trial.config, {})[mask] = rounds
-    return {config: found for config, found in by_config.items() if len(found) == len(MASKS)}
+    return {config: found for config, found in by_config.items() if len(found) == len(cases)}
 
 
 def search(
@@ -141,9 +144,14 @@ def search(
 ) -> TileConfig | None:
     """The best configuration of one row on one problem, with the best few printed; None if nothing was measured."""
     row, device = problem.row, torch.device("cuda", torch.cuda.current_device())
-    now = tuning.lookup(row.name, row.arithmetic, row.head_dim, device, *problem.work)
+    now = tuning.lookup(row.name, row.arithmetic, row.head_dim, device, *problem.work, problem.with_rules)
     limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    configs = candidates(row, now, torch.cuda.get_device_capability(device), limit)[: options.most]
+    like = [now]
+    if problem.with_rules:  # the row for plain calls was searched, so what is like it comes first too
+        like.append(tuning.lookup(row.name, row.arithmetic, row.head_dim, device))
+    both = zip(*[candidates(row, one, torch.cuda.get_device_capability(device), limit) for one in like], strict=False)
+    distinct = dict.fromkeys(itertools.chain.from_iterable(both))
+    configs = [config for config in distinct if not (config.ahead and problem.with_rules)][: options.most]
     trials = [Trial(problem, config, dict(others)) for config in configs]
     compiling = time.monotonic() + (deadline - time.monotonic()) * _COMPILING_SHARE
     right = right_ones(trials, log, options, compiling)
@@ -180,6 +188,8 @@ def _verdict(trial: Trial, log: Log, options: argparse.Namespace) -> str:
 def table_of(problem: Problem, device: torch.device) -> str:
     """The table that a row found on this problem belongs to: small grids get rows of their own."""
     row = problem.row
+    if problem.with_rules:
+        return "WITH_RULES"
     usual = tuning.lookup(row.name, row.arithmetic, row.head_dim, device)
     few = tuning.leaves_half_idle(usual.programs(row.name, *problem.work), device)
     return "SMALL_GRIDS" if few else "TABLES"
@@ -190,9 +200,9 @@ def line(problem: Problem, config: TileConfig, final: Mapping[TileConfig, Times]
     times = final[config]
     grid = config.programs(problem.row.name, *problem.work)
     text = f"#   {dataclasses.astuple(config)!s:26} {grid:6} programs"
-    text += "".join(f"  {mask} {times[mask].median:.4f} ms" for mask in MASKS)
+    text += "".join(f"  {case} {times[case].median:.4f} ms" for case in times)
     if now in final:
-        gains = [times[mask].speedup_over(final[now][mask]) for mask in MASKS]
+        gains = [times[case].speedup_over(final[now][case]) for case in times]
         text += f"  {math.prod(gains) ** (1 / len(gains)):.3f} × the table's row"
     return text + ("  (now)" if config == now else "")
 
@@ -208,7 +218,8 @@ def rows_of(options: argparse.Namespace) -> list[Row]:
 def problem_of(row: Row, options: argparse.Namespace) -> Problem:
     """What a row is tried on."""
     batch = options.batch or max(1, options.tokens // options.length)
-    return Problem(row, batch, options.heads or max(1, options.channels // row.head_dim), options.length)
+    heads = options.heads or max(1, options.channels // row.head_dim)
+    return Problem(row, batch, heads, options.length, options.with_rules)
 
 
 def search_all(
@@ -250,6 +261,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("channels", 2048, "heads times head dimension")
     parser.add_argument("--batch", type=int, help="sequences, in place of tokens / length")
     parser.add_argument("--heads", type=int, help="heads, in place of channels / head dimension")
+    parser.add_argument("--with-rules", action="store_true", help="search the rows for masks and scores with rules")
     add("finalists", 6, "configurations that are timed again, beside the table's row")
     add("rounds", 5, "rotations in which they are")
     add("most", 400, "candidates of a row, those most like the table's row first")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.tune_candidates import Row
-from cs336_systems.attention import attention
+from cs336_systems.attention import attention, variants
 from cs336_systems.kernels import tuning
 from cs336_systems.kernels.portable import launch
 from cs336_systems.kernels.settings import Settings
@@ -20,16 +21,25 @@ from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_i
 
 MASKS = ("bottom_right", "none")
 """A causal mask, and none: a row serves both."""
+RULES = ("window", "slopes", "bias", "documents")
+"""What a row for rules is tried with, besides a causal mask: a window's edge, a score rule that computes and one that
+reads a number for each pair, and a mask with lists of blocks."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Shapes that a row is tried on: q, k and v of (batch, heads, length, head_dim)."""
+    """What a row is tried on: q, k and v of (batch, heads, length, head_dim), plain or `with_rules`."""
 
     row: Row
     batch: int
     heads: int
     length: int
+    with_rules: bool = False
+
+    @property
+    def cases(self) -> tuple[str, ...]:
+        """What a row serves, and is timed with."""
+        return RULES if self.with_rules else MASKS
 
     @property
     def dtype(self) -> torch.dtype:
@@ -90,11 +100,11 @@ def _wrong(trial: Trial, batch: int, heads: int, q_len: int, k_len: int) -> str:
     generator = torch.Generator(trial.device).manual_seed(0)
     inputs = make_inputs(shapes, dtype=problem.dtype, device=trial.device, generator=generator)
     with tuning.pin(**trial.pins):
-        for mask in MASKS:
-            causal = mask if mask != "none" else False
+        for case in problem.cases:
+            causal, features = asked(case, inputs.q, k_len)
             try:
-                results = evaluate(functools.partial(attention, impl="flash", causal=causal), inputs)
-                assert_within_budget(results, inputs, causal=causal)
+                results = evaluate(functools.partial(attention, impl="flash", causal=causal), inputs, features)
+                assert_within_budget(results, inputs, causal=causal, features=features)
             except AssertionError as error:
                 return f"wrong results: {_brief(error)}"
             except Exception as error:
@@ -102,6 +112,21 @@ def _wrong(trial: Trial, batch: int, heads: int, q_len: int, k_len: int) -> str:
                     raise
                 return f"{type(error).__name__}: {_brief(error)}"
     return ""
+
+
+def asked(case: str, q: Tensor, k_len: int) -> tuple[bool | str, dict[str, Any]]:
+    """A case as `attention` takes it: ``causal``, and further arguments."""
+    if case in MASKS:
+        return (case if case != "none" else False), {}
+    *_, heads, q_len, _ = q.shape
+    if case == "window":
+        return True, {"window": (k_len // 4, None)}
+    if case == "slopes":
+        return True, {"alibi_slopes": torch.logspace(-1, -8, heads, 2.0, device=q.device)}
+    if case == "bias":
+        return True, {"bias": torch.randn(heads, q_len, k_len, device=q.device, dtype=q.dtype)}
+    documents = [(torch.arange(length, device=q.device) * 5 // length)[None] for length in (q_len, k_len)]
+    return True, {"mask": variants.document(*documents).with_blocks(q_len, k_len, causal=True)}
 
 
 def _is_harmless(error: Exception) -> bool:
@@ -120,10 +145,18 @@ def inputs_of(problem: Problem, device: str = "cuda") -> tuple[Tensor, Tensor, T
     return q, k, v, dout
 
 
-def runs_of(problem: Problem, tensors: tuple[Tensor, Tensor, Tensor, Tensor], mask: str) -> Callable[[], object]:
+def runs_of(problem: Problem, tensors: tuple[Tensor, Tensor, Tensor, Tensor], case: str) -> Callable[[], object]:
     """A function that runs the pass once: the forward alone, or the backward, of which both passes run."""
     q, k, v, dout = tensors
-    scale, settings = problem.row.head_dim**-0.5, Settings(mask).text
+    if problem.with_rules:
+        causal, features = asked(case, q, problem.length)
+        attend = functools.partial(attention, causal=causal, impl="flash", **features)
+        if problem.row.name == "forward":
+            return lambda: attend(q, k, v)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        made = attend(*leaves)
+        return lambda: torch.autograd.grad(made, leaves, dout, retain_graph=True)
+    scale, settings = problem.row.head_dim**-0.5, Settings(case).text
     if problem.row.name == "forward":
         return lambda: launch.forward(q, k, v, scale, settings)
     out, lse = launch.forward(q, k, v, scale, settings)
@@ -131,10 +164,10 @@ def runs_of(problem: Problem, tensors: tuple[Tensor, Tensor, Tensor, Tensor], ma
 
 
 def milliseconds(
-    trial: Trial, tensors: tuple[Tensor, Tensor, Tensor, Tensor], mask: str, method: TimingMethod
+    trial: Trial, tensors: tuple[Tensor, Tensor, Tensor, Tensor], case: str, method: TimingMethod
 ) -> float:
     """One short measurement of the pass, in milliseconds."""
     with tuning.pin(**trial.pins):
-        run = runs_of(trial.problem, tensors, mask)
+        run = runs_of(trial.problem, tensors, case)
         run()
         return measure_ms(run, device=trial.device, method=method)

@@ -11,6 +11,7 @@ from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from .ops import exporting
 from .pairs import Extras, Pairs, by_group, changed_scores, kept_pairs, seen_pairs
 from .precision import without_autocast
 from .spec import AttentionSpec, Causal
@@ -54,7 +55,7 @@ def _naive(
         scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
     blind = None
     # An exported program is one for all lengths, also those for which a query sees nothing.
-    any_lengths = torch.compiler.is_exporting() and not (spec.causal is Causal.NONE and spec.is_plain)
+    any_lengths = exporting() and not (spec.causal is Causal.NONE and spec.is_plain)
     if any_lengths or spec.hides_rows(q_len, k_len):
         # A softmax over nothing is NaN, and so would be its gradient: such rows get scores of 0 and weights of 0.
         blind = (scores == float("-inf")).all(-1, keepdim=True)

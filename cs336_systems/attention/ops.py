@@ -177,6 +177,15 @@ def _vmap_backward(
     return operator(*_leading(info, in_dims[:7], *tensors), scale, settings, numbers, [], []), (0, 0, 0, [])
 
 
+def exporting() -> bool:
+    """Whether torch.export is at work.
+
+    In torch 2.11 Dynamo takes ``torch.compiler.is_exporting()`` for true in torch.compile as well; what it returns is
+    this flag.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 def must_dispatch(*tensors: Tensor) -> bool:
     """Whether something other than this process's own kernels has to see the call: tracing, a mode, a subclass.
 

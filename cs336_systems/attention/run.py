@@ -51,7 +51,7 @@ class Options(TensorFeatures, total=False):
 def _run_flash(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool, extras: tuple[Tensor, ...]
 ) -> Result:
-    if torch.compiler.is_exporting():
+    if ops.exporting():
         out, lse = exported("flash", q, k, v, spec, extras)
         return out, lse if return_lse else None
     needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad or any(x.requires_grad for x in extras)
@@ -67,7 +67,7 @@ def _run_flash(
 def _run_tiled(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool, extras: tuple[Tensor, ...]
 ) -> Result:
-    if torch.compiler.is_exporting():
+    if ops.exporting():
         out, lse = exported("tiled", q, k, v, spec, extras)
         return out, lse if return_lse else None
     result = TiledAttentionFunction.apply(q, k, v, spec, None, return_lse, *extras)

@@ -12,7 +12,7 @@ import torch
 from benchmarks import tune, tune_trial
 from benchmarks.processes import Finished
 from benchmarks.tune_candidates import Row, candidates, numbers_a_thread, shared_bytes_at_least
-from benchmarks.tune_trial import MASKS, Problem, Trial, check, check_ragged
+from benchmarks.tune_trial import MASKS, RULES, Problem, Trial, check, check_ragged
 from cs336_systems.kernels import tuning
 from cs336_systems.kernels.launching import INTERPRETED
 from cs336_systems.kernels.tuning import TABLES, TileConfig
@@ -91,6 +91,13 @@ def test_scores_a_step_ahead_are_tried_in_the_forward_alone():
 @pytest.mark.parametrize("name", ["forward", "dkdv"])
 def test_a_configuration_that_is_right(name):
     problem = Problem(Row(name, "float32", 16), batch=1, heads=1, length=48)  # Triton interprets no bfloat16
+    assert check(Trial(problem, TileConfig(32, 16, 4, 1), device="cpu")) == ""
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the kernels are not interpreted")
+def test_a_configuration_for_rules_that_is_right():
+    problem = Problem(Row("dq", "float32", 16), batch=1, heads=2, length=48, with_rules=True)
+    assert problem.cases == RULES
     assert check(Trial(problem, TileConfig(32, 16, 4, 1), device="cpu")) == ""
 
 
