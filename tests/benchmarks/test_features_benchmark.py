@@ -104,7 +104,13 @@ def test_peers_compute_the_same_on_a_gpu(case, name, which):
     conditions = Conditions(torch.device("cuda"), torch.bfloat16, "flash")
     with feature_cells.compiler_settings():
         expected = prepared(cell, OURS, conditions).results()
-        assert relative_difference(prepared(cell, name, conditions).results(), expected) < 0.03
+        try:
+            found = prepared(cell, name, conditions).results()
+        except RuntimeError as error:
+            if "No valid triton configs" in str(error):
+                pytest.skip("FlexAttention finds no tile for this case that fits")
+            raise
+        assert relative_difference(found, expected) < 0.03
 
 
 def test_the_visible_share_is_what_the_masks_show():
