@@ -65,7 +65,7 @@ def dkdv_step(
     )  # fmt: skip
     kept = weights
     if place.seed is not None:
-        keep = kept_pairs(rows, columns, place)
+        keep = kept_pairs(first_row, first_column, place, TILE_Q, TILE_K, True)
         kept = tl.where(keep, weights, 0.0)
     dv_tile = product(split(kept, dout_tile), dout_tile, dv_tile)
     dweights = products_of_rows(

@@ -59,7 +59,7 @@ def dq_step(
         dout_tile, douts, first_row, v_tile, values, first_column, TILE_Q, TILE_K, BLOCK_DV, V_HEAD_DIM
     )
     if place.seed is not None:
-        dweights = tl.where(kept_pairs(rows, columns, place), dweights, 0.0)
+        dweights = tl.where(kept_pairs(first_row, first_column, place, TILE_Q, TILE_K, False), dweights, 0.0)
     gradient = score_gradient(weights, dweights, delta[:, None], scales)
     sums = added_up(sums, gradient, terms, SUMMED, 1)
     gradient = gradient * slopes

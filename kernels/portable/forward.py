@@ -91,7 +91,7 @@ def forward_step(
         products = tl.where(seen, products, float("-inf"))
     state, weights, rescale = softmax_step(state, products, scale, TOP, len(q_tile) == 1)
     if place.seed is not None:
-        weights = tl.where(kept_pairs(rows, columns, place), weights, 0.0)
+        weights = tl.where(kept_pairs(first_row, first_column, place, TILE_Q, TILE_K, False), weights, 0.0)
     own_columns = tl.program_id(1) * BLOCK_DV
     v_tile = load_slice(values, first_column, own_columns, TILE_K, BLOCK_DV, V_HEAD_DIM, MASKED)
     accumulator = product(split(weights, v_tile), v_tile, accumulator * rescale[:, None])

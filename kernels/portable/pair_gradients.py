@@ -66,7 +66,7 @@ def pair_step(
         dout_tile, douts, first_row, v_tile, values, first_column, TILE_Q, TILE_K, BLOCK_DV, V_HEAD_DIM
     )
     if place.seed is not None:
-        dweights = tl.where(kept_pairs(rows, columns, place), dweights, 0.0)
+        dweights = tl.where(kept_pairs(first_row, first_column, place, TILE_Q, TILE_K, False), dweights, 0.0)
     return total + score_gradient(weights, dweights, row_delta[:, None], scales) * terms[TERM] * scales.step
 
 

@@ -49,18 +49,41 @@ def seen_pairs(rows, columns, exists, place, LEFT: tl.constexpr, RIGHT: tl.const
 
 
 @triton.jit
-def kept_pairs(rows, columns, place):
-    """Whether dropout keeps the weight of each pair: by a random number of its own, whatever the tiles.
+def kept_pairs(first_row, first_column, place, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DOWN: tl.constexpr):
+    """Whether dropout keeps the weight of each pair of a tile: by a random number of its own, whatever the tiles.
 
     Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) makes four at once, of four neighbouring
-    columns; the counter is (column // 4, row, matrix, 0).
+    columns; the counter is (column // 4, row, matrix, 0). The tile is (COLUMNS, ROWS) with DOWN, else (ROWS, COLUMNS);
+    its first column is a multiple of 4.
     """
-    columns = columns + rows * 0
-    counter = columns // 4
-    zero = counter * 0
-    first, second, third, fourth = tl.philox(
-        tl.load(place.seed), counter, rows + zero, place.matrix.to(tl.int32) + zero, zero
-    )
-    word = columns % 4
-    number = tl.where(word < 2, tl.where(word == 0, first, second), tl.where(word == 2, third, fourth))
+    if DOWN:
+        # Each thread makes the four and takes its own: to exchange them, threads would wait for each other between the
+        # matrix instructions of this pass, which are then run one after the other (C7515).
+        columns = first_column + tl.arange(0, COLUMNS)[:, None] + tl.zeros([1, ROWS], tl.int32)
+        rows = first_row + tl.arange(0, ROWS)[None, :] + columns * 0
+        first, second, third, fourth = random_words(columns // 4, rows, place)
+        word = columns % 4
+        number = tl.where(word < 2, tl.where(word == 0, first, second), tl.where(word == 2, third, fourth))
+        keep = is_kept(number, place)
+    else:
+        counters = first_column // 4 + tl.arange(0, COLUMNS // 4)[None, :] + tl.zeros([ROWS, 1], tl.int32)
+        rows = first_row + tl.arange(0, ROWS)[:, None] + counters * 0
+        first, second, third, fourth = random_words(counters, rows, place)
+        # As bytes, because they change threads on the way.
+        even = tl.join(is_kept(first, place).to(tl.int8), is_kept(third, place).to(tl.int8))
+        odd = tl.join(is_kept(second, place).to(tl.int8), is_kept(fourth, place).to(tl.int8))
+        keep = tl.reshape(tl.join(even, odd), (ROWS, COLUMNS)) != 0
+    return keep
+
+
+@triton.jit
+def random_words(counters, rows, place):
+    """Four random numbers of 32 bits for each counter and row."""
+    zero = counters * 0
+    return tl.philox(tl.load(place.seed), counters, rows, place.matrix.to(tl.int32) + zero, zero)
+
+
+@triton.jit
+def is_kept(number, place):
+    """Whether a random number keeps a weight."""
     return (number >> 1).to(tl.int32, bitcast=True) >= place.threshold
