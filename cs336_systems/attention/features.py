@@ -14,6 +14,7 @@ from ..kernels import rules as expressions
 from . import variants
 from .blocks import Blocks
 from .rules import Mask, Scores
+from .sizes import Sizes, shift_of, unsaid
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -44,38 +45,6 @@ class Assembled(NamedTuple):
     extras: tuple[Tensor, ...]
 
 
-class Packed(NamedTuple):
-    """Packed sequences: where those of q and of k begin, (sequences + 1,) each, and how long none of them exceeds."""
-
-    q_starts: Tensor
-    k_starts: Tensor
-    q_most: int | None
-    k_most: int | None
-
-
-class Sizes(NamedTuple):
-    """Of the scores. ``heads`` is None where tensors have no head axis.
-
-    Packed sequences are entries of the batch; lengths that are not known are 1, which is all that tensors may have.
-    """
-
-    batch: tuple[int, ...]
-    heads: int | None
-    q_len: int
-    k_len: int
-    packed: Packed | None = None
-
-    @property
-    def matrices(self) -> int:
-        """Of each batch entry: its heads, or 1 where tensors have no head axis."""
-        return 1 if self.heads is None else self.heads
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(*batch, heads, q_len, k_len), as masks and biases broadcast to it."""
-        return (*self.batch, *(() if self.heads is None else (self.heads,)), self.q_len, self.k_len)
-
-
 def assemble(
     features: Features, sizes: Sizes, causal: str, window: tuple[int | None, int | None], device: torch.device
 ) -> Assembled:
@@ -94,7 +63,7 @@ def assemble(
     if cap is not None:
         scores = scores + variants.softcap(cap)
     if features.alibi_slopes is not None:
-        scores = scores + variants.alibi(_slopes(features.alibi_slopes, sizes, device), _shift(sizes, causal))
+        scores = scores + variants.alibi(_slopes(features.alibi_slopes, sizes, device), shift_of(sizes, causal))
     if features.bias is not None:
         _check("bias", features.bias, device, FLOATS)
         scores = scores + variants.bias(_broadcast("bias", features.bias, sizes))
@@ -114,15 +83,6 @@ def assemble(
     # torch.compile of torch 2.11 does not trace whether a tuple is true.
     by_rules = None if mask is None else mask.expression
     return Assembled(by_rules, scores.expression, len(sinks) > 0, dropout, len(blocks) > 0, extras)
-
-
-def _shift(sizes: Sizes, causal: str) -> int | Tensor:
-    """How far the position of query i among the keys is from i: of all sequences, or (sequences,) of each."""
-    if causal == "top_left":
-        return 0
-    if sizes.packed is None:
-        return sizes.k_len - sizes.q_len
-    return sizes.packed.k_starts.diff() - sizes.packed.q_starts.diff()
 
 
 def _check_captured(
@@ -156,7 +116,7 @@ def _check_captured(
                 shape = f"{expected} at least" if longer else f"{expected}"
                 raise ValueError(
                     f"what {name} captured must have shape {shape}, for {' '.join(axes)}, or 1 there; got {own}"
-                    f"{_unsaid(sizes)}"
+                    f"{unsaid(sizes)}"
                 )
             if slot in code.origins and own[-1] != 1:
                 _check_origin(name, own[-1], code.origin(slot, leaf[1]), sizes)
@@ -164,7 +124,7 @@ def _check_captured(
 
 def _check_origin(name: str, length: int, origin: int, sizes: Sizes) -> None:
     """An axis that is read at column - row + origin has to reach as far as the call's distances, both ways."""
-    if _unsaid(sizes):
+    if unsaid(sizes):
         raise ValueError(
             f"max_seqlen_q and max_seqlen_k must be given for what {name} captured for distances; got None"
         )
@@ -234,7 +194,7 @@ def _broadcast(name: str, tensor: Tensor, sizes: Sizes) -> Tensor:
     own = (1,) * (len(shape) - tensor.ndim) + tuple(tensor.shape)
     if len(own) != len(shape) or not all(map(_broadcasts, own, shape)):
         written = ", ".join(map(str, shape))
-        got = f"{tuple(tensor.shape)}{_unsaid(sizes)}"
+        got = f"{tuple(tensor.shape)}{unsaid(sizes)}"
         raise ValueError(f"{name} must have a shape that broadcasts to ({written}); got {got}")
     tensor = tensor.reshape(own)
     if sizes.heads is None:
@@ -244,12 +204,6 @@ def _broadcast(name: str, tensor: Tensor, sizes: Sizes) -> Tensor:
         tensor = tensor.expand(*sizes.batch, *own[-3:])
         return tensor.reshape(math.prod(sizes.batch), *own[-3:])
     return tensor.reshape(1, *own[-3:])
-
-
-def _unsaid(sizes: Sizes) -> str:
-    if sizes.packed is None or None not in sizes.packed[2:]:
-        return ""
-    return ", without max_seqlen_q and max_seqlen_k, which bound rows and columns"
 
 
 def _slopes(slopes: Tensor, sizes: Sizes, device: torch.device) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.settings import Window
-from .features import Features, Packed, Sizes, assemble
+from .features import Features, assemble
+from .sizes import Packed, Sizes
 from .spec import AttentionSpec, check_spec, window_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -12,10 +12,11 @@ from typing_extensions import Unpack
 
 from . import choose
 from .choose import Explanation
-from .features import Features, Packed
+from .features import Features
 from .ops import must_dispatch
 from .precision import autocast_inputs
 from .run import RUN, Options
+from .sizes import Packed
 from .validation import Problem, check, check_tensors, shape_of
 
 INTEGERS = (torch.int32, torch.int64)

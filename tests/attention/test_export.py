@@ -13,8 +13,9 @@ from torch.export import Dim
 
 from cs336_systems.attention import attention, attention_varlen
 from cs336_systems.attention.exported import writable
-from cs336_systems.attention.features import Features, Sizes, assemble
+from cs336_systems.attention.features import Features, assemble
 from cs336_systems.attention.rules import score_rule
+from cs336_systems.attention.sizes import Sizes
 from cs336_systems.attention.spec import AttentionSpec, Causal
 from cs336_systems.attention.variants import bias as bias_rule
 from cs336_systems.attention.variants import document, relative_bias

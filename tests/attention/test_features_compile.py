@@ -10,8 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cs336_systems.attention import attention
 from cs336_systems.attention import ops as operators
-from cs336_systems.attention.features import Features, Sizes, assemble
+from cs336_systems.attention.features import Features, assemble
 from cs336_systems.attention.rules import score_rule
+from cs336_systems.attention.sizes import Sizes
 from cs336_systems.attention.spec import AttentionSpec, Causal
 from cs336_systems.attention.variants import document, prefix, relative_bias
 from cs336_systems.attention.variants import window as window_rule
