@@ -81,7 +81,8 @@ def attention(
             are aligned as ``causal`` says, and at the ends where that is False.
         scale: what scores are multiplied by; 1 / sqrt(d) if None.
         softcap: bounds scores by softcap * tanh(score / softcap). First of what changes scores, which is in this order:
-        alibi_slopes: (q_heads,) or (batch, q_heads); a slope times the distance of a key is taken from its score.
+        alibi_slopes: (q_heads,) or (batch, q_heads); a slope times the distance of a key is taken from its score. On a
+            CPU they are checked to be finite.
         bias: is added to scores; of any shape that broadcasts to (*batch, q_heads, q_len, k_len).
         scores: changes of one's own; see `cs336_systems.attention.rules`.
         mask: True where a query sees a key: a bool tensor of any shape that broadcasts to (*batch, q_heads, q_len,

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..kernels import rules as expressions
 from . import variants
 from .blocks import Blocks
+from .ops import must_dispatch
 from .rules import Mask, Scores
 from .sizes import Sizes, shift_of, unsaid
 
@@ -212,6 +213,9 @@ def _slopes(slopes: Tensor, sizes: Sizes, device: torch.device) -> Tensor:
     of_heads = slopes.ndim in (1, 2) and slopes.shape[-1] == heads
     if not of_heads or (slopes.ndim == 2 and slopes.shape[0] != batch):
         raise ValueError(f"alibi_slopes must have shape ({heads},) or ({batch}, {heads}); got {tuple(slopes.shape)}")
+    # Only where looking stops no device; elsewhere what they reach becomes NaN.
+    if device.type == "cpu" and not must_dispatch(slopes) and not slopes.isfinite().all():
+        raise ValueError(f"alibi_slopes must be finite; got {slopes[~slopes.isfinite()][0].item()}")
     return slopes if slopes.ndim == 2 else slopes[None]
 
 

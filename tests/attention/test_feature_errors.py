@@ -99,6 +99,8 @@ WRONG_VALUES = {
     "softcap_infinite": ({"softcap": math.inf}, "softcap must be above 0 and finite; got inf"),
     "slopes_shape": ({"alibi_slopes": torch.ones(2)}, "alibi_slopes must have shape (4,) or (2, 4); got (2,)"),
     "slopes_axes": ({"alibi_slopes": torch.ones(1, 4)}, "alibi_slopes must have shape (4,) or (2, 4); got (1, 4)"),
+    "slopes_nan": ({"alibi_slopes": torch.tensor([1.0, math.nan, 0.0, 1.0])}, "alibi_slopes must be finite; got nan"),
+    "slopes_infinite": ({"alibi_slopes": torch.full((2, 4), -math.inf)}, "alibi_slopes must be finite; got -inf"),
     "slopes_elsewhere": (
         {"alibi_slopes": torch.ones(4, **META)},
         "alibi_slopes must be on cpu to match q; got meta",
