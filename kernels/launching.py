@@ -9,7 +9,6 @@ compiled binary and those integers, and a repeated call passes addresses only.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -121,11 +120,6 @@ def address_of(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-_HERE = nullcontext()
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a CUDA device the current one: Triton launches there, wherever the tensors are."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return _HERE
-    return torch.cuda.device(device)
+def is_elsewhere(device: torch.device) -> bool:
+    """Whether a CUDA device is not the current one, where Triton launches, wherever the tensors are."""
+    return device.type == "cuda" and device.index != torch.cuda.current_device()

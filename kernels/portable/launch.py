@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import tuning
-from ..launching import Launcher, Plans, address_of, on_device
+from ..launching import Launcher, Plans, address_of, is_elsewhere
 from ..layout import Layout, one_a_row, rows_like
 from ..settings import Settings
 from ..sinks import sink_gradient
@@ -73,8 +73,13 @@ def forward(
     q_len, dv), laid out as q is; lse is contiguous float32.
     """
     dtype, device = q.dtype, q.device
+    if is_elsewhere(device):
+        with torch.cuda.device(device):
+            return forward(q, k, v, scale, settings, numbers, extras)
     arithmetic = arithmetic_of(q)
-    shapes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), *metadata_of(extras))
+    shapes: tuple[object, ...] = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
+    if extras:
+        shapes += metadata_of(extras)
     plan = _forward_plans.get(
         (shapes, dtype, device, scale, arithmetic, settings, *numbers),
         lambda: _plan_forward(q, k, v, arithmetic, Variation.of(Settings.of(settings, numbers), extras)),
@@ -85,25 +90,24 @@ def forward(
     if plan.nothing_seen:
         lse.fill_(-math.inf)
         return out.zero_(), lse.copy_(extras[0][:, None]) if variation.settings.sinks else lse
-    with on_device(device):
-        inputs = as_inputs([q, k, v], plan.parts)
-        varied = NOTHING_FURTHER
-        if extras or variation.with_rules:
-            addresses = [extra.data_ptr() for extra in extras]
-            varied = (
-                *(variation.sinks(addresses), variation.seed(addresses), variation.captured(addresses)),
-                *(variation.blocks(addresses, extras, "rows"), variation.packed(addresses)),
-            )
-        plan.launcher(
-            (*inputs.addresses, *inputs.statistics, out.data_ptr(), lse.data_ptr(), *varied),
-            lambda: describe_forward(inputs.describe(), out, lse, variation, extras, scale, arithmetic),
+    inputs = as_inputs([q, k, v], plan.parts)
+    varied = NOTHING_FURTHER
+    if extras or variation.with_rules:
+        addresses = [extra.data_ptr() for extra in extras]
+        varied = (
+            *(variation.sinks(addresses), variation.seed(addresses), variation.captured(addresses)),
+            *(variation.blocks(addresses, extras, "rows"), variation.packed(addresses)),
         )
+    plan.launcher(
+        (*inputs.addresses, *inputs.statistics, out.data_ptr(), lse.data_ptr(), *varied),
+        lambda: describe_forward(inputs.describe(), out, lse, variation, extras, scale, arithmetic),
+    )
     return out, lse
 
 
-def metadata_of(extras: Sequence[Tensor]) -> list[object]:
+def metadata_of(extras: Sequence[Tensor]) -> tuple[object, ...]:
     """All that a plan depends on of further tensors."""
-    return [(extra.shape, extra.stride(), extra.dtype) for extra in extras]
+    return tuple([(extra.shape, extra.stride(), extra.dtype) for extra in extras])
 
 
 def _plan_forward(q: Tensor, k: Tensor, v: Tensor, arithmetic: tuning.Arithmetic, variation: Variation) -> ForwardPlan:
@@ -131,6 +135,9 @@ def backward(
 
     And those of the extras at the positions ``wanted``, in this order.
     """
+    if is_elsewhere(q.device):
+        with torch.cuda.device(q.device):
+            return backward(q, k, v, out, lse, dout, dlse, scale, settings, numbers, extras, wanted)
     if dout.stride(-1) != 1:
         # Such a gradient is usually an expanded scalar; the kernels would read it element by element, many times.
         dout = dout.contiguous()
@@ -153,42 +160,41 @@ def backward(
         if variation.settings.sinks and 0 in wanted:
             gradients[[*wanted].index(0)] = sink_gradient(extras[0], lse, delta if dlse is not None else delta.zero_())
         return dq.zero_(), dk.zero_(), dv.zero_(), gradients
-    with on_device(device):
-        inputs = as_inputs([q, k, v, dout], plan.parts)
-        bound = None if dlse is None or arithmetic == "half" else dlse.view(math.prod(k.shape[:-2]), -1).abs().amax(1)
-        sums = Sums.of(variation, q, k, extras) if wanted else NO_SUMS
-        tensors = BackwardTensors(out, dlse, lse, delta, bound, dq, dk, dv, sums)
-        varied = by_rows = by_columns = NOTHING_FURTHER[1:]
-        if extras or variation.with_rules:
-            addresses = [extra.data_ptr() for extra in extras]
-            varied = (variation.seed(addresses), variation.captured(addresses), variation.packed(addresses))
-            by_rows, by_columns = (
-                (*varied[:2], variation.blocks(addresses, extras, of), varied[2]) for of in ("rows", "columns")
-            )
-        *qkv, dout_address = inputs.addresses
-        read = (*qkv, *inputs.statistics, address_of(bound))
-        rows = (address_of(dlse), lse.data_ptr(), delta.data_ptr())
-        of_call = (variation, extras, scale, arithmetic)
-        plan.dq_launcher(
-            (*read, out.data_ptr(), dout_address, *rows, dq.data_ptr(), sums.addresses("row"), *by_rows),
-            lambda: describe_dq(inputs.describe(), tensors, *of_call),
+    inputs = as_inputs([q, k, v, dout], plan.parts)
+    bound = None if dlse is None or arithmetic == "half" else dlse.view(math.prod(k.shape[:-2]), -1).abs().amax(1)
+    sums = Sums.of(variation, q, k, extras) if wanted else NO_SUMS
+    tensors = BackwardTensors(out, dlse, lse, delta, bound, dq, dk, dv, sums)
+    varied = by_rows = by_columns = NOTHING_FURTHER[1:]
+    if extras or variation.with_rules:
+        addresses = [extra.data_ptr() for extra in extras]
+        varied = (variation.seed(addresses), variation.captured(addresses), variation.packed(addresses))
+        by_rows, by_columns = (
+            (*varied[:2], variation.blocks(addresses, extras, of), varied[2]) for of in ("rows", "columns")
         )
-        plan.dkdv_launcher(
-            (*read, dout_address, *rows[1:], dk.data_ptr(), dv.data_ptr(), sums.addresses("column"), *by_columns),
-            lambda: describe_dkdv(inputs.describe(), tensors, *of_call),
+    *qkv, dout_address = inputs.addresses
+    read = (*qkv, *inputs.statistics, address_of(bound))
+    rows = (address_of(dlse), lse.data_ptr(), delta.data_ptr())
+    of_call = (variation, extras, scale, arithmetic)
+    plan.dq_launcher(
+        (*read, out.data_ptr(), dout_address, *rows, dq.data_ptr(), sums.addresses("row"), *by_rows),
+        lambda: describe_dq(inputs.describe(), tensors, *of_call),
+    )
+    plan.dkdv_launcher(
+        (*read, dout_address, *rows[1:], dk.data_ptr(), dv.data_ptr(), sums.addresses("column"), *by_columns),
+        lambda: describe_dkdv(inputs.describe(), tensors, *of_call),
+    )
+    for launcher, term in zip(plan.pair_launchers, variation.gathered, strict=True):
+        target = sums.target(term, extras[variation.differentiated[term].position], plan.band_size)
+        launcher(
+            (*read, dout_address, *rows[1:], target.data_ptr(), *varied[:2], varied[-1]),
+            lambda term=term, target=target: describe_pairs(inputs.describe(), tensors, term, target, *of_call),  # type: ignore[misc]
         )
-        for launcher, term in zip(plan.pair_launchers, variation.gathered, strict=True):
-            target = sums.target(term, extras[variation.differentiated[term].position], plan.band_size)
-            launcher(
-                (*read, dout_address, *rows[1:], target.data_ptr(), *varied[:2], varied[-1]),
-                lambda term=term, target=target: describe_pairs(inputs.describe(), tensors, term, target, *of_call),  # type: ignore[misc]
-            )
-        gradients = [
-            sink_gradient(extras[0], lse, delta)
-            if variation.settings.sinks and position == 0
-            else sums.gradient(position, extras)
-            for position in wanted
-        ]
+    gradients = [
+        sink_gradient(extras[0], lse, delta)
+        if variation.settings.sinks and position == 0
+        else sums.gradient(position, extras)
+        for position in wanted
+    ]
     return dq, dk, dv, gradients
 
 

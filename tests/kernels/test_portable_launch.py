@@ -142,13 +142,18 @@ def described(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_kernels_are_launched_while_the_device_of_their_tensors_is_current(monkeypatch, flash_device, described, dtype):
+    current = []
+
     @contextmanager
     def noted(device):
         described.append(f"on {device.type}")
+        current.append(device)
         yield
+        current.clear()
         described.append("and back")
 
-    monkeypatch.setattr(portable, "on_device", noted)
+    monkeypatch.setattr(portable, "is_elsewhere", lambda device: not current)
+    monkeypatch.setattr(torch.cuda, "device", noted)
     inputs = make_inputs(Shapes.of(1, q_len=6, k_len=13, d=17), dtype=dtype, device=flash_device)
     evaluate(partial(attention, impl="flash"), inputs)
     there = f"on {flash_device.type}"
