@@ -21,8 +21,9 @@ MOST_SPILLED = 256
 
 HARMLESS = r"\(C7519\)"
 
-# A tile of the bias is read across where the scores are transposed; it is waited for between matrix instructions.
-SERIALISED = {("bias", "dkdv", "half"), ("everything", "dkdv", "half")}
+# A tile of the bias is read across where the scores are transposed; it is waited for between matrix instructions. So is
+# what dropout keeps, which threads exchange, where rules come between too.
+SERIALISED = {("bias", "dkdv", "half"), ("everything", "dkdv", "half"), ("everything", "dq", "half")}
 
 
 def compile_variants(architecture, *options):
