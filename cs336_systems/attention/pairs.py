@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.diagonals import diagonal_sums
+from ..kernels.places import in_sequences
 from ..kernels.rules import AXES, DISTANCE, OPERATORS, Leaf, Mask, leaves, registry, tensors_of
 from ..kernels.settings import THRESHOLD_BITS
 from .spec import AttentionSpec
@@ -72,8 +73,8 @@ class Pairs(NamedTuple):
     def packed(self, spec: AttentionSpec, q_starts: Tensor, k_starts: Tensor) -> Pairs:
         """The same pairs of sequences that begin at these rows and columns."""
         assert spec.packed is not None
-        q_sequence, row = _in_sequences(q_starts, self.row)
-        k_sequence, column = _in_sequences(k_starts, self.column)
+        q_sequence, row = in_sequences(q_starts, self.row)
+        k_sequence, column = in_sequences(k_starts, self.column)
         last = q_starts.numel() - 2
         same = (q_sequence == k_sequence) & (q_sequence <= last)
         for place, most in ((row, spec.packed[0]), (column, spec.packed[1])):
@@ -100,12 +101,6 @@ class Pairs(NamedTuple):
         batch = torch.arange(math.prod(leading), device=device).view(*leading, 1, 1, 1, 1)
         head = torch.arange(q.shape[-3], device=device).view(max(1, k.shape[-3]), -1, 1, 1)
         return cls(batch, head, row, column, q.shape[-3])
-
-
-def _in_sequences(starts: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-    """The sequence of each row or column, counted on after the last, and its place there."""
-    sequence = torch.searchsorted(starts[1:].contiguous(), place.contiguous(), right=True)
-    return sequence, place - torch.where(sequence == 0, 0, starts[sequence])
 
 
 def by_group(sinks: Tensor, k: Tensor) -> Tensor:

@@ -22,6 +22,30 @@ def parts(name: str, packed: Tensor, number: int, *leading: str) -> tuple[Tensor
     return packed.unbind(axis)
 
 
+def settings_of(
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    return_attn_probs: bool,
+) -> dict[str, Any]:
+    """What ``flash_attn`` calls by these names, as `attention` takes it."""
+    check_flags(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs)
+    return {
+        "causal": causal,
+        "window": window_of(window_size),
+        "scale": softmax_scale,
+        "softcap": softcap or None,
+        "alibi_slopes": alibi_slopes,
+        "dropout_p": dropout_p,
+        "deterministic": deterministic or None,
+        "return_lse": return_attn_probs,
+    }
+
+
 def check_flags(**flags: Any) -> None:
     """Each must be a bool."""
     for name, flag in flags.items():

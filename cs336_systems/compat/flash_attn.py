@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..attention import attention
 from ..attention.validation import check_tensors, shape_of
-from .arguments import check_flags, parts, window_of
+from .arguments import parts, settings_of
 from .flash_attn_varlen import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
@@ -81,20 +81,10 @@ def flash_attn_func(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.ndim != 4:
             raise ValueError(f"{name} must have shape (batch, length, heads, d); got {shape_of(tensor)}")
-    check_flags(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs)
-    result = attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        causal=causal,
-        window=window_of(window_size),
-        scale=softmax_scale,
-        softcap=softcap or None,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        deterministic=deterministic or None,
-        return_lse=return_attn_probs,
+    settings = settings_of(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
+    result = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **settings)
     if isinstance(result, Tensor):
         return _by_length(result)
     out, lse = result

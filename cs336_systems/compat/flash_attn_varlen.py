@@ -6,7 +6,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..attention import attention_varlen
-from .arguments import check_flags, parts, window_of
+from .arguments import parts, settings_of
 
 Returned = Tensor | tuple[Tensor, Tensor, None]
 
@@ -54,24 +54,11 @@ def flash_attn_varlen_func(
     """
     if block_table is not None:
         raise ValueError("block_table must be None: keys and values in pages are not supported; got one")
-    check_flags(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs)
-    result = attention_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        causal=causal,
-        window=window_of(window_size),
-        scale=softmax_scale,
-        softcap=softcap or None,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        deterministic=deterministic or None,
-        return_lse=return_attn_probs,
+    settings = settings_of(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
+    starts = (cu_seqlens_q, cu_seqlens_k)
+    result = attention_varlen(q, k, v, *starts, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, **settings)
     if isinstance(result, Tensor):
         return result.contiguous()
     out, lse = result

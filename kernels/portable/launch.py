@@ -186,7 +186,7 @@ def backward(
     for launcher, term in zip(plan.pair_launchers, variation.gathered, strict=True):
         target = sums.target(term, extras[variation.differentiated[term].position], plan.band_size)
         launcher(
-            (*read, dout_address, *rows[1:], target.data_ptr(), *varied[:2], varied[-1]),
+            (*read, dout_address, *rows[1:], target.data_ptr(), *varied),
             lambda term=term, target=target: describe_pairs(inputs.describe(), tensors, term, target, *of_call),  # type: ignore[misc]
         )
     gradients = [

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..diagonals import placed, sums_of_bands
+from ..places import in_sequences
 from ..settings import Settings
 from .variation import Differentiated, Variation
 
@@ -101,9 +102,7 @@ def by_sequence(sums: Tensor, starts: Tensor, most: int | None) -> Tensor:
         ends = torch.cat([starts[:1] * 0, starts[1:]])
         parts = torch.segment_reduce(sums.mT.double().contiguous(), "sum", offsets=ends, axis=0, unsafe=True)
         return parts[..., None].to(sums.dtype)
-    place = torch.arange(length, device=sums.device)
-    sequence = torch.searchsorted(starts[1:].contiguous(), place, right=True)
-    place = place - torch.where(sequence == 0, 0, starts[sequence])
+    sequence, place = in_sequences(starts, torch.arange(length, device=sums.device))
     spread = sums.new_zeros(count + 1, most, sums.shape[0])
     spread[torch.where(place < most, sequence, count), place.clamp(max=most - 1)] = sums.mT
     return spread[:count].mT
