@@ -15,8 +15,8 @@ def flash_attn_varlen_func(
     q: Float[Tensor, "all_q q_heads d"],
     k: Float[Tensor, "all_k kv_heads d"],
     v: Float[Tensor, "all_k kv_heads dv"],
-    cu_seqlens_q: Int[Tensor, sequences + 1],
-    cu_seqlens_k: Int[Tensor, sequences + 1],
+    cu_seqlens_q: Int[Tensor, " sequences+1"],
+    cu_seqlens_k: Int[Tensor, " sequences+1"],
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float = 0.0,
@@ -67,7 +67,7 @@ def flash_attn_varlen_func(
 
 def flash_attn_varlen_qkvpacked_func(
     qkv: Float[Tensor, "all 3 heads d"],
-    cu_seqlens: Int[Tensor, sequences + 1],
+    cu_seqlens: Int[Tensor, " sequences+1"],
     max_seqlen: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
@@ -87,8 +87,8 @@ def flash_attn_varlen_qkvpacked_func(
 def flash_attn_varlen_kvpacked_func(
     q: Float[Tensor, "all_q q_heads d"],
     kv: Float[Tensor, "all_k 2 kv_heads d"],
-    cu_seqlens_q: Int[Tensor, sequences + 1],
-    cu_seqlens_k: Int[Tensor, sequences + 1],
+    cu_seqlens_q: Int[Tensor, " sequences+1"],
+    cu_seqlens_k: Int[Tensor, " sequences+1"],
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float = 0.0,

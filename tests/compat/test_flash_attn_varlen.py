@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import typing
 
 import pytest
 import torch
@@ -87,6 +88,7 @@ def test_signatures(name):
     last = ["block_table"] if name == "flash_attn_varlen_func" else []
     assert list(parameters) == [*NAMES[name].split(), *[one.name for one in shared], *last]
     assert [parameters[one.name].default for one in shared] == [one.default for one in shared]
+    assert typing.get_type_hints(getattr(flash_attn, name)).keys() >= parameters.keys()
 
 
 @pytest.mark.parametrize(
