@@ -70,7 +70,8 @@ class Launcher:
 
         Triton compiles pointers to 16-byte boundaries differently from others.
         """
-        alignment = tuple([address is None or _aligned(address) for address in addresses])
+        # Written out for the addresses themselves, because it is part of the host time of every launch.
+        alignment = tuple([x is None or (x % 16 == 0 if type(x) is int else _aligned(x)) for x in addresses])
         known = self._known.get(alignment)
         if known is None:
             self._first(alignment, describe())
@@ -105,12 +106,18 @@ def runner_of(compiled: Any, grid: tuple[int, int]) -> Callable[..., None]:
     stream_of = triton.runtime.driver.active.get_current_stream
     hooks = triton.knobs.runtime
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    options: tuple[Any, ...] = ()
+    launch = run
+    if triton.__version__.startswith("3.6.") and not run.global_scratch_size and not run.profile_scratch_size:
+        # And what its launcher does, but for asking for memory that these kernels do not use.
+        options = run.launch_cooperative_grid, run.launch_pdl, None, None
+        launch = run.launch
 
     def runner(*arguments: Any) -> None:
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
             with_hooks(*arguments)
         else:
-            run(*grid, 1, stream_of(device), function, metadata, None, None, None, *arguments)
+            launch(*grid, 1, stream_of(device), function, *options, metadata, None, None, None, *arguments)
 
     return runner
 

@@ -28,7 +28,8 @@ def exported(
 ) -> tuple[Tensor, Tensor]:
     """out and log-sum-exp by the operator ``kind``_forward, "flash" or "tiled"."""
     operator = getattr(torch.ops.cs336_systems, f"{kind}_forward")
-    return operator(q, k, v, spec.scale, spec.settings, writable(spec.numbers), list(extras))
+    scale, settings, numbers = spec.operands
+    return operator(q, k, v, scale, settings, writable(numbers), list(extras))
 
 
 def writable(numbers: Numbers) -> list[Any]:

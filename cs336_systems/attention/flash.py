@@ -38,7 +38,7 @@ class FlashAttentionFunction(torch.autograd.Function):
         """
         q, k, v = autocast_inputs(q, k, v)
         spec = ctx.spec = spec_for(Implementation.FLASH, q, k, v, is_causal, scale, return_lse)
-        out, lse = ops.flash_forward(q, k, v, spec.scale, spec.settings, spec.numbers, extras)
+        out, lse = ops.flash_forward(q, k, v, *spec.operands, extras)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse, *extras)
         return (out, lse) if return_lse else out
@@ -49,11 +49,9 @@ class FlashAttentionFunction(torch.autograd.Function):
         """Gradients of q, k, v and those extras that need one; None for the other arguments."""
         q, k, v, out, lse, *extras = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        spec = ctx.spec
+        spec: AttentionSpec = ctx.spec
         wanted = [position for position, needed in enumerate(ctx.needs_input_grad[ARGUMENTS:]) if needed]
-        *gradients, of_extras = ops.flash_backward(
-            q, k, v, out, lse, dout, dlse, spec.scale, spec.settings, spec.numbers, extras, wanted
-        )
+        *gradients, of_extras = ops.flash_backward(q, k, v, out, lse, dout, dlse, *spec.operands, extras, wanted)
         all_of_extras: list[Tensor | None] = [None] * len(extras)
         for position, gradient in zip(wanted, of_extras, strict=True):
             all_of_extras[position] = gradient

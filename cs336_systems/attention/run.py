@@ -58,7 +58,7 @@ def _run_flash(
     needs_backward = needs_gradient and torch.is_grad_enabled()
     # Forward-mode tangents ride on tensors that require no gradient: the Function refuses them, the operator would not.
     if not needs_backward and forward_ad._current_level < 0:
-        out, lse = ops.flash_forward(q, k, v, spec.scale, spec.settings, spec.numbers, extras)
+        out, lse = ops.flash_forward(q, k, v, *spec.operands, extras)
         return out, lse if return_lse else None
     result = FlashAttentionFunction.apply(q, k, v, spec, None, return_lse, *extras)
     return result if return_lse else (result, None)

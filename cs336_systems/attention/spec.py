@@ -61,19 +61,18 @@ class AttentionSpec:
         return Settings(*of_pairs, self.sinks, self.blocks, self.packed)
 
     @property
-    def settings(self) -> str:
-        """The same as text, which operators can carry, but for the numbers."""
+    def operands(self) -> tuple[float, str, list[float]]:
+        """What operators carry of it: the scale, and the rest as text and the numbers that the text leaves out."""
         if torch.compiler.is_compiling():
-            return self.as_settings.text
-        text: str | None = self.__dict__.get("_settings")
-        if text is None:
-            text = self.__dict__["_settings"] = self.as_settings.text
-        return text
+            return self._as_operands()
+        known: tuple[float, str, list[float]] | None = self.__dict__.get("_operands")
+        if known is None:
+            known = self.__dict__["_operands"] = self._as_operands()
+        return known
 
-    @property
-    def numbers(self) -> list[float]:
-        """The numbers that the text leaves out."""
-        return [] if self.is_plain else self.as_settings.numbers
+    def _as_operands(self) -> tuple[float, str, list[float]]:
+        settings = self.as_settings
+        return self.scale, settings.text, settings.numbers
 
     @property
     def is_plain(self) -> bool:

@@ -300,7 +300,8 @@ def test_the_operators_of_tiled_are_sound(device, dtype):
         *(Sizes((2,), HEADS, 5, 9), "bottom_right", (7, None), rates.device),
     )
     spec = AttentionSpec(Causal.BOTTOM_RIGHT, 0.25, (7, None), made.mask, made.scores, made.sinks, made.dropout)
-    varied = (0.25, spec.settings, writable(spec.numbers), list(made.extras))
+    _, settings, numbers = spec.operands
+    varied = (0.25, settings, writable(numbers), list(made.extras))
     operators = torch.ops.cs336_systems
     forward = [*[x.detach().requires_grad_() for x in inputs[:3]], *varied]
     torch.library.opcheck(operators.tiled_forward.default, forward, test_utils=CHECKS)
