@@ -208,7 +208,7 @@ def flash_forward(
     """
     if must_dispatch(q, k, v, *extras):
         return torch.ops.cs336_systems.flash_forward(q, k, v, scale, settings, list(numbers), list(extras))
-    return _forward(q, k, v, scale, settings, numbers, extras)
+    return kernels().forward(q, k, v, scale, settings, numbers, extras)
 
 
 def flash_backward(
@@ -230,4 +230,4 @@ def flash_backward(
         return torch.ops.cs336_systems.flash_backward(
             q, k, v, out, lse, dout, dlse, scale, settings, list(numbers), list(extras), list(wanted)
         )
-    return _backward(q, k, v, out, lse, dout, dlse, scale, settings, numbers, extras, wanted)
+    return kernels().backward(q, k, v, out, lse, dout, dlse, scale, settings, numbers, extras, wanted)

@@ -15,8 +15,10 @@ _AUTOCAST_DEVICES = frozenset(
 
 def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast, the tensors in its dtype, as torch's ``scaled_dot_product_attention`` takes them."""
-    # What is no tensor at all is for validation to name.
-    device = getattr(getattr(q, "device", None), "type", "")
+    try:
+        device = q.device.type
+    except AttributeError:
+        return q, k, v  # what is no tensor at all is for validation to name
     if device not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):
         return q, k, v
     dtype = torch.get_autocast_dtype(device)

@@ -29,6 +29,7 @@ class ForwardPlan(NamedTuple):
     nothing_seen: bool
     parts: PartsPlan | None
     variation: Variation
+    varied: bool
     launcher: Launcher
 
 
@@ -42,6 +43,7 @@ class BackwardPlan(NamedTuple):
     nothing_seen: bool
     parts: PartsPlan | None
     variation: Variation
+    varied: bool
     dq_launcher: Launcher
     dkdv_launcher: Launcher
     pair_launchers: tuple[Launcher, ...]
@@ -92,7 +94,7 @@ def forward(
         return out.zero_(), lse.copy_(extras[0][:, None]) if variation.settings.sinks else lse
     inputs = as_inputs([q, k, v], plan.parts)
     varied = NOTHING_FURTHER
-    if extras or variation.with_rules:
+    if plan.varied:
         addresses = [extra.data_ptr() for extra in extras]
         varied = (
             *(variation.sinks(addresses), variation.seed(addresses), variation.captured(addresses)),
@@ -114,7 +116,9 @@ def _plan_forward(q: Tensor, k: Tensor, v: Tensor, arithmetic: tuning.Arithmetic
     out = rows_like(q, v.shape[-1])
     nothing_seen = 0 in out.shape or k.shape[-2] == 0
     parts = plan_parts([q, k, v], arithmetic)
-    return ForwardPlan(out, one_a_row(q), nothing_seen, parts, variation, Launcher(KERNELS["forward"]))
+    return ForwardPlan(
+        out, one_a_row(q), nothing_seen, parts, variation, variation.asks_further, Launcher(KERNELS["forward"])
+    )
 
 
 def backward(
@@ -165,7 +169,7 @@ def backward(
     sums = Sums.of(variation, q, k, extras) if wanted else NO_SUMS
     tensors = BackwardTensors(out, dlse, lse, delta, bound, dq, dk, dv, sums)
     varied = by_rows = by_columns = NOTHING_FURTHER[1:]
-    if extras or variation.with_rules:
+    if plan.varied:
         addresses = [extra.data_ptr() for extra in extras]
         varied = (variation.seed(addresses), variation.captured(addresses), variation.packed(addresses))
         by_rows, by_columns = (
@@ -214,6 +218,7 @@ def _plan_backward(
         any(0 in x.shape for x in (q, k, v)),
         plan_parts([q, k, v, dout], arithmetic),
         variation,
+        variation.asks_further,
         Launcher(KERNELS["dq"]),
         Launcher(KERNELS["dkdv"]),
         tuple(Launcher(KERNELS["pairs"]) for _ in variation.gathered),

@@ -148,6 +148,11 @@ class Variation:
         return bool(settings.mask or settings.scores or settings.dropout or settings.window != (None, None))
 
     @property
+    def asks_further(self) -> bool:
+        """Whether a kernel is told of rules, or takes extras."""
+        return bool(self.settings.mask or self.settings.scores or fixed_extras(self.settings))
+
+    @property
     def steepest(self) -> float:
         """By how much score gradients may exceed those of plain attention."""
         return max(1.0, steepest(self.settings.scores) * max(1.0, self.settings.kept_scale))
