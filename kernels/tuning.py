@@ -217,7 +217,7 @@ WITH_RULES: dict[str, dict[Row, TileConfig]] = {
         ("dq", "half", 128): TileConfig(64, 64, 4, 2),
         ("dkdv", "half", 128): TileConfig(32, 64, 4, 2),
         ("forward", "half", 64): TileConfig(64, 64, 4, 3),
-        ("dq", "half", 64): TileConfig(64, 64, 4, 3),
+        ("dq", "half", 64): TileConfig(64, 64, 4, 4),
         ("dkdv", "half", 64): TileConfig(32, 64, 4, 1),
     },
     "sm_100": _SMALLER,
