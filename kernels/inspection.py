@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .launching import Launch
 from .machine_code import unset_reads
@@ -80,7 +82,8 @@ def compile_for(capability: int, kernel: Any, launch: Launch) -> Report:
         signature[parameter.name] = _specialise(
             value, (position,), kind, not parameter.do_not_specialize, constant_values, attributes
         )
-    source = triton.compiler.ASTSource(kernel, signature, constant_values, attributes)
+    make_source = GluonASTSource if kernel.is_gluon() else triton.compiler.ASTSource
+    source = make_source(kernel, signature, constant_values, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
     suffix = "a" if capability >= 90 else ""
     with tempfile.TemporaryDirectory() as folder:
@@ -121,6 +124,8 @@ def _specialise(
     if isinstance(value, torch.Tensor):
         attributes[path] = [["tt.divisibility", 16]]
         return POINTERS[value.dtype]
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{POINTERS[value.base.dtype][1:]}{value.block_shape},{value.layout!r}>"
     if isinstance(value, float):
         return "fp32"
     if specialise and value % 16 == 0:

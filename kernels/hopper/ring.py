@@ -1,0 +1,73 @@
+"""Tiles in shared memory that one warp fills and others empty, in turn."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .versions import aggregate
+
+
+@aggregate
+class Ring:
+    """``stages`` tiles, each with a barrier that says it is full and one that says it is empty.
+
+    Tiles are numbered from 0 over all that a program loads; tile n lies in stage n % stages.
+    """
+
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    stages: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, full, empty, stages):
+        self.tiles = tiles
+        self.full = full
+        self.empty = empty
+        self.stages = gl.constexpr(stages)
+
+    @gluon.jit
+    def tile(self, number):
+        """The memory of a tile."""
+        return self.tiles.index(number % self.stages)
+
+    @gluon.jit
+    def arrival(self, number):
+        """The barrier that a tile's copy completes."""
+        return self.full.index(number % self.stages)
+
+    @gluon.jit
+    def wait_full(self, number, wanted=True):
+        """Until a tile has arrived; not at all unless it is ``wanted``."""
+        mbarrier.wait(self.arrival(number), (number // self.stages) & 1, pred=wanted)
+
+    @gluon.jit
+    def wait_released(self, number):
+        """Until the ``number``-th release of all; not at all for one before the first."""
+        mbarrier.wait(self.empty.index(number % self.stages), (number // self.stages) & 1, pred=number >= 0)
+
+    @gluon.jit
+    def wait_empty(self, number):
+        """Until the tile that lay where this one will is released."""
+        self.wait_released(number - self.stages)
+
+    @gluon.jit
+    def release(self, number):
+        """Say that the calling warps read a tile no more."""
+        mbarrier.arrive(self.empty.index(number % self.stages), count=1)
+
+
+@gluon.jit
+def new_barriers(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
+    """A barrier for each stage, complete after so many arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(barriers.index(stage), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit
+def new_tiles(descriptor, NUMBER: gl.constexpr):
+    """Room for so many of the tiles that a descriptor copies."""
+    shape: gl.constexpr = [NUMBER] + descriptor.block_shape  # noqa: RUF005 - Gluon knows no starred lists
+    return gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)

@@ -1,0 +1,79 @@
+"""What the backward needs for each row of q before it, and makes of dQ after it: plain Triton, bound by memory."""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def prepare_kernel(
+    out,
+    dout,
+    lse,
+    dlse,
+    exponents,
+    delta,
+    dq,
+    out_strides,
+    dout_strides,
+    heads,
+    q_len,
+    padded,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Grid: a program for each ROWS rows of each matrix of q; ``padded``, a multiple of ROWS, is how many a matrix has.
+
+    Writes the log-sum-exp in exponents of 2, +inf for rows that see nothing or do not exist, so that their weights are
+    0; delta, the sum of out * dout less the gradient of the log-sum-exp; and zeros to the (padded, WIDTH) rows of dQ.
+    """
+    tiles = padded // ROWS
+    matrix = tl.program_id(0) // tiles
+    rows = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, WIDTH)[None, :]
+    exist = rows < q_len
+    batch = tl.cast(matrix // heads, tl.int64)
+    head = tl.cast(matrix % heads, tl.int64)
+    wide_rows = tl.cast(rows, tl.int64)[:, None]
+    inside = exist[:, None] & (columns < HEAD_DIM)
+    out += batch * out_strides[0] + head * out_strides[1]
+    dout += batch * dout_strides[0] + head * dout_strides[1]
+    o = tl.load(out + wide_rows * out_strides[2] + columns, mask=inside, other=0.0).to(tl.float32)
+    do = tl.load(dout + wide_rows * dout_strides[2] + columns, mask=inside, other=0.0).to(tl.float32)
+    own = tl.cast(matrix, tl.int64) * q_len + rows
+    row_lse = tl.load(lse + own, mask=exist, other=float("-inf"))
+    total = tl.sum(o * do, 1)
+    if dlse is not None:
+        total -= tl.load(dlse + own, mask=exist, other=0.0)
+    target = tl.cast(matrix, tl.int64) * padded + rows
+    tl.store(exponents + target, tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E))
+    tl.store(delta + target, total)
+    tl.store(dq + target[:, None] * WIDTH + columns, tl.zeros([ROWS, WIDTH], tl.float32))
+
+
+@triton.jit
+def finish_kernel(
+    sums,
+    dq,
+    dq_strides,
+    heads,
+    q_len,
+    padded,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Grid as above. Scales the sums (matrices, padded, WIDTH) in float32 and writes them in dQ's dtype and layout."""
+    tiles = padded // ROWS
+    matrix = tl.program_id(0) // tiles
+    rows = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, WIDTH)[None, :]
+    wide_rows = tl.cast(rows, tl.int64)[:, None]
+    values = tl.load(sums + (tl.cast(matrix, tl.int64) * padded + wide_rows) * WIDTH + columns)
+    dq += tl.cast(matrix // heads, tl.int64) * dq_strides[0] + tl.cast(matrix % heads, tl.int64) * dq_strides[1]
+    places = dq + wide_rows * dq_strides[2] + columns
+    inside = (rows < q_len)[:, None] & (columns < HEAD_DIM)
+    tl.store(places, (values * scale).to(dq.dtype.element_ty), mask=inside)

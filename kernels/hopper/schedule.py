@@ -1,0 +1,104 @@
+"""Which tiles a program computes, in which order, and which tiles of keys each of them needs."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .versions import aggregate
+
+
+@aggregate
+class Work:
+    """One tile of query rows: its matrix and first row, and the tiles of keys [begin, end) that any row of it sees.
+
+    Those from whole_begin to whole_end are seen by every row; they are visited from the end to the beginning.
+    """
+
+    batch: gl.tensor
+    head: gl.tensor
+    first_row: gl.tensor
+    begin: gl.tensor
+    whole_begin: gl.tensor
+    whole_end: gl.tensor
+    end: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, batch, head, first_row, begin, whole_begin, whole_end, end):
+        self.batch = batch
+        self.head = head
+        self.first_row = first_row
+        self.begin = begin
+        self.whole_begin = whole_begin
+        self.whole_end = whole_end
+        self.end = end
+
+
+@aggregate
+class Schedule:
+    """Tiles of query rows in the order in which programs take them.
+
+    Matrices are taken in sections whose keys and values the L2 cache holds; in a section, with a causal mask, the rows
+    that see most come first, which leaves the short ones to fill the gaps at the end.
+    """
+
+    matrices: gl.tensor
+    heads: gl.tensor
+    q_len: gl.tensor
+    k_len: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
+    section: gl.tensor
+    TILE_Q: gl.constexpr
+    TILE_K: gl.constexpr
+    LEFT: gl.constexpr
+    RIGHT: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, matrices, heads, q_len, k_len, left, right, section, TILE_Q, TILE_K, LEFT, RIGHT):
+        self.matrices = matrices
+        self.heads = heads
+        self.q_len = q_len
+        self.k_len = k_len
+        self.left = left
+        self.right = right
+        self.section = section
+        self.TILE_Q = gl.constexpr(TILE_Q)
+        self.TILE_K = gl.constexpr(TILE_K)
+        self.LEFT = gl.constexpr(LEFT)
+        self.RIGHT = gl.constexpr(RIGHT)
+
+    @gluon.jit
+    def tiles(self):
+        """How many tiles there are."""
+        return self.matrices * gl.cdiv(self.q_len, self.TILE_Q)
+
+    @gluon.jit
+    def work(self, index):
+        """What a tile, by its place in the order, asks for."""
+        tiles = gl.cdiv(self.q_len, self.TILE_Q)
+        first = index // (self.section * tiles) * self.section
+        within = index - first * tiles
+        width = gl.minimum(self.section, self.matrices - first)
+        tile = within // width
+        matrix = first + within % width
+        if self.RIGHT:
+            tile = tiles - 1 - tile
+        first_row = tile * self.TILE_Q
+        end = self.k_len
+        whole_end = self.k_len
+        if self.RIGHT:
+            end = gl.minimum(end, first_row + self.TILE_Q + self.right)
+            whole_end = gl.minimum(whole_end, first_row + self.right + 1)
+        begin = 0
+        whole_begin = 0
+        if self.LEFT:
+            begin = gl.maximum(first_row + self.left, 0)
+            whole_begin = gl.maximum(first_row + self.TILE_Q - 1 + self.left, 0)
+        # At least one tile is visited, all of it hidden if need be, so that no program has to do without a softmax.
+        end = gl.maximum(gl.cdiv(end, self.TILE_K), 1)
+        begin = gl.minimum(begin // self.TILE_K, end - 1)
+        whole_end = gl.maximum(whole_end, 0) // self.TILE_K
+        whole_begin = gl.cdiv(whole_begin, self.TILE_K)
+        return Work(
+            matrix // self.heads, matrix % self.heads, first_row,
+            gl.to_tensor(begin), gl.to_tensor(whole_begin), whole_end, end,
+        )  # fmt: skip

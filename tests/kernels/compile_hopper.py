@@ -1,0 +1,91 @@
+"""Compile the kernels for Hopper without one, and print what became of them as JSON.
+
+Run as a program of its own, because kernels defined under TRITON_INTERPRET cannot be compiled:
+
+    python tests/kernels/compile_hopper.py --passes forward backward
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+
+from cs336_systems.kernels.hopper import config, describe
+from cs336_systems.kernels.hopper.backward import backward_kernel
+from cs336_systems.kernels.hopper.forward import forward_kernel
+from cs336_systems.kernels.inspection import compile_for
+from cs336_systems.kernels.launching import Launch
+
+BANDS = {
+    "none": describe.Band(None, None),
+    "causal": describe.Band(None, 0),
+    "window": describe.Band(-100, 0),
+}
+
+
+def launch_of(name: str, head_dim: int, band: describe.Band, dtype: torch.dtype) -> Launch:
+    """A pass on (2, 8, 1024, head_dim) queries and (2, 2, 1024, head_dim) keys."""
+
+    def made(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q, k, v, out = (made(2, heads, 1024, head_dim, dtype=dtype) for heads in (8, 2, 2, 8))
+    if name == "forward":
+        counter = made(1, dtype=torch.int32)
+        return describe.describe_forward(q, k, v, out, made(2, 8, 1024), counter, band, 0.1, programs=132)
+    rows = describe.Rows(made(16, 1024), made(16, 1024), made(16, 1024, head_dim))
+    return describe.describe_backward(q, k, v, out, rows, (k, v), band, 0.1)
+
+
+def loop_of(sass: str) -> list[str]:
+    """What matters of the instructions between the first wait that leaves a product running and the next wait."""
+    operations = re.findall(r"(HGMMA|MUFU\.EX2|WARPGROUP\.DEPBAR\S* \S+ \S+)", sass)
+    waits = [index for index, operation in enumerate(operations) if operation.endswith("0x1")]
+    following = next(index for index in range(waits[0] + 1, len(operations)) if "DEPBAR" in operations[index])
+    return operations[waits[0] + 1 : following]
+
+
+def compile_one(name: str, head_dim: int, band: str, dtype: torch.dtype) -> dict[str, Any]:
+    kernel = forward_kernel if name == "forward" else backward_kernel
+    launch = launch_of(name, head_dim, BANDS[band], dtype)
+    report = compile_for(90, kernel, launch)
+    # Those of a tile, for each of the 128 threads of a group.
+    tile = launch.constants["TILE_K" if name == "forward" else "TILE_Q"]
+    return {
+        "pass": name,
+        "head_dim": head_dim,
+        "band": band,
+        "dtype": str(dtype),
+        **report.as_row(),
+        "exponentials": describe.ROWS * tile // 128,
+        "exponentials_beside_a_product": loop_of(report.sass).count("MUFU.EX2"),
+    }
+
+
+def main(arguments: Iterable[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--passes", nargs="+", choices=("forward", "backward"), default=["forward", "backward"])
+    parser.add_argument("--bands", nargs="+", choices=BANDS, default=[*BANDS])
+    options = parser.parse_args([*arguments])
+    compiled = [
+        compile_one(name, head_dim, band, dtype)
+        for name in options.passes
+        for head_dim in (config.FORWARD if name == "forward" else config.BACKWARD)
+        for band in options.bands
+        for dtype in (torch.bfloat16, torch.float16)
+        if head_dim == 128 or (dtype == torch.bfloat16 and band != "window")
+    ]
+    print(json.dumps(compiled))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,77 @@
+"""The kernels for Hopper, compiled without one: what they spill, and that products and exponentials overlap."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.kernels.hopper.config import BACKWARD, FORWARD
+from cs336_systems.kernels.hopper.versions import is_supported
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SHARED_MEMORY = 227 * 1024
+
+SPILLED = {("forward", 64): 360}
+"""Bytes a thread, stores and loads together, by pass and head dimension; none but these, of them eight at most."""
+
+HARMLESS = r"\(C7519\)"
+
+
+def compile_hopper(*options):
+    """What `compile_hopper.py` reports, run as a program of its own."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+    finished = subprocess.run(
+        [sys.executable, str(HERE / "compile_hopper.py"), *options],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+def problems(rows):
+    for row in rows:
+        name = row["pass"], row["head_dim"], row["band"], row["dtype"]
+        if row["spilled"] > SPILLED.get(name[:2], 8):
+            yield f"{name} spills {row['spilled']} bytes"
+        if row["shared"] > SHARED_MEMORY:
+            yield f"{name} needs {row['shared']} bytes of shared memory"
+        if not row["multiplies"] or not row["stores"]:
+            yield f"{name} computes nothing"
+        if row["unset_reads"]:
+            yield f"{name} reads registers that nothing has written: {row['unset_reads']}"
+        yield from (f"{name}: {warning}" for warning in row["warnings"] if not re.search(HARMLESS, warning))
+        # The assembler moves the wait for a product above them if nothing keeps it, and both then take turns.
+        if row["exponentials_beside_a_product"] < row["exponentials"]:
+            yield f"{name} computes {row['exponentials_beside_a_product']} exponentials while a product runs"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_supported(), reason="this version of Triton is not one that the kernels are written for")
+@pytest.mark.parametrize(("name", "dims"), [("forward", set(FORWARD)), ("backward", set(BACKWARD))])
+def test_kernels_for_hopper_compile(name, dims):
+    rows = compile_hopper("--passes", name)
+    assert {row["head_dim"] for row in rows} == dims
+    found = [*problems(rows)]
+    assert not found, "\n".join(found)
+
+
+def test_problems_are_found():
+    row = {"pass": "forward", "head_dim": 128, "band": "none", "dtype": "torch.bfloat16"}
+    row |= {"spilled": 0, "shared": 0, "multiplies": True, "stores": True, "unset_reads": [], "warnings": []}
+    row |= {"exponentials": 64, "exponentials_beside_a_product": 64}
+    assert not [*problems([row])]
+    faults = {"spilled": 9, "shared": SHARED_MEMORY + 1, "multiplies": False, "stores": False, "unset_reads": ["R0"]}
+    faults |= {"warnings": ["(C7512)"], "exponentials_beside_a_product": 0}
+    for fault, value in faults.items():
+        assert len([*problems([row | {fault: value}])]) == 1, fault
