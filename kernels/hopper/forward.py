@@ -9,79 +9,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from .queue import Queue, new_queue
+from .copying import Memory, copy_ahead
+from .queue import new_queue
 from .ring import Ring, new_barriers, new_tiles
 from .schedule import Schedule
 from .softmax import first_fold
 from .tiles import GROUP, as_matrix, packed, store_rows, unpacked
-from .versions import aggregate
 
 NUMBERS = ("matrices", "heads", "group", "q_len", "k_len", "left", "right", "section")
 """Arguments that one compiled kernel takes any values of."""
-
-
-@aggregate
-class Memory:
-    """What the warps share: a tile of q for each warp group, rings of k and v, room for the output, and places."""
-
-    q: Ring
-    k: Ring
-    v: Ring
-    out: gl.shared_memory_descriptor
-    queue: Queue
-
-    @gluon.constexpr_function
-    def __init__(self, q, k, v, out, queue):
-        self.q = q
-        self.k = k
-        self.v = v
-        self.out = out
-        self.queue = queue
-
-
-@gluon.jit
-def copy_ahead(
-    q_desc, k_desc, v_desc, memory, schedule, group, HEAD_DIM: gl.constexpr, GROUPS: gl.constexpr,
-    PERSISTENT: gl.constexpr,
-):  # fmt: skip
-    """The copying warp: tiles of q, and of k and v from the last one that a row sees to the first."""
-    TILE_K: gl.constexpr = schedule.TILE_K
-    tiles = schedule.tiles()
-    number = 0
-    turn = 0
-    place = gl.program_id(0)
-    while place < tiles:
-        following = tiles
-        if PERSISTENT:
-            following = memory.queue.take(tiles)
-            memory.queue.tell(turn, following)
-        work = schedule.work(place)
-        kv_head = work.head // group
-        memory.q.wait_empty(turn)
-        mbarrier.expect(memory.q.full.index(0), GROUPS * GROUP * HEAD_DIM * 2)
-        for member in gl.static_range(GROUPS):
-            tma.async_copy_global_to_shared(
-                q_desc, [work.batch, work.head, work.first_row + member * GROUP, 0],
-                memory.q.full.index(0), memory.q.tiles.index(member),
-            )  # fmt: skip
-        for step in range(work.end - work.begin):
-            first_column = (work.end - 1 - step) * TILE_K
-            corner = [work.batch, kv_head, first_column, 0]
-            memory.k.wait_empty(number)
-            mbarrier.expect(memory.k.arrival(number), TILE_K * HEAD_DIM * 2)
-            tma.async_copy_global_to_shared(k_desc, corner, memory.k.arrival(number), memory.k.tile(number))
-            memory.v.wait_empty(number + 1)
-            mbarrier.expect(memory.v.arrival(number), TILE_K * HEAD_DIM * 2)
-            tma.async_copy_global_to_shared(v_desc, corner, memory.v.arrival(number), memory.v.tile(number))
-            number += 1
-        turn += 1
-        place = following
 
 
 @gluon.jit
@@ -108,11 +48,11 @@ def visible(rows, first_column, schedule, layout: gl.constexpr):
 @gluon.jit
 def step(
     softmax, weights, out, q_tile, memory, schedule, rows, number, tile, more, scale,
-    MASKED: gl.constexpr, HEAD_DIM: gl.constexpr,
+    FOLD: gl.constexpr, MASKED: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """Begin with a tile of keys, and finish what the tile before left: its weights, not yet multiplied by values.
 
-    The tile of keys is known to have arrived; ``more`` says whether another follows.
+    The tile of keys is known to have arrived; ``more`` says whether another follows. FOLD: see `Softmax`.
     """
     TILE_K: gl.constexpr = schedule.TILE_K
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
@@ -125,88 +65,114 @@ def step(
     scores = warpgroup_mma_wait(1, [pending])
     if MASKED:
         scores = gl.where(visible(rows, tile * TILE_K, schedule, layout), scores, float("-inf"))
-    softmax, exact, rescale = softmax.fold(scores, scale, MASKED)
+    if FOLD:
+        softmax, exact, rescale = softmax.fold(scores, scale)
+    else:
+        softmax, exact = softmax.add(scores, scale)
     # Also a boundary: without one, the assembler moves the wait for the product below above the exponentials.
     memory.k.wait_full(number + 1, more)
     out, _ = warpgroup_mma_wait(0, [out_pending, operand])
     memory.k.release(number)
-    out = out * gl.convert_layout(rescale, gl.SliceLayout(1, out_layout))[:, None]
+    if FOLD:
+        out = out * gl.convert_layout(rescale, gl.SliceLayout(1, out_layout))[:, None]
     return softmax, packed(exact, v_tile.dtype), out
+
+
+@gluon.jit
+def attend(
+    q_tile, memory, schedule, work, rows, number, careful, scale,
+    HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """64 rows over all their tiles of keys: the softmax, the output before it is normalised, and the last number.
+
+    ``careful``: folding every tile, and never adding.
+    """
+    TILE_K: gl.constexpr = schedule.TILE_K
+    dtype: gl.constexpr = memory.k.tiles.dtype
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    memory.k.wait_full(number)
+    scores = scores_of(q_tile, memory, number, layout, HEAD_DIM, TILE_K)
+    scores = warpgroup_mma_wait(0, [scores])
+    memory.k.release(number)
+    tile = work.end - 1
+    scores = gl.where(visible(rows, tile * TILE_K, schedule, layout), scores, float("-inf"))
+    softmax, exact = first_fold(scores, scale)
+    weights = packed(exact, dtype)
+    out = gl.zeros([GROUP, HEAD_DIM], gl.float32, out_layout)
+    memory.k.wait_full(number + 1, work.begin < tile)
+    right = gl.maximum(gl.minimum(work.whole_end, tile), work.begin)
+    left = gl.maximum(gl.minimum(work.whole_begin, right), work.begin)
+    added_to = left
+    if careful:
+        added_to = right
+    for tile in range(work.end - 2, right - 1, -1):
+        number += 1
+        softmax, weights, out = step(
+            softmax, weights, out, q_tile, memory, schedule, rows, number, tile, tile > work.begin, scale,
+            True, True, HEAD_DIM,
+        )  # fmt: skip
+    for tile in range(right - 1, added_to - 1, -1):
+        number += 1
+        softmax, weights, out = step(
+            softmax, weights, out, q_tile, memory, schedule, rows, number, tile, tile > work.begin, scale,
+            False, False, HEAD_DIM,
+        )  # fmt: skip
+    for tile in range(added_to - 1, work.begin - 1, -1):
+        number += 1
+        softmax, weights, out = step(
+            softmax, weights, out, q_tile, memory, schedule, rows, number, tile, tile > work.begin, scale,
+            True, schedule.LEFT, HEAD_DIM,
+        )  # fmt: skip
+    return softmax, weights, out, number
 
 
 @gluon.jit
 def compute(
     MEMBER: gl.constexpr, out_ptr, lse_ptr, out_strides, memory, schedule, scale,
-    HEAD_DIM: gl.constexpr, OWN_ROOM: gl.constexpr, PERSISTENT: gl.constexpr,
+    HEAD_DIM: gl.constexpr, OWN_ROOM: gl.constexpr,
 ):  # fmt: skip
     """A computing warp group: attention of its 64 rows of each tile."""
     TILE_K: gl.constexpr = schedule.TILE_K
     dtype: gl.constexpr = memory.k.tiles.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
     q_tile = as_matrix(memory.q.tiles.index(MEMBER), GROUP, HEAD_DIM)
     tiles = schedule.tiles()
     number = 0
     turn = 0
-    place = gl.program_id(0)
-    while place < tiles:
-        work = schedule.work(place)
-        rows = work.first_row + MEMBER * GROUP + gl.arange(0, GROUP, layout=rows_layout)
-        mbarrier.wait(memory.q.full.index(0), turn & 1)
-        memory.k.wait_full(number)
-        scores = scores_of(q_tile, memory, number, layout, HEAD_DIM, TILE_K)
-        scores = warpgroup_mma_wait(0, [scores])
-        memory.k.release(number)
-        tile = work.end - 1
-        scores = gl.where(visible(rows, tile * TILE_K, schedule, layout), scores, float("-inf"))
-        softmax, exact = first_fold(scores, scale)
-        weights = packed(exact, dtype)
-        out = gl.zeros([GROUP, HEAD_DIM], gl.float32, out_layout)
-        memory.k.wait_full(number + 1, work.begin < tile)
-        right = gl.maximum(gl.minimum(work.whole_end, tile), work.begin)
-        left = gl.maximum(gl.minimum(work.whole_begin, right), work.begin)
-        for tile in range(work.end - 2, right - 1, -1):
-            number += 1
-            softmax, weights, out = step(
-                softmax, weights, out, q_tile, memory, schedule, rows, number, tile, tile > work.begin, scale,
-                True, HEAD_DIM,
-            )  # fmt: skip
-        for tile in range(right - 1, left - 1, -1):
-            number += 1
-            softmax, weights, out = step(
-                softmax, weights, out, q_tile, memory, schedule, rows, number, tile, tile > work.begin, scale,
-                False, HEAD_DIM,
-            )  # fmt: skip
-        if schedule.LEFT:
-            for tile in range(left - 1, work.begin - 1, -1):
-                number += 1
-                softmax, weights, out = step(
-                    softmax, weights, out, q_tile, memory, schedule, rows, number, tile, tile > work.begin, scale,
-                    True, HEAD_DIM,
-                )  # fmt: skip
+    told = gl.program_id(0)
+    while told < tiles:
+        careful = told < 0
+        work = schedule.work(gl.where(careful, told + tiles, told))
+        first_row = work.first_row + MEMBER * GROUP
+        rows = first_row + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
+        memory.q.wait_full(turn)
+        softmax, weights, out, number = attend(
+            q_tile, memory, schedule, work, rows, number, careful, scale, HEAD_DIM
+        )  # fmt: skip
         if OWN_ROOM:
-            memory.q.release(0)
+            memory.q.release(turn)
         memory.v.wait_full(number)
         v_tile = as_matrix(memory.v.tile(number), TILE_K, HEAD_DIM)
         operand = unpacked(weights, dtype, out_layout, TILE_K)
         out = warpgroup_mma(operand, v_tile, out, is_async=True)
         out, _ = warpgroup_mma_wait(0, [out, operand])
         number += 1
+        certain = softmax.is_certain(out) | careful
         normaliser, row_lse = softmax.normaliser_and_lse(scale)
         out *= gl.convert_layout(normaliser, gl.SliceLayout(1, out_layout))[:, None]
         matrix = (work.batch * schedule.heads + work.head).to(gl.int64)
         gl.store(lse_ptr + matrix * schedule.q_len + rows, row_lse, mask=rows < schedule.q_len)
         target = out_ptr + work.batch.to(gl.int64) * out_strides[0] + work.head.to(gl.int64) * out_strides[1]
         room = as_matrix(memory.out.index(MEMBER), GROUP, HEAD_DIM)
-        first_row = work.first_row + MEMBER * GROUP
         store_rows(target, out_strides[2], room, out.to(dtype), first_row, schedule.q_len)
         if not OWN_ROOM:
             fence_async_shared()
-            memory.q.release(0)
-        place = tiles
-        if PERSISTENT:
-            place = memory.queue.hear(turn)
+            memory.q.release(turn)
+        if not careful:
+            memory.queue.judge(turn, MEMBER, 1 - certain.to(gl.int32))
+        told = memory.queue.hear(turn)
         turn += 1
 
 
@@ -254,14 +220,14 @@ def forward_kernel(
     memory = Memory(q_ring, k_ring, v_ring, room, queue)
     if GROUPS == 2:
         gl.warp_specialize([
-            (compute, (0, out, lse, out_strides, memory, schedule, scale, HEAD_DIM, OWN_ROOM, PERSISTENT)),
-            (compute, (1, out, lse, out_strides, memory, schedule, scale, HEAD_DIM, OWN_ROOM, PERSISTENT)),
-            (copy_ahead, (q_desc, k_desc, v_desc, memory, schedule, group, HEAD_DIM, GROUPS, PERSISTENT)),
+            (compute, (0, out, lse, out_strides, memory, schedule, scale, HEAD_DIM, OWN_ROOM)),
+            (compute, (1, out, lse, out_strides, memory, schedule, scale, HEAD_DIM, OWN_ROOM)),
+            (copy_ahead, (q_desc, k_desc, v_desc, lse, memory, schedule, group, HEAD_DIM, GROUPS, PERSISTENT)),
         ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (compute, (0, out, lse, out_strides, memory, schedule, scale, HEAD_DIM, OWN_ROOM, PERSISTENT)),
-            (compute, (1, out, lse, out_strides, memory, schedule, scale, HEAD_DIM, OWN_ROOM, PERSISTENT)),
-            (compute, (2, out, lse, out_strides, memory, schedule, scale, HEAD_DIM, OWN_ROOM, PERSISTENT)),
-            (copy_ahead, (q_desc, k_desc, v_desc, memory, schedule, group, HEAD_DIM, GROUPS, PERSISTENT)),
+            (compute, (0, out, lse, out_strides, memory, schedule, scale, HEAD_DIM, OWN_ROOM)),
+            (compute, (1, out, lse, out_strides, memory, schedule, scale, HEAD_DIM, OWN_ROOM)),
+            (compute, (2, out, lse, out_strides, memory, schedule, scale, HEAD_DIM, OWN_ROOM)),
+            (copy_ahead, (q_desc, k_desc, v_desc, lse, memory, schedule, group, HEAD_DIM, GROUPS, PERSISTENT)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, COPY_REGISTERS])  # fmt: skip

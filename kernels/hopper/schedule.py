@@ -10,7 +10,8 @@ from .versions import aggregate
 class Work:
     """One tile of query rows: its matrix and first row, and the tiles of keys [begin, end) that any row of it sees.
 
-    Those from whole_begin to whole_end are seen by every row; they are visited from the end to the beginning.
+    Those from whole_begin to whole_end are seen by every row, each of which sees a key of a tile after them as well, if
+    it sees any at all.
     """
 
     batch: gl.tensor
@@ -84,10 +85,10 @@ class Schedule:
             tile = tiles - 1 - tile
         first_row = tile * self.TILE_Q
         end = self.k_len
-        whole_end = self.k_len
+        last = self.k_len - 1
         if self.RIGHT:
             end = gl.minimum(end, first_row + self.TILE_Q + self.right)
-            whole_end = gl.minimum(whole_end, first_row + self.right + 1)
+            last = gl.minimum(last, first_row + self.right)
         begin = 0
         whole_begin = 0
         if self.LEFT:
@@ -96,7 +97,7 @@ class Schedule:
         # At least one tile is visited, all of it hidden if need be, so that no program has to do without a softmax.
         end = gl.maximum(gl.cdiv(end, self.TILE_K), 1)
         begin = gl.minimum(begin // self.TILE_K, end - 1)
-        whole_end = gl.maximum(whole_end, 0) // self.TILE_K
+        whole_end = gl.maximum(last, 0) // self.TILE_K
         whole_begin = gl.cdiv(whole_begin, self.TILE_K)
         return Work(
             matrix // self.heads, matrix % self.heads, first_row,

@@ -7,35 +7,55 @@ from .versions import aggregate
 
 LN_2 = gl.constexpr(0.6931471805599453)
 
+LARGEST_SUM = gl.constexpr(2.0**64)
+"""Of weights added without looking for the largest score: above it, they or what they multiply may have overflowed."""
+
 
 @aggregate
 class Softmax:
-    """For each row the largest score so far, before its scale, and sums of its weights relative to that.
+    """For each row a score, before its scale, that its weights are relative to, and sums of them.
 
     The sums (rows, 8) are of the columns that are alike modulo 8, of which a thread holds all: they are added up across
     threads once, at the end.
+
+    A softmax is the same whatever score its weights are relative to, unless they overflow. So the largest score is
+    looked for in the tiles that are visited first, and then no more: `add` spares the maximum, which is a third of a
+    step's instructions and comes before all exponentials, and what was summed need not be rescaled. Weights may grow to
+    2 ** 64 so, where scores exceed the first by 44 (natural) units; `is_certain` says whether none did, and otherwise
+    the tile is computed again with `fold` alone.
     """
 
-    largest: gl.tensor
+    pivot: gl.tensor
     sums: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, largest, sums):
-        self.largest = largest
+    def __init__(self, pivot, sums):
+        self.pivot = pivot
         self.sums = sums
 
     @gluon.jit
-    def fold(self, scores, scale, MASKED: gl.constexpr):
-        """After another tile of scores: the softmax, their weights, and the factor of what was summed before.
+    def fold(self, scores, scale):
+        """After a tile of scores, -inf where hidden: the softmax, their weights, and the factor of sums before.
 
-        ``scale`` takes a score to the exponent of a power of two. MASKED says that scores may be -inf.
+        ``scale`` takes a score to the exponent of a power of two. The pivot becomes the largest score so far.
         """
-        largest = gl.maximum(self.largest, gl.max(scores, 1))
-        pivot = pivot_of(largest, scale, MASKED)
-        rescale = gl.exp2(self.largest * scale - pivot)
-        weights = gl.exp2(scores * scale - pivot[:, None])
+        largest = gl.maximum(self.pivot, gl.max(scores, 1))
+        pivot = finite(largest)
+        rescale = gl.exp2((self.pivot - pivot) * scale)
+        weights = gl.exp2(scores * scale - (pivot * scale)[:, None])
         of_sums = gl.convert_layout(rescale, gl.SliceLayout(1, self.sums.type.layout), assert_trivial=True)
         return Softmax(largest, self.sums * of_sums[:, None] + partial_sums(weights)), weights, rescale
+
+    @gluon.jit
+    def add(self, scores, scale):
+        """After a tile of scores that are all seen: the softmax, its pivot unchanged, and their weights."""
+        weights = gl.exp2(scores * scale - (finite(self.pivot) * scale)[:, None])
+        return Softmax(self.pivot, self.sums + partial_sums(weights)), weights
+
+    @gluon.jit
+    def totals(self):
+        """The sum of each row's weights."""
+        return gl.convert_layout(gl.sum(self.sums, 1), self.pivot.type.layout)
 
     @gluon.jit
     def normaliser_and_lse(self, scale):
@@ -43,27 +63,32 @@ class Softmax:
 
         They are 0 and -inf where it saw nothing.
         """
-        total = gl.convert_layout(gl.sum(self.sums, 1), self.largest.type.layout)
-        empty = total == 0.0
-        lse = (self.largest * scale + gl.log2(total)) * LN_2
-        return gl.where(empty, 0.0, 1.0 / total), gl.where(empty, float("-inf"), lse)
+        totals = self.totals()
+        empty = totals == 0.0
+        lse = (finite(self.pivot) * scale + gl.log2(totals)) * LN_2
+        return gl.where(empty, 0.0, 1.0 / totals), gl.where(empty, float("-inf"), lse)
+
+    @gluon.jit
+    def is_certain(self, out):
+        """Whether neither a weight nor an output row (rows, width), not yet normalised, has overflowed."""
+        small = (self.totals() < LARGEST_SUM).to(gl.int32)
+        # Of what is not finite 0 times is not 0.
+        sound = (gl.sum(out * 0.0, 1) == 0.0).to(gl.int32)
+        return (gl.min(small, 0) & gl.min(sound, 0)) != 0
 
 
 @gluon.jit
 def first_fold(scores, scale):
     """The softmax of the first tile of scores, some of which may be -inf, and their weights."""
     largest = gl.max(scores, 1)
-    weights = gl.exp2(scores * scale - pivot_of(largest, scale, True)[:, None])
+    weights = gl.exp2(scores * scale - (finite(largest) * scale)[:, None])
     return Softmax(largest, partial_sums(weights)), weights
 
 
 @gluon.jit
-def pivot_of(largest, scale, MASKED: gl.constexpr):
-    """What is taken from scaled scores before the exponential."""
-    if MASKED:
-        # A row that sees nothing has a largest score of -inf, and -inf less -inf is no number.
-        largest = gl.where(largest == float("-inf"), 0.0, largest)
-    return largest * scale
+def finite(largest):
+    """A row that sees nothing has a largest score of -inf, and -inf less -inf is no number."""
+    return gl.where(largest == float("-inf"), 0.0, largest)
 
 
 @gluon.jit

@@ -8,6 +8,7 @@ Run as a program of its own, because kernels defined under TRITON_INTERPRET cann
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -46,18 +47,26 @@ def launch_of(name: str, head_dim: int, band: describe.Band, dtype: torch.dtype)
     return describe.describe_backward(q, k, v, out, rows, (k, v), band, 0.1)
 
 
-def loop_of(sass: str) -> list[str]:
-    """What matters of the instructions between the first wait that leaves a product running and the next wait."""
-    operations = re.findall(r"(HGMMA|MUFU\.EX2|WARPGROUP\.DEPBAR\S* \S+ \S+)", sass)
-    waits = [index for index, operation in enumerate(operations) if operation.endswith("0x1")]
-    following = next(index for index in range(waits[0] + 1, len(operations)) if "DEPBAR" in operations[index])
-    return operations[waits[0] + 1 : following]
+def beside_a_product(sass: str) -> list[str]:
+    """The instructions of the shortest stretch from a wait that leaves a product running to the next wait.
+
+    That is the step most often taken: others mask, or look for the largest score.
+    """
+    instructions = re.findall(r"/\*[0-9a-f]{4,6}\*/\s+(.*?);", sass)
+    waits = [number for number, instruction in enumerate(instructions) if "WARPGROUP.DEPBAR" in instruction]
+    stretches = [
+        instructions[wait + 1 : following]
+        for wait, following in itertools.pairwise(waits)
+        if re.search(r"gsb0, 0x1\b", instructions[wait])
+    ]
+    return min((x for x in stretches if any("MUFU.EX2" in instruction for instruction in x)), key=len)
 
 
 def compile_one(name: str, head_dim: int, band: str, dtype: torch.dtype) -> dict[str, Any]:
     kernel = forward_kernel if name == "forward" else backward_kernel
     launch = launch_of(name, head_dim, BANDS[band], dtype)
     report = compile_for(90, kernel, launch)
+    step = beside_a_product(report.sass)
     # Those of a tile, for each of the 128 threads of a group.
     tile = launch.constants["TILE_K" if name == "forward" else "TILE_Q"]
     return {
@@ -67,7 +76,8 @@ def compile_one(name: str, head_dim: int, band: str, dtype: torch.dtype) -> dict
         "dtype": str(dtype),
         **report.as_row(),
         "exponentials": describe.ROWS * tile // 128,
-        "exponentials_beside_a_product": loop_of(report.sass).count("MUFU.EX2"),
+        "exponentials_beside_a_product": sum("MUFU.EX2" in instruction for instruction in step),
+        "spills_beside_a_product": sum(bool(re.search(r"\b(STL|LDL)", instruction)) for instruction in step),
     }
 
 

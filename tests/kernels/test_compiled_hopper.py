@@ -18,8 +18,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SHARED_MEMORY = 227 * 1024
 
-SPILLED = {("forward", 64): 360}
-"""Bytes a thread, stores and loads together, by pass and head dimension; none but these, of them eight at most."""
+SPILLED = {("forward", 64): 1100, ("forward", 128): 180, ("forward", 256): 340}
+"""Bytes a thread, stores and loads together, by pass and head dimension, between tiles; eight elsewhere."""
 
 HARMLESS = r"\(C7519\)"
 
@@ -51,6 +51,8 @@ def problems(rows):
         if row["unset_reads"]:
             yield f"{name} reads registers that nothing has written: {row['unset_reads']}"
         yield from (f"{name}: {warning}" for warning in row["warnings"] if not re.search(HARMLESS, warning))
+        if row["spills_beside_a_product"]:
+            yield f"{name} spills in its innermost loop"
         # The assembler moves the wait for a product above them if nothing keeps it, and both then take turns.
         if row["exponentials_beside_a_product"] < row["exponentials"]:
             yield f"{name} computes {row['exponentials_beside_a_product']} exponentials while a product runs"
@@ -69,9 +71,9 @@ def test_kernels_for_hopper_compile(name, dims):
 def test_problems_are_found():
     row = {"pass": "forward", "head_dim": 128, "band": "none", "dtype": "torch.bfloat16"}
     row |= {"spilled": 0, "shared": 0, "multiplies": True, "stores": True, "unset_reads": [], "warnings": []}
-    row |= {"exponentials": 64, "exponentials_beside_a_product": 64}
+    row |= {"exponentials": 64, "exponentials_beside_a_product": 64, "spills_beside_a_product": 0}
     assert not [*problems([row])]
-    faults = {"spilled": 9, "shared": SHARED_MEMORY + 1, "multiplies": False, "stores": False, "unset_reads": ["R0"]}
-    faults |= {"warnings": ["(C7512)"], "exponentials_beside_a_product": 0}
+    faults = {"spilled": 181, "shared": SHARED_MEMORY + 1, "multiplies": False, "stores": False, "unset_reads": ["R0"]}
+    faults |= {"warnings": ["(C7512)"], "exponentials_beside_a_product": 0, "spills_beside_a_product": 1}
     for fault, value in faults.items():
         assert len([*problems([row | {fault: value}])]) == 1, fault
