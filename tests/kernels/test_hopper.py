@@ -1,0 +1,138 @@
+"""The kernels for Hopper, on one: values and gradients against float64, weights that overflow, equal bits."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+
+from cs336_systems.kernels.hopper.config import BACKWARD, FORWARD
+from cs336_systems.kernels.hopper.versions import is_supported
+from cs336_systems.testing import Shapes, make_inputs
+from cs336_systems.testing.budget import compare
+from cs336_systems.testing.oracle import naive_results, oracle, terms
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not os.environ.get("HOPPER"), reason="attention does not choose these kernels yet: HOPPER=1"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0) or not is_supported(),
+        reason="needs a Hopper GPU and a version of Triton that the kernels are written for",
+    ),
+]
+
+SHAPES = {
+    "square": Shapes((2, 4, 512, 0), (2, 4, 512, 0), (2, 4, 512, 0)),
+    "grouped": Shapes((1, 6, 300, 0), (1, 2, 300, 0), (1, 2, 300, 0)),
+    "more_keys": Shapes((1, 2, 129, 0), (1, 1, 777, 0), (1, 1, 777, 0)),
+    "more_queries": Shapes((1, 2, 700, 0), (1, 2, 130, 0), (1, 2, 130, 0)),
+    "one_query": Shapes((3, 2, 1, 0), (3, 2, 65, 0), (3, 2, 65, 0)),
+    "many_tiles": Shapes((2, 40, 1000, 0), (2, 8, 1000, 0), (2, 8, 1000, 0)),
+}
+BANDS = {"none": (False, None), "causal": (True, None), "window": (True, 100)}
+
+
+def band_of(inputs, causal, window):
+    from cs336_systems.kernels.hopper.describe import Band
+
+    offset = inputs.k.shape[-2] - inputs.q.shape[-2]
+    return Band(None if window is None else offset - window, offset if causal else None)
+
+
+def settings_of(causal, window):
+    return {"causal": causal, "features": {} if window is None else {"window": (window, None)}}
+
+
+def inputs_of(shapes, width, dtype, layout="contiguous"):
+    own = Shapes(*[(*shape[:-1], width) for shape in shapes])
+    return make_inputs(own, dtype=dtype, device="cuda", layout=layout)
+
+
+def results(inputs, causal, window):
+    """Values, and gradients where there is a backward for the width."""
+    from cs336_systems.kernels.hopper import launch
+
+    band, scale = band_of(inputs, causal, window), inputs.q.shape[-1] ** -0.5
+    q, k, v, dout, dlse = inputs
+    out, lse = launch.forward(q, k, v, scale, band)
+    made = {"out": out, "lse": lse}
+    if q.shape[-1] in BACKWARD:
+        gradients = launch.backward(q, k, v, out, lse, dout, dlse, scale, band)
+        made |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    return made
+
+
+def assert_right(actual, inputs, causal, window):
+    settings = settings_of(causal, window)
+    expected = [
+        {name: result[name] for name in actual}
+        for result in (oracle(inputs, **settings), naive_results(inputs, **settings), terms(inputs, **settings))
+    ]
+    beyond = [finding for finding in compare(actual, *expected) if not finding.holds]
+    assert not beyond, "\n".join(map(str, beyond))
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("width", FORWARD)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_results_are_within_the_budget(dtype, width, shape, band):
+    inputs = inputs_of(SHAPES[shape], width, dtype)
+    assert_right(results(inputs, *BANDS[band]), inputs, *BANDS[band])
+
+
+@pytest.mark.parametrize("layout", ["length_before_heads", "packed"])
+@pytest.mark.parametrize("width", FORWARD)
+def test_layouts(width, layout):
+    inputs = inputs_of(SHAPES["square"], width, torch.bfloat16, layout)
+    made = results(inputs, True, None)
+    assert_right(made, inputs, True, None)
+    if layout == "length_before_heads":
+        assert made["out"].stride() == inputs.q.stride()
+
+
+@pytest.mark.parametrize("band", ["none", "causal"])
+@pytest.mark.parametrize("width", FORWARD)
+def test_weights_that_overflow_are_computed_again(width, band):
+    inputs = inputs_of(SHAPES["many_tiles"], width, torch.bfloat16)
+    q, k = inputs.q, inputs.k
+    # An early key far above all that are visited before: for one head's queries, and for some rows of another's.
+    q[:, 1, :, 0], k[:, 0, 3, 0] = 20.0, 400.0
+    q[:, 17, 600:700, 1], k[:, 3, 10, 1] = 30.0, 300.0
+    assert_right(results(inputs, *BANDS[band]), inputs, *BANDS[band])
+
+
+def test_nan_stays_in_its_head():
+    inputs = inputs_of(SHAPES["many_tiles"], 128, torch.bfloat16)
+    inputs.k[1, 3, 5, 7] = math.nan
+    out = results(inputs, False, None)["out"]
+    spoilt = torch.zeros(2, 40, dtype=torch.bool, device="cuda")
+    spoilt[1, 15:20] = True
+    assert out[spoilt].isnan().all()
+    assert out[~spoilt].isfinite().all()
+
+
+@pytest.mark.parametrize("width", FORWARD)
+def test_values_are_the_same_every_time(width):
+    inputs = inputs_of(SHAPES["many_tiles"], width, torch.bfloat16)
+    first = results(inputs, True, None)
+    for _ in range(20):
+        again = results(inputs, True, None)
+        assert all(torch.equal(first[name], again[name]) for name in ("out", "lse"))
+
+
+def test_a_captured_graph_can_be_replayed():
+    from cs336_systems.kernels.hopper import launch
+
+    inputs = inputs_of(SHAPES["many_tiles"], 128, torch.bfloat16)
+    arguments = (*inputs[:3], 128**-0.5, band_of(inputs, True, None))
+    expected, _ = launch.forward(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = launch.forward(*arguments)
+    for _ in range(3):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)
