@@ -92,7 +92,8 @@ def main(arguments: Iterable[str]) -> None:
         for head_dim in (config.FORWARD if name == "forward" else config.BACKWARD)
         for band in options.bands
         for dtype in (torch.bfloat16, torch.float16)
-        if head_dim == 128 or (dtype == torch.bfloat16 and band != "window")
+        if (band == "causal" or dtype == torch.bfloat16) and (band != "window" or head_dim == 128)
+        if head_dim == 128 or dtype == torch.bfloat16
     ]
     print(json.dumps(compiled))
 
