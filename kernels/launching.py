@@ -55,6 +55,10 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
     options: dict[str, int]
 
+    def of(self, kernel: Any) -> Any:
+        """Have Triton compile and launch a kernel so, and return what it compiled."""
+        return kernel[self.grid](*self.tensors, *self.arguments, **self.constants, **self.options)
+
 
 class Launcher:
     """A kernel on tensors of fixed metadata, at any addresses."""
@@ -80,9 +84,9 @@ class Launcher:
             run(*addresses, *rest)
 
     def _first(self, alignment: tuple[Any, ...], launch: Launch) -> None:
-        grid, tensors, arguments, constants, options = launch
-        compiled = self._kernel[grid](*tensors, *arguments, **constants, **options)
+        compiled = launch.of(self._kernel)
         if not INTERPRETED:
+            grid, tensors, arguments, constants, _ = launch
             constant_names = self._kernel.arg_names[len(tensors) + len(arguments) :]
             rest = (*arguments, *[constants[name] for name in constant_names])
             self._known[alignment] = runner_of(compiled, grid), rest

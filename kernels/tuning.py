@@ -187,7 +187,7 @@ TABLES["sm_100"] = TABLES["sm_80"] | {("dkdv", "float32", 128): TileConfig(32, 3
 
 # Instead of the above where rules are applied, or a window has two edges, or weights are dropped: what that takes in
 # registers, and in shared memory where a tile of a bias is copied ahead, is left free. Reasoned, not searched, but for
-# those of half at 128, and its forward at 64, on sm_90.
+# those of half at 64 and 128 on sm_90.
 _SMALLER: dict[Row, TileConfig] = {
     **_rows("forward", "half", (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 8, 2)),
     **_rows("dq", "half", (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 8, 1)),

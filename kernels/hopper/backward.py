@@ -69,7 +69,7 @@ def copy_ahead(descriptors, memory, schedule, group, HEAD_DIM: gl.constexpr, TIL
     number = 0
     for member in range(group):
         head = work.head * group + member
-        matrix = (work.batch * schedule.heads + work.head) * group + member
+        matrix = work.matrix * group + member
         for tile in range(work.begin, work.end):
             corner = [work.batch, head, tile * TILE_Q, 0]
             stage = number % memory.q.stages
@@ -92,7 +92,7 @@ def add_up(dq_desc, memory, schedule, group, padded, HEAD_DIM: gl.constexpr, TIL
     work = schedule.work(gl.program_id(0))
     number = 0
     for member in range(group):
-        matrix = (work.batch * schedule.heads + work.head) * group + member
+        matrix = work.matrix * group + member
         for tile in range(work.begin, work.end):
             row = matrix * padded + tile * TILE_Q
             memory.dq.wait_full(number)
@@ -105,7 +105,11 @@ def add_up(dq_desc, memory, schedule, group, padded, HEAD_DIM: gl.constexpr, TIL
 
 @gluon.jit
 def visible(columns, rows, schedule):
-    """Which pairs of columns and rows are seen."""
+    """Which pairs of columns and rows are seen.
+
+    The forward's, with the roles exchanged, has bounds for each key where this has them for each row of q: in this loop
+    those spill registers, and in the forward's these do.
+    """
     seen = columns[:, None] >= 0
     if schedule.LEFT:
         seen = seen & (columns[:, None] <= (rows - schedule.left)[None, :])

@@ -109,5 +109,4 @@ def noted(turn, place, again, lse_ptr, queue, schedule):
 def link(lse_ptr, place, schedule):
     """Where a listed tile keeps the place of the one before it: in a log-sum-exp that will be written again."""
     work = schedule.work(place)
-    matrix = (work.batch * schedule.heads + work.head).to(gl.int64)
-    return (lse_ptr + matrix * schedule.q_len + work.first_row).to(gl.pointer_type(gl.int32))
+    return (lse_ptr + work.matrix.to(gl.int64) * schedule.q_len + work.first_row).to(gl.pointer_type(gl.int32))

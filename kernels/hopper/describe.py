@@ -12,10 +12,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..launching import Launch
+from ..portable.softmax import LOG2_E
 from .config import BACKWARD, FORWARD
 from .tiles import GROUP
 
-LOG2_E = 1.4426950408889634
 ROWS = GROUP.value
 KEYS = 2 * ROWS
 """Keys of a tile of the backward."""
@@ -83,8 +83,8 @@ def describe_forward(
         (min(programs, tiles), 1),
         (descriptor(q, 1, 1, ROWS, head_dim), descriptor(k, *tile), descriptor(v, *tile), out, lse, counter),
         (
-            out.stride()[:3],
-            *(batch * heads, heads, group, q_len, k.shape[2], *band.arguments, group * section(k), scale * LOG2_E),
+            *(out.stride()[:3], batch * heads, heads, group, q_len, k.shape[2], *band.arguments),
+            *(group * section(k), scale * LOG2_E.value),
         ),
         {
             "HEAD_DIM": head_dim,
@@ -120,7 +120,7 @@ def describe_backward(
             *(of_rows(rows.exponents, config.tile_q), of_rows(rows.delta, config.tile_q)),
             *(descriptor(sums, config.tile_q, head_dim // 2), dk, dv),
         ),
-        (dk.stride()[:3], dv.stride()[:3], *lengths, *band.arguments, section(q), scale, scale * LOG2_E),
+        (dk.stride()[:3], dv.stride()[:3], *lengths, *band.arguments, section(q), scale, scale * LOG2_E.value),
         {
             "HEAD_DIM": head_dim,
             "TILE_Q": config.tile_q,

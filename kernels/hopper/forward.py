@@ -162,8 +162,7 @@ def compute(
         certain = softmax.is_certain(out) | careful
         normaliser, row_lse = softmax.normaliser_and_lse(scale)
         out *= gl.convert_layout(normaliser, gl.SliceLayout(1, out_layout))[:, None]
-        matrix = (work.batch * schedule.heads + work.head).to(gl.int64)
-        gl.store(lse_ptr + matrix * schedule.q_len + rows, row_lse, mask=rows < schedule.q_len)
+        gl.store(lse_ptr + work.matrix.to(gl.int64) * schedule.q_len + rows, row_lse, mask=rows < schedule.q_len)
         target = out_ptr + work.batch.to(gl.int64) * out_strides[0] + work.head.to(gl.int64) * out_strides[1]
         room = as_matrix(memory.out.index(MEMBER), GROUP, HEAD_DIM)
         store_rows(target, out_strides[2], room, out.to(dtype), first_row, schedule.q_len)

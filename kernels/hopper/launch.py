@@ -7,13 +7,11 @@ costs the GPU.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from ..launching import Launch
 from ..layout import rows_like
 from ..tuning import processors_of
 from .backward import backward_kernel
@@ -34,7 +32,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[
     out = rows_like(q, v.shape[-1]).empty(q.dtype, q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     programs = processors_of(q.device)
-    run(forward_kernel, describe_forward(q, k, v, out, lse, _counter(q.device), band, scale, programs))
+    describe_forward(q, k, v, out, lse, _counter(q.device), band, scale, programs).of(forward_kernel)
     return out, lse
 
 
@@ -64,15 +62,9 @@ def backward(
     widths = {"HEAD_DIM": head_dim, "WIDTH": head_dim, "ROWS": ROWS_A_PROGRAM}
     strides = out.stride()[:3], dout.stride()[:3]
     prepare_kernel[grid](out, dout, lse, dlse, *rows, *strides, heads, q_len, padded, **widths)
-    run(backward_kernel, describe_backward(q, k, v, dout, rows, (dk, dv), band, scale))
+    describe_backward(q, k, v, dout, rows, (dk, dv), band, scale).of(backward_kernel)
     finish_kernel[grid](rows.sums, dq, dq.stride()[:3], heads, q_len, padded, scale, **widths)
     return dq, dk, dv
-
-
-def run(kernel: Any, launch: Launch) -> None:
-    """Launch a kernel as described."""
-    grid, tensors, arguments, constants, options = launch
-    kernel[grid](*tensors, *arguments, **constants, **options)
 
 
 _counters: dict[tuple[torch.device, int], Tensor] = {}

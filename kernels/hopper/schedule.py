@@ -8,12 +8,13 @@ from .versions import aggregate
 
 @aggregate
 class Work:
-    """One tile of query rows: its matrix and first row, and the tiles of keys [begin, end) that any row of it sees.
+    """One tile of query rows: its matrix, which is a batch's head, its first row, and tiles of keys.
 
-    Those from whole_begin to whole_end are seen by every row, each of which sees a key of a tile after them as well, if
-    it sees any at all.
+    Those in [begin, end) are seen by any row of it. Those from whole_begin to whole_end are seen by every row, each of
+    which sees a key of a tile after them as well, if it sees any at all.
     """
 
+    matrix: gl.tensor
     batch: gl.tensor
     head: gl.tensor
     first_row: gl.tensor
@@ -23,7 +24,8 @@ class Work:
     end: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, batch, head, first_row, begin, whole_begin, whole_end, end):
+    def __init__(self, matrix, batch, head, first_row, begin, whole_begin, whole_end, end):
+        self.matrix = matrix
         self.batch = batch
         self.head = head
         self.first_row = first_row
@@ -100,6 +102,6 @@ class Schedule:
         whole_end = gl.maximum(last, 0) // self.TILE_K
         whole_begin = gl.cdiv(whole_begin, self.TILE_K)
         return Work(
-            matrix // self.heads, matrix % self.heads, first_row,
+            matrix, matrix // self.heads, matrix % self.heads, first_row,
             gl.to_tensor(begin), gl.to_tensor(whole_begin), whole_end, end,
         )  # fmt: skip

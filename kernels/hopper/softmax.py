@@ -42,14 +42,14 @@ class Softmax:
         largest = gl.maximum(self.pivot, gl.max(scores, 1))
         pivot = finite(largest)
         rescale = gl.exp2((self.pivot - pivot) * scale)
-        weights = gl.exp2(scores * scale - (pivot * scale)[:, None])
+        weights = weights_of(scores, pivot, scale)
         of_sums = gl.convert_layout(rescale, gl.SliceLayout(1, self.sums.type.layout), assert_trivial=True)
         return Softmax(largest, self.sums * of_sums[:, None] + partial_sums(weights)), weights, rescale
 
     @gluon.jit
     def add(self, scores, scale):
         """After a tile of scores that are all seen: the softmax, its pivot unchanged, and their weights."""
-        weights = gl.exp2(scores * scale - (finite(self.pivot) * scale)[:, None])
+        weights = weights_of(scores, finite(self.pivot), scale)
         return Softmax(self.pivot, self.sums + partial_sums(weights)), weights
 
     @gluon.jit
@@ -81,8 +81,14 @@ class Softmax:
 def first_fold(scores, scale):
     """The softmax of the first tile of scores, some of which may be -inf, and their weights."""
     largest = gl.max(scores, 1)
-    weights = gl.exp2(scores * scale - (finite(largest) * scale)[:, None])
+    weights = weights_of(scores, finite(largest), scale)
     return Softmax(largest, partial_sums(weights)), weights
+
+
+@gluon.jit
+def weights_of(scores, pivot, scale):
+    """Exponentials of scaled scores, each row's relative to that of its pivot."""
+    return gl.exp2(scores * scale - (pivot * scale)[:, None])
 
 
 @gluon.jit

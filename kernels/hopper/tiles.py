@@ -38,8 +38,8 @@ def unpacked(pairs, dtype: gl.constexpr, layout: gl.constexpr, WIDTH: gl.constex
 
 
 @gluon.jit
-def store_rows(target, stride, room, out, first_row, q_len):
-    """Write 64 rows through shared memory, where each thread finds 16 bytes in a row."""
+def store_rows(target, stride, room, out, first_row, length):
+    """Write 64 rows of a matrix of ``length`` rows through shared memory, where each thread finds 16 bytes in a row."""
     WIDTH: gl.constexpr = out.shape[1]
     THREADS: gl.constexpr = WIDTH // 8 if WIDTH < 256 else 32
     pieces: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [4, 1], [1, 0])
@@ -48,4 +48,4 @@ def store_rows(target, stride, room, out, first_row, q_len):
     rows = first_row + gl.arange(0, GROUP, layout=gl.SliceLayout(1, pieces))
     columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, pieces))
     places = target + rows.to(gl.int64)[:, None] * stride + columns[None, :]
-    gl.store(places, laid_out, mask=(rows < q_len)[:, None])
+    gl.store(places, laid_out, mask=(rows < length)[:, None])

@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from cs336_systems.kernels.hopper.config import BACKWARD, FORWARD
 from cs336_systems.kernels.hopper.versions import is_supported
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 SHARED_MEMORY = 227 * 1024
 
 SPILLED = {("forward", 64): 1100, ("forward", 128): 180, ("forward", 256): 340}
 """Bytes a thread, stores and loads together, by pass and head dimension, between tiles; eight elsewhere."""
 
 HARMLESS = r"\(C7519\)"
-
-
-def compile_hopper(*options):
-    """What `compile_hopper.py` reports, run as a program of its own."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
-    finished = subprocess.run(
-        [sys.executable, str(HERE / "compile_hopper.py"), *options],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    return json.loads(finished.stdout.splitlines()[-1])
 
 
 def problems(rows):
@@ -61,8 +39,8 @@ def problems(rows):
 @pytest.mark.slow
 @pytest.mark.skipif(not is_supported(), reason="this version of Triton is not one that the kernels are written for")
 @pytest.mark.parametrize(("name", "dims"), [("forward", set(FORWARD)), ("backward", set(BACKWARD))])
-def test_kernels_for_hopper_compile(name, dims):
-    rows = compile_hopper("--passes", name)
+def test_kernels_for_hopper_compile(compiled_by, name, dims):
+    rows = compiled_by("compile_hopper.py", "--passes", name)
     assert {row["head_dim"] for row in rows} == dims
     found = [*problems(rows)]
     assert not found, "\n".join(found)

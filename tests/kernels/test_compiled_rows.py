@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
 from cs336_systems.kernels import tuning
-
-HERE = pathlib.Path(__file__).parent
-ROOT = HERE.parents[1]
 
 # Bytes a thread that a kernel may spill, stores and loads together: by default, and by architecture, pass, arithmetic
 # and head dimension. More is allowed where the rows that measured fastest spill more, with Triton 3.6 or 3.7, rounded
@@ -63,22 +55,6 @@ SHARED_MEMORY = {"sm_80": 163, "sm_86": 99, "sm_90": 227, "sm_100": 227}
 HARMLESS = r"\(C7519\)"
 
 
-def compile_rows(architecture: str, *options: str) -> list[dict[str, object]]:
-    """What `compile_rows.py` reports, run as a program of its own."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
-    finished = subprocess.run(
-        [sys.executable, str(HERE / "compile_rows.py"), architecture, *options],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    rows: list[dict[str, object]] = json.loads(finished.stdout.splitlines()[-1])
-    return rows
-
-
 def table(rows) -> str:
     """One line a row, for a failure."""
     return "\n".join(
@@ -117,8 +93,8 @@ ROWS += [("sm_80", "half"), ("sm_80", "float32")]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "arithmetic"), ROWS)
-def test_rows_compile_without_spilling_much(architecture, arithmetic):
-    rows = compile_rows(architecture, "--arithmetics", arithmetic)
+def test_rows_compile_without_spilling_much(compiled_by, architecture, arithmetic):
+    rows = compiled_by("compile_rows.py", architecture, "--arithmetics", arithmetic)
     for name in ("forward", "dq", "dkdv"):
         assert {row["head_dim"] for row in rows if row["pass"] == name} >= {16, 64, 128, 256}
     found = problems(architecture, rows)
@@ -127,17 +103,21 @@ def test_rows_compile_without_spilling_much(architecture, arithmetic):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arithmetic", ["half", "float32"])
-def test_rows_compile_as_well_without_a_mask(arithmetic):
+def test_rows_compile_as_well_without_a_mask(compiled_by, arithmetic):
     """The two loops over keys are another program to the compiler: it may serialise the matrix instructions of one."""
-    rows = compile_rows("sm_90", "--arithmetics", arithmetic, "--passes", "forward", "dq", "--masks", "none")
+    rows = compiled_by(
+        "compile_rows.py", "sm_90", "--arithmetics", arithmetic, "--passes", "forward", "dq", "--masks", "none"
+    )
     found = problems("sm_90", rows)
     assert not found, "\n".join([*found, table(rows)])
 
 
 @pytest.mark.slow
-def test_tf32_spills_no_more_where_half_spills_most():
+def test_tf32_spills_no_more_where_half_spills_most(compiled_by):
     """It runs the rows of half on float16 parts, with their units in further registers."""
-    rows = compile_rows("sm_90", "--arithmetics", "tf32", "--passes", "dq", "dkdv", "--head-dims", "64", "128", "256")
+    rows = compiled_by(
+        "compile_rows.py", "sm_90", "--arithmetics", "tf32", "--passes", "dq", "dkdv", "--head-dims", "64", "128", "256"
+    )
     assert {(row["pass"], row["head_dim"]) for row in rows} == {*itertools.product(("dq", "dkdv"), (64, 128, 256))}
     found = problems("sm_90", rows)
     assert not found, "\n".join([*found, table(rows)])
@@ -145,20 +125,20 @@ def test_tf32_spills_no_more_where_half_spills_most():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "v_width"), [(19, 9), (1, 27), (22, 6), (40, 24)])
-def test_no_register_is_read_unset_where_k_and_v_differ_in_width(width, v_width):
+def test_no_register_is_read_unset_where_k_and_v_differ_in_width(compiled_by, width, v_width):
     """With them in turns in one piece of shared memory ptxas 12.8 loses the address of a tile."""
     block = 32 if width <= 32 else 64
     options = ["--passes", "forward", "--head-dims", str(block), "--width", str(width), "--v-width", str(v_width)]
-    rows = compile_rows("sm_90", *options, "--all-rows", "--masks", "none", "bottom_right")
+    rows = compiled_by("compile_rows.py", "sm_90", *options, "--all-rows", "--masks", "none", "bottom_right")
     assert len(rows) >= 2 * 2
     found = [f"{row['arithmetic']}: {instruction}" for row in rows for instruction in row["unset_reads"]]
     assert not found, "\n".join(found)
 
 
 @pytest.mark.slow
-def test_rows_for_little_shared_memory_fit_it():
+def test_rows_for_little_shared_memory_fit_it(compiled_by):
     """These are the few that are not sm_80's, where the others are held to it."""
-    rows = compile_rows("sm_86", "--unlike", "sm_80")
+    rows = compiled_by("compile_rows.py", "sm_86", "--unlike", "sm_80")
     assert rows
     found = problems("sm_86", rows)
     assert not found, "\n".join([*found, table(rows)])
@@ -166,9 +146,9 @@ def test_rows_for_little_shared_memory_fit_it():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [40, 36, 34])
-def test_heads_of_an_even_width_are_not_read_element_by_element(width):
+def test_heads_of_an_even_width_are_not_read_element_by_element(compiled_by, width):
     """Their rows start on 16, 8 or 4 bytes, which the kernels have to tell Triton."""
-    rows = compile_rows("sm_90", "--arithmetics", "half", "--head-dims", "64", "--width", str(width))
+    rows = compiled_by("compile_rows.py", "sm_90", "--arithmetics", "half", "--head-dims", "64", "--width", str(width))
     assert len(rows) == 3
     assert not any(row["reads_single_elements"] for row in rows), table(rows)
 

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 SHARED_MEMORY = {"sm_86": 99, "sm_90": 227}
 """What one program may allocate, in KiB."""
 
@@ -24,21 +17,6 @@ HARMLESS = r"\(C7519\)"
 # A tile of the bias is read across where the scores are transposed; it is waited for between matrix instructions. So is
 # what dropout keeps, which threads exchange, where rules come between too.
 SERIALISED = {("bias", "dkdv", "half"), ("everything", "dkdv", "half"), ("everything", "dq", "half")}
-
-
-def compile_variants(architecture, *options):
-    """What `compile_variants.py` reports, run as a program of its own."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
-    finished = subprocess.run(
-        [sys.executable, str(HERE / "compile_variants.py"), architecture, *options],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    return json.loads(finished.stdout.splitlines()[-1])
 
 
 def problems(architecture, rows):
@@ -59,8 +37,8 @@ def problems(architecture, rows):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_86"])
-def test_heads_wider_than_a_tile_compile(architecture):
-    rows = compile_variants(architecture, "--features", "window", "bias", "--width", "576")
+def test_heads_wider_than_a_tile_compile(compiled_by, architecture):
+    rows = compiled_by("compile_variants.py", architecture, "--features", "window", "bias", "--width", "576")
     found = [*problems(architecture, rows)]
     assert not found, "\n".join(found)
 
@@ -78,8 +56,8 @@ def test_heads_wider_than_a_tile_compile(architecture):
     ],
     ids=lambda value: value if isinstance(value, str) else "_".join(value),
 )
-def test_kernels_with_features_compile(architecture, arithmetic, features):
-    rows = compile_variants(architecture, "--arithmetics", arithmetic, "--features", *features)
+def test_kernels_with_features_compile(compiled_by, architecture, arithmetic, features):
+    rows = compiled_by("compile_variants.py", architecture, "--arithmetics", arithmetic, "--features", *features)
     passes = {"forward", "dq", "dkdv"}
     # A tensor with an element for each pair, or for each distance, has a pass of its own.
     own = {"bias": "pairs", "relative_bias": "distances", "everything": "pairs"}
