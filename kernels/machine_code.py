@@ -24,7 +24,7 @@ _FIRST_BIT = {"R": 0, "UR": 256, "P": 320, "UP": 328}
 
 _WRITES_NOTHING = {
     *("ST", "STG", "STS", "STL", "STSM", "RED", "REDG", "LDGSTS", "UTMALDG", "UTMASTG", "CCTL", "CCTLL", "MEMBAR"),
-    *("BAR", "BRA", "BREAK", "BSSY", "BSYNC", "CALL", "RET", "EXIT", "JMP", "KILL", "WARPSYNC", "WARPGROUP", "SYNCS"),
+    *("BAR", "BRA", "BREAK", "BSSY", "BSYNC", "CALL", "RET", "EXIT", "JMP", "KILL", "WARPSYNC", "WARPGROUP"),
     *("DEPBAR", "LDGDEPBAR", "ARRIVES", "ERRBAR", "FENCE", "NANOSLEEP", "NOP", "BPT"),
 }
 _MAY_CARRY_OUT = {"IADD3", "UIADD3", "LOP3", "ULOP3", "IMAD", "UIMAD", "LEA", "ULEA", "VOTE", "VOTEU", "SHF", "FCHK"}

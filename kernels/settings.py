@@ -38,7 +38,8 @@ class Settings:
     and at the ends where it says nothing. dropout: the part of the weights that is dropped, if any. mask, scores: see
     `rules`. sinks: whether each head has a logit that takes part in the softmax without a value. blocks: whether lists
     of the visible blocks are given. packed: the lengths (of q, of k) that no packed sequence exceeds, None where that
-    is not said; or None where each matrix is one sequence.
+    is not said; or None where each matrix is one sequence. deterministic: whether results have to be the same to the
+    bit on every run.
     """
 
     causal: str = "none"
@@ -49,6 +50,7 @@ class Settings:
     sinks: bool = False
     blocks: bool = False
     packed: tuple[int | None, int | None] | None = None
+    deterministic: bool = False
 
     @property
     def text(self) -> str:
@@ -63,7 +65,8 @@ class Settings:
     @property
     def fields(self) -> tuple[Any, ...]:
         """Its fields, in order."""
-        return self.causal, self.window, self.dropout, self.mask, self.scores, self.sinks, self.blocks, self.packed
+        of_pairs = self.causal, self.window, self.dropout, self.mask, self.scores
+        return *of_pairs, self.sinks, self.blocks, self.packed, self.deterministic
 
     @staticmethod
     def of(text: str, numbers: Sequence[float]) -> Settings:

@@ -56,6 +56,7 @@ Row = tuple[Pass, Arithmetic, int]
 
 _pins: dict[Pass, TileConfig] = {}
 _version = 0
+_portable_alone = False
 
 
 def lookup(
@@ -117,6 +118,24 @@ def pin(**configs: TileConfig) -> Iterator[None]:
         _pins.clear()
         _pins.update(before)
         _version += 1
+
+
+@contextmanager
+def portable() -> Iterator[None]:
+    """Have the portable kernels compute what kernels for one architecture otherwise would: for comparisons."""
+    global _version, _portable_alone
+    before, _portable_alone = _portable_alone, True
+    _version += 1
+    try:
+        yield
+    finally:
+        _portable_alone = before
+        _version += 1
+
+
+def is_portable_alone() -> bool:
+    """Whether kernels for one architecture have to leave calls to the portable ones, whose tiles may be pinned."""
+    return _portable_alone or bool(_pins)
 
 
 def version() -> int:

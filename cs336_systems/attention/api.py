@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal, overload
 
 import torch
@@ -13,6 +14,7 @@ from ..kernels.settings import Window
 from . import choose
 from .choose import Explanation, Implementation
 from .features import Features
+from .flash import kernels_of
 from .precision import autocast_inputs
 from .rules import Mask, Scores
 from .run import RUN, Options, Run
@@ -93,7 +95,8 @@ def attention(
         seed: of dropout, an int or an int64 tensor of one element; drawn from ``generator``, or from the device's, if
             None.
         deterministic: whether results have to be the same to the bit on every run; None follows
-            ``torch.are_deterministic_algorithms_enabled()``. The implementations of this library always are.
+            ``torch.are_deterministic_algorithms_enabled()``. Without it the kernels for Hopper add up the gradient of
+            q in whatever order their programs come; everything else of this library always repeats to the bit.
         impl: "flash" (Triton), "sdpa" (torch's own), "compiled", "tiled", "naive", or "auto" to choose. A named one
             never falls back to another.
         return_lse: also return the log-sum-exp of each query's scores, and its sink's, which is differentiable.
@@ -152,7 +155,11 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **opti
     causal, scale, impl = given.pop("causal", False), given.pop("scale", None), given.pop("impl", "auto")
     window, deterministic = given.pop("window", None), given.pop("deterministic", None)
     features = Features(**given) if given else None
-    return choose.explain(check(q, k, v, causal, scale, return_lse, window, features, deterministic), impl)
+    problem = check(q, k, v, causal, scale, return_lse, window, features, deterministic)
+    explanation = choose.explain(problem, impl)
+    if explanation.choice is not Implementation.FLASH:
+        return explanation
+    return dataclasses.replace(explanation, kernels=kernels_of(q, k, v, problem.spec))
 
 
 def _prepare(

@@ -51,13 +51,15 @@ class Explanation:
     Attributes:
         choice: the implementation that would run.
         passed_over: for each other one, why not it.
+        kernels: of "flash", which kernels would run, and why not others.
     """
 
     choice: Implementation
     passed_over: dict[Implementation, str]
+    kernels: str | None = None
 
     def __str__(self) -> str:
-        lines = [f"{self.choice.value}: chosen"]
+        lines = [f"{self.choice.value}: chosen" + (f", with {self.kernels}" if self.kernels else "")]
         return "\n".join(lines + [f"{other.value}: {reason}" for other, reason in self.passed_over.items()])
 
 

@@ -7,11 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.hopper import coverage
 from . import ops
 from .choose import ARGUMENTS, Implementation, spec_for
 from .derivatives import differentiable_once
 from .precision import autocast_inputs
 from .spec import AttentionSpec
+
+
+def kernels_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str:
+    """Which kernels compute a call, in words, and why not those for Hopper."""
+    call = q, k, v, spec.scale, spec.as_settings
+    forward, backward = coverage.why_not_forward(*call), coverage.why_not_backward(*call)
+    if forward is not None:
+        return f"the portable kernels, because of those for Hopper: {forward}"
+    if backward is not None:
+        return f"the kernels for Hopper forward and the portable ones backward, because of the others: {backward}"
+    return "the kernels for Hopper"
 
 
 class FlashAttentionFunction(torch.autograd.Function):

@@ -42,9 +42,11 @@ define("flash")
 
 @functools.cache
 def kernels() -> ModuleType:
-    """The module that launches the kernels."""
+    """The module that launches the kernels: with a Hopper GPU the one that knows of those for it."""
     from ..kernels.portable import launch
 
+    if any(torch.cuda.get_device_capability(device) == (9, 0) for device in range(torch.cuda.device_count())):
+        from ..kernels.hopper import launch  # type: ignore[no-redef]
     return launch
 
 

@@ -58,7 +58,7 @@ class AttentionSpec:
     def as_settings(self) -> Settings:
         """What the kernels know of it."""
         of_pairs = (self.causal.value, self.window, self.dropout, self.mask, self.scores)
-        return Settings(*of_pairs, self.sinks, self.blocks, self.packed)
+        return Settings(*of_pairs, self.sinks, self.blocks, self.packed, self.deterministic)
 
     @property
     def operands(self) -> tuple[float, str, list[float]]:

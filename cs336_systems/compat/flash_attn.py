@@ -65,7 +65,7 @@ def flash_attn_func(
             is; -1 for all.
         softcap: bounds scores by softcap * tanh(score / softcap), unless it is 0.
         alibi_slopes: (q_heads,) or (batch, q_heads); a slope times the distance of a key is taken from its score.
-        deterministic: whether gradients have to be the same on every run. This library's own kernels always are.
+        deterministic: whether gradients have to be the same on every run; see `attention`.
         return_attn_probs: also return the log-sum-exp, and None where ``flash_attn`` returns the weights for its tests.
 
     Returns:

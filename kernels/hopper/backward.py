@@ -3,7 +3,7 @@
 K and V of the tile stay in shared memory; tiles of q and dout, with numbers for each of their rows, come through rings.
 Each of two warp groups owns 64 keys and computes with the transposed scores, so that the weights and their gradients
 are left operands in registers for dV and dK. For dQ both groups' gradients have to meet in shared memory; each group
-then computes half of dQ's columns, and a warp of its own adds them to a float32 buffer.
+then computes one half of a tile of dQ and adds it to a float32 buffer, from registers.
 """
 
 from triton.experimental import gluon
@@ -18,8 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .ring import Ring, new_barriers, new_tiles
 from .schedule import Schedule
-from .tiles import GROUP, as_matrix, store_rows
-from .versions import aggregate, tma_add
+from .tiles import GROUP, add, as_matrix
+from .versions import aggregate
 
 NUMBERS = ("matrices", "heads", "group", "q_len", "k_len", "padded", "left", "right", "section")
 """Arguments that one compiled kernel takes any values of."""
@@ -29,9 +29,9 @@ NUMBERS = ("matrices", "heads", "group", "q_len", "k_len", "padded", "left", "ri
 class Memory:
     """What the warps share.
 
-    k, v: the program's tile. q, dout, lse, delta: rings; lse comes with q and delta with dout. slopes: the gradients of
-    scores, two tiles of (keys, rows of q), full when both groups have written theirs. dq: each group's columns of a
-    tile.
+    k, v: the program's tile, that of v in one piece for each warp group. q, dout, lse, delta: rings; lse comes with q
+    and delta with dout. slopes: the gradients of scores, two tiles of (keys, rows of q), full when both groups have
+    written theirs.
     """
 
     k: gl.shared_memory_descriptor
@@ -42,10 +42,9 @@ class Memory:
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
     slopes: Ring
-    dq: Ring
 
     @gluon.constexpr_function
-    def __init__(self, k, v, kv_full, q, dout, lse, delta, slopes, dq):
+    def __init__(self, k, v, kv_full, q, dout, lse, delta, slopes):
         self.k = k
         self.v = v
         self.kv_full = kv_full
@@ -54,7 +53,6 @@ class Memory:
         self.lse = lse
         self.delta = delta
         self.slopes = slopes
-        self.dq = dq
 
 
 @gluon.jit
@@ -65,7 +63,9 @@ def copy_ahead(descriptors, memory, schedule, group, HEAD_DIM: gl.constexpr, TIL
     corner = [work.batch, work.head, work.first_row, 0]
     mbarrier.expect(memory.kv_full, 2 * 2 * GROUP * HEAD_DIM * 2)
     tma.async_copy_global_to_shared(k_desc, corner, memory.kv_full, memory.k)
-    tma.async_copy_global_to_shared(v_desc, corner, memory.kv_full, memory.v)
+    for member in gl.static_range(2):
+        corner = [work.batch, work.head, work.first_row + member * GROUP, 0]
+        tma.async_copy_global_to_shared(v_desc, corner, memory.kv_full, memory.v.index(member))
     number = 0
     for member in range(group):
         head = work.head * group + member
@@ -78,7 +78,6 @@ def copy_ahead(descriptors, memory, schedule, group, HEAD_DIM: gl.constexpr, TIL
             tma.async_copy_global_to_shared(q_desc, corner, memory.q.arrival(number), memory.q.tile(number))
             of_rows = [matrix, tile * TILE_Q]
             tma.async_copy_global_to_shared(lse_desc, of_rows, memory.q.arrival(number), memory.lse.index(stage))
-            memory.dout.wait_empty(number)
             mbarrier.expect(memory.dout.arrival(number), TILE_Q * HEAD_DIM * 2 + TILE_Q * 4)
             tma.async_copy_global_to_shared(dout_desc, corner, memory.dout.arrival(number), memory.dout.tile(number))
             tma.async_copy_global_to_shared(delta_desc, of_rows, memory.dout.arrival(number), memory.delta.index(stage))
@@ -86,31 +85,13 @@ def copy_ahead(descriptors, memory, schedule, group, HEAD_DIM: gl.constexpr, TIL
 
 
 @gluon.jit
-def add_up(dq_desc, memory, schedule, group, padded, HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr):
-    """The adding warp: tiles of dQ from shared memory to the buffer."""
-    HALF: gl.constexpr = HEAD_DIM // 2
-    work = schedule.work(gl.program_id(0))
-    number = 0
-    for member in range(group):
-        matrix = work.matrix * group + member
-        for tile in range(work.begin, work.end):
-            row = matrix * padded + tile * TILE_Q
-            memory.dq.wait_full(number)
-            for half in gl.static_range(2):
-                tma_add(dq_desc, [row, half * HALF], memory.dq.tiles.index(number % memory.dq.stages * 2 + half))
-            tma.store_wait(0)
-            memory.dq.release(number)
-            number += 1
-
-
-@gluon.jit
 def visible(columns, rows, schedule):
-    """Which pairs of columns and rows are seen.
+    """Which pairs of columns and rows are seen. A column that does not exist has scores of 0, and is not.
 
     The forward's, with the roles exchanged, has bounds for each key where this has them for each row of q: in this loop
     those spill registers, and in the forward's these do.
     """
-    seen = columns[:, None] >= 0
+    seen = (columns < schedule.q_len)[:, None]
     if schedule.LEFT:
         seen = seen & (columns[:, None] <= (rows - schedule.left)[None, :])
     if schedule.RIGHT:
@@ -119,71 +100,122 @@ def visible(columns, rows, schedule):
 
 
 @gluon.jit
-def compute(
-    MEMBER: gl.constexpr, dk_ptr, dv_ptr, dk_strides, dv_strides, memory, schedule, group, scale, exponent_scale,
-    HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr,
+def slopes_product(slopes_tile, k_tile, MEMBER: gl.constexpr, HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr):
+    """Begin a group's part of a tile of dQ: half of its columns if the tile has 64 rows, or else 64 of its 128 rows."""
+    WIDTH: gl.constexpr = HEAD_DIM * TILE_Q // (2 * GROUP)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    nothing = gl.zeros([GROUP, WIDTH], gl.float32, layout)
+    if TILE_Q == GROUP:
+        k_tile = k_tile.slice(MEMBER * WIDTH, WIDTH, dim=1)
+    else:
+        slopes_tile = slopes_tile.slice(MEMBER * GROUP, GROUP, dim=1)
+    return warpgroup_mma(slopes_tile.permute((1, 0)), k_tile, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def step(
+    dk, dv, k_tile, v_own, memory, schedule, columns, number, tile, dq_ptr, exponent_scale,
+    MASKED: gl.constexpr, MEMBER: gl.constexpr, HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr,
 ):  # fmt: skip
-    """A computing warp group: dK and dV of its 64 keys, and its half of the columns of every tile of dQ."""
-    HALF: gl.constexpr = HEAD_DIM // 2
+    """What one tile of q and dout adds to dK, dV and dQ; ``dq_ptr`` is where this group's part of a tile's dQ begins."""
     dtype: gl.constexpr = memory.k.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_Q, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
+    stage = number % memory.q.stages
+    nothing = gl.zeros([GROUP, TILE_Q], gl.float32, layout)
+    k_own = k_tile.slice(MEMBER * GROUP, GROUP, dim=0)
+    q_tile = as_matrix(memory.q.tile(number), TILE_Q, HEAD_DIM)
+    dout_tile = as_matrix(memory.dout.tile(number), TILE_Q, HEAD_DIM)
+    memory.q.wait_full(number)
+    scores = warpgroup_mma(k_own, q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    memory.dout.wait_full(number)
+    dweights = warpgroup_mma(v_own, dout_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(1, [scores])
+    weights = gl.exp2(scores * exponent_scale - memory.lse.index(stage).load(layout))
+    if MASKED:
+        rows = tile * TILE_Q + gl.arange(0, TILE_Q, layout=gl.SliceLayout(0, layout))
+        weights = gl.where(visible(columns, rows, schedule), weights, 0.0)
+    operand_of_dv = gl.convert_layout(weights.to(dtype), operand)
+    dv = warpgroup_mma(operand_of_dv, dout_tile, dv, is_async=True)
+    dweights = warpgroup_mma_wait(1, [dweights])
+    slopes = (weights * (dweights - memory.delta.index(stage).load(layout))).to(dtype)
+    slopes_tile = memory.slopes.tile(number)
+    slopes_tile.slice(MEMBER * GROUP, GROUP, dim=0).store(slopes)
+    fence_async_shared()
+    mbarrier.arrive(memory.slopes.arrival(number), count=1)
+    memory.slopes.wait_full(number)
+    dq = slopes_product(slopes_tile, k_tile, MEMBER, HEAD_DIM, TILE_Q)
+    operand_of_dk = gl.convert_layout(slopes, operand)
+    dk = warpgroup_mma(operand_of_dk, q_tile, dk, is_async=True)
+    # dQ is added while the tensor cores compute the product for dK.
+    dq, dv, _ = warpgroup_mma_wait(1, [dq, dv, operand_of_dv])
+    add(dq_ptr + tile * (TILE_Q * HEAD_DIM), dq)
+    dk, _ = warpgroup_mma_wait(0, [dk, operand_of_dk])
+    memory.q.release(number)
+    return dk, dv
+
+
+@gluon.jit
+def compute(
+    MEMBER: gl.constexpr, dk_desc, dv_desc, dq_ptr, memory, schedule, group, padded, scale, exponent_scale,
+    HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr,
+):  # fmt: skip
+    """A computing warp group: dK and dV of its 64 keys, and its part of every tile of dQ."""
+    dtype: gl.constexpr = memory.k.dtype
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_Q, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     work = schedule.work(gl.program_id(0))
     k_tile = as_matrix(memory.k, 2 * GROUP, HEAD_DIM)
-    k_own = k_tile.slice(MEMBER * GROUP, GROUP, dim=0)
-    k_half = k_tile.slice(MEMBER * HALF, HALF, dim=1)
-    v_own = as_matrix(memory.v, 2 * GROUP, HEAD_DIM).slice(MEMBER * GROUP, GROUP, dim=0)
+    v_own = as_matrix(memory.v.index(MEMBER), GROUP, HEAD_DIM)
     dk = gl.zeros([GROUP, HEAD_DIM], gl.float32, wide)
     dv = gl.zeros([GROUP, HEAD_DIM], gl.float32, wide)
-    nothing = gl.zeros([GROUP, TILE_Q], gl.float32, layout)
-    no_dq = gl.zeros([TILE_Q, HALF], gl.float32, half)
     first_column = work.first_row + MEMBER * GROUP
     columns = first_column + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
-    within = gl.arange(0, TILE_Q, layout=gl.SliceLayout(0, layout))
+    part: gl.constexpr = MEMBER * GROUP * HEAD_DIM * TILE_Q // (2 * GROUP)
+    dq_ptr += (work.matrix * group).to(gl.int64) * padded * HEAD_DIM + part
+    left = gl.minimum(gl.maximum(work.whole_begin, work.begin), work.end)
+    right = gl.minimum(gl.maximum(work.whole_end, left), work.end)
+    if not (schedule.LEFT or schedule.RIGHT):
+        right = work.end
+    if work.first_row + 2 * GROUP > schedule.q_len:
+        # Keys that do not exist have scores of 0.
+        left = work.end
+        right = work.end
     mbarrier.wait(memory.kv_full, 0)
-    steps = work.end - work.begin
-    for number in range(steps * group):
-        tile = work.begin + number % steps
-        stage = number % memory.q.stages
-        q_tile = as_matrix(memory.q.tile(number), TILE_Q, HEAD_DIM)
-        dout_tile = as_matrix(memory.dout.tile(number), TILE_Q, HEAD_DIM)
-        memory.q.wait_full(number)
-        scores = warpgroup_mma(k_own, q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        memory.dout.wait_full(number)
-        dweights = warpgroup_mma(v_own, dout_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(1, [scores])
-        weights = gl.exp2(scores * exponent_scale - memory.lse.index(stage).load(layout))
-        if schedule.LEFT or schedule.RIGHT:
-            whole = (tile >= work.whole_begin) & (tile < work.whole_end)
-            if not whole:
-                weights = gl.where(visible(columns, tile * TILE_Q + within, schedule), weights, 0.0)
-        operand_of_dv = gl.convert_layout(weights.to(dtype), operand)
-        dv_pending = warpgroup_mma(operand_of_dv, dout_tile, dv, is_async=True)
-        dweights = warpgroup_mma_wait(1, [dweights])
-        slopes = (weights * (dweights - memory.delta.index(stage).load(layout))).to(dtype)
-        slopes_tile = memory.slopes.tile(number)
-        slopes_tile.slice(MEMBER * GROUP, GROUP, dim=0).store(slopes)
-        fence_async_shared()
-        mbarrier.arrive(memory.slopes.arrival(number), count=1)
-        operand_of_dk = gl.convert_layout(slopes, operand)
-        dk_pending = warpgroup_mma(operand_of_dk, q_tile, dk, is_async=True)
-        dv, _ = warpgroup_mma_wait(1, [dv_pending, operand_of_dv])
-        memory.dout.release(number)
-        memory.slopes.wait_full(number)
-        dq = warpgroup_mma(slopes_tile.permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
-        dk, _ = warpgroup_mma_wait(1, [dk_pending, operand_of_dk])
-        memory.q.release(number)
-        memory.dq.wait_empty(number)
-        dq = warpgroup_mma_wait(0, [dq])
-        memory.dq.tiles.index(number % memory.dq.stages * 2 + MEMBER).store(dq)
-        fence_async_shared()
-        mbarrier.arrive(memory.dq.arrival(number), count=1)
-    dv_target = dv_ptr + work.batch.to(gl.int64) * dv_strides[0] + work.head.to(gl.int64) * dv_strides[1]
-    dk_target = dk_ptr + work.batch.to(gl.int64) * dk_strides[0] + work.head.to(gl.int64) * dk_strides[1]
-    store_rows(dv_target, dv_strides[2], v_own, dv.to(dtype), first_column, schedule.q_len)
-    store_rows(dk_target, dk_strides[2], v_own, (dk * scale).to(dtype), first_column, schedule.q_len)
+    number = 0
+    for member in range(group):
+        for tile in range(work.begin, left):
+            dk, dv = step(
+                dk, dv, k_tile, v_own, memory, schedule, columns, number, tile, dq_ptr, exponent_scale,
+                True, MEMBER, HEAD_DIM, TILE_Q,
+            )  # fmt: skip
+            number += 1
+        for tile in range(left, right):
+            dk, dv = step(
+                dk, dv, k_tile, v_own, memory, schedule, columns, number, tile, dq_ptr, exponent_scale,
+                False, MEMBER, HEAD_DIM, TILE_Q,
+            )  # fmt: skip
+            number += 1
+        for tile in range(right, work.end):
+            dk, dv = step(
+                dk, dv, k_tile, v_own, memory, schedule, columns, number, tile, dq_ptr, exponent_scale,
+                True, MEMBER, HEAD_DIM, TILE_Q,
+            )  # fmt: skip
+            number += 1
+        dq_ptr += padded * HEAD_DIM
+    room = memory.v.index(MEMBER)
+    store_tile(dv_desc, work, first_column, room, dv.to(dtype))
+    store_tile(dk_desc, work, first_column, room, (dk * scale).to(dtype))
+
+
+@gluon.jit
+def store_tile(desc, work, first_row, room, values):
+    """Write 64 rows, which need not all exist, through shared memory."""
+    as_matrix(room, values.shape[0], values.shape[1]).store(values)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(desc, [work.batch, work.head, first_row, 0], room)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
@@ -194,11 +226,9 @@ def backward_kernel(
     v_desc,
     lse_desc,
     delta_desc,
-    dq_desc,
-    dk,
-    dv,
-    dk_strides,
-    dv_strides,
+    dk_desc,
+    dv_desc,
+    dq,
     matrices,
     heads,
     group,
@@ -213,7 +243,6 @@ def backward_kernel(
     HEAD_DIM: gl.constexpr,
     TILE_Q: gl.constexpr,
     STAGES: gl.constexpr,
-    DQ_STAGES: gl.constexpr,
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
@@ -221,8 +250,9 @@ def backward_kernel(
 ):
     """Grid: a program for each tile of 128 keys of each matrix of k.
 
-    ``matrices`` and ``heads`` are k's. lse, in exponents of 2, and delta are (matrices of q, padded), and dq is
-    (matrices of q * padded, HEAD_DIM); ``padded`` is a multiple of TILE_Q, and lse is +inf beyond q_len.
+    ``matrices`` and ``heads`` are k's. lse, in exponents of 2, and delta are (matrices of q, padded), and dq has room
+    for (matrices of q, padded, HEAD_DIM), laid out as `add` does; ``padded`` is a multiple of TILE_Q, and lse is +inf
+    beyond q_len.
     ``exponent_scale`` takes scores to exponents of 2.
     """
     # Of a key at column c the rows c - right to c - left see it: the same schedule with the roles exchanged.
@@ -230,24 +260,23 @@ def backward_kernel(
     dtype: gl.constexpr = q_desc.dtype
     slopes_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * GROUP, TILE_Q], dtype)
     slopes = gl.allocate_shared_memory(dtype, [2, 2 * GROUP, TILE_Q], slopes_layout)
+    released = new_barriers(STAGES, 2)
     memory = Memory(
-        new_tiles(k_desc, 1).index(0), new_tiles(v_desc, 1).index(0), new_barriers(1, 1).index(0),
-        Ring(new_tiles(q_desc, STAGES), new_barriers(STAGES, 1), new_barriers(STAGES, 2), STAGES),
-        Ring(new_tiles(dout_desc, STAGES), new_barriers(STAGES, 1), new_barriers(STAGES, 2), STAGES),
+        new_tiles(k_desc, 1).index(0), new_tiles(v_desc, 2), new_barriers(1, 1).index(0),
+        Ring(new_tiles(q_desc, STAGES), new_barriers(STAGES, 1), released, STAGES),
+        Ring(new_tiles(dout_desc, STAGES), new_barriers(STAGES, 1), released, STAGES),
         new_tiles(lse_desc, STAGES), new_tiles(delta_desc, STAGES),
         Ring(slopes, new_barriers(2, 2), new_barriers(2, 1), 2),
-        Ring(new_tiles(dq_desc, 2 * DQ_STAGES), new_barriers(DQ_STAGES, 2), new_barriers(DQ_STAGES, 1), DQ_STAGES),
     )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize([
         (compute, (
-            0, dk, dv, dk_strides, dv_strides, memory, schedule, group, scale, exponent_scale, HEAD_DIM, TILE_Q,
+            0, dk_desc, dv_desc, dq, memory, schedule, group, padded, scale, exponent_scale, HEAD_DIM, TILE_Q,
         )),
         (compute, (
-            1, dk, dv, dk_strides, dv_strides, memory, schedule, group, scale, exponent_scale, HEAD_DIM, TILE_Q,
+            1, dk_desc, dv_desc, dq, memory, schedule, group, padded, scale, exponent_scale, HEAD_DIM, TILE_Q,
         )),
         (copy_ahead, (
             (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), memory, schedule, group, HEAD_DIM, TILE_Q,
         )),
-        (add_up, (dq_desc, memory, schedule, group, padded, HEAD_DIM, TILE_Q)),
-    ], [4, 1, 1], [REGISTERS, COPY_REGISTERS, COPY_REGISTERS])  # fmt: skip
+    ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip

@@ -1,8 +1,14 @@
-"""How each head dimension is computed on Hopper: tiles, stages and registers, and the head dimensions there are."""
+"""How each head dimension is computed on Hopper: tiles, stages and registers, and the head dimensions there are.
+
+Imports no Triton.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+VERSIONS = ("3.6.", "3.7.")
+"""Of Triton, that the compile tests cover."""
 
 
 class ForwardConfig(NamedTuple):
@@ -22,24 +28,34 @@ class ForwardConfig(NamedTuple):
 
 
 class BackwardConfig(NamedTuple):
-    """tile_q rows a step, a ring of `stages` such tiles of q and of dout, and of dq_stages tiles of dQ."""
+    """tile_q rows a step, and a ring of `stages` such tiles of q and of dout."""
 
     tile_q: int
     stages: int
-    dq_stages: int
     registers: int
     copy_registers: int
     most_registers: int
 
 
 FORWARD = {
-    # Three groups have 160 registers each; the scores of 64 x 128 pairs take 64 of them, weights and output 32 each.
-    64: ForwardConfig(128, 3, 2, 160, 32, 128, True),
-    128: ForwardConfig(128, 2, 2, 240, 24, 168, True),
+    # By width, and whether keys after a row's own are hidden. Three groups have 160 registers a thread each; without a
+    # mask they keep the tensor cores busier, with one 192 rows leave more of their first tiles hidden than 128 do.
+    (64, False): ForwardConfig(64, 3, 4, 160, 32, 128, True),
+    (64, True): ForwardConfig(128, 2, 2, 240, 24, 168, True),
+    (128, False): ForwardConfig(128, 2, 2, 240, 24, 168, True),
+    (128, True): ForwardConfig(128, 2, 2, 240, 24, 168, True),
     # The output takes 128 registers; q and two tiles of k and v fill the shared memory.
-    256: ForwardConfig(64, 2, 2, 240, 24, 168, False),
+    (256, False): ForwardConfig(64, 2, 2, 240, 24, 168, False),
+    (256, True): ForwardConfig(64, 2, 2, 240, 24, 168, False),
 }
 BACKWARD = {
-    64: BackwardConfig(64, 2, 2, 240, 24, 168),
-    128: BackwardConfig(64, 2, 1, 240, 24, 168),
+    64: BackwardConfig(128, 2, 240, 24, 168),
+    128: BackwardConfig(64, 2, 240, 24, 168),
 }
+WIDTHS = (64, 128, 256)
+"""Columns that tiles have; head dimensions between are filled up with zeros as they are copied."""
+
+
+def width_of(head_dim: int) -> int:
+    """How many columns the tiles of a head dimension have."""
+    return next(width for width in WIDTHS if width >= head_dim)

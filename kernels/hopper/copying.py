@@ -4,10 +4,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .queue import Queue
+from .queue import CAREFUL, NONE, NORMAL, Queue
 from .ring import Ring
 from .tiles import GROUP
 from .versions import aggregate
+
+STEPS_AHEAD = gl.constexpr(2)
+"""Tiles are taken so late, because who is slow should not take many, and no later, because it lasts a microsecond."""
 
 
 @aggregate
@@ -39,19 +42,17 @@ def copy_ahead(
     number = 0
     turn = 0
     place = gl.program_id(0)
-    # Places of the last two tiles, which are not judged yet, and of the last one that is to be computed again.
-    last = place
-    last_but_one = place
+    # Places of the last two tiles, which are not judged yet, and of the last one that is to be computed again. They
+    # begin otherwise than `place`: a pass of the compiler takes what begins alike, and is handed on, for one number.
+    last = -1
+    last_but_one = -1
     again = -1
     while place < tiles:
         if turn > 1:
             again = noted(turn - 2, last_but_one, again, lse_ptr, memory.queue, schedule)
-        following = tiles
-        if PERSISTENT:
-            following = memory.queue.take(tiles)
-            if following < tiles:
-                memory.queue.tell(turn, following)
-        number = copy_tile(q_desc, k_desc, v_desc, memory, schedule, group, place, turn, number, HEAD_DIM, GROUPS)
+        number, following = copy_tile(
+            q_desc, k_desc, v_desc, memory, schedule, group, NORMAL, place, turn, number, HEAD_DIM, GROUPS, PERSISTENT
+        )  # fmt: skip
         last_but_one = last
         last = place
         turn += 1
@@ -62,38 +63,50 @@ def copy_ahead(
     while again >= 0:
         place = again
         again = gl.load(link(lse_ptr, place, schedule))
-        memory.queue.tell(turn - 1, place - tiles)
-        number = copy_tile(q_desc, k_desc, v_desc, memory, schedule, group, place, turn, number, HEAD_DIM, GROUPS)
+        number, _ = copy_tile(
+            q_desc, k_desc, v_desc, memory, schedule, group, CAREFUL, place, turn, number, HEAD_DIM, GROUPS, False
+        )  # fmt: skip
         turn += 1
-    memory.queue.tell(turn - 1, tiles)
+    memory.queue.tell(turn, NONE, schedule.work(0))
 
 
 @gluon.jit
 def copy_tile(
-    q_desc, k_desc, v_desc, memory, schedule, group, place, turn, number,
-    HEAD_DIM: gl.constexpr, GROUPS: gl.constexpr,
+    q_desc, k_desc, v_desc, memory, schedule, group, kind, place, turn, number,
+    HEAD_DIM: gl.constexpr, GROUPS: gl.constexpr, TAKE: gl.constexpr,
 ):  # fmt: skip
-    """Copy a tile of q, and those of k and v from the last one that a row sees to the first."""
+    """Tell of a tile, and copy its q, and k and v from the last tile of keys that a row sees to the first.
+
+    TAKE: whether to take another tile, a few steps before the end. Its place is returned.
+    """
     TILE_K: gl.constexpr = schedule.TILE_K
     work = schedule.work(place)
+    memory.queue.tell(turn, kind, work)
     kv_head = work.head // group
-    memory.q.wait_empty(turn)
-    mbarrier.expect(memory.q.arrival(turn), GROUPS * GROUP * HEAD_DIM * 2)
-    for member in gl.static_range(GROUPS):
-        tma.async_copy_global_to_shared(
-            q_desc, [work.batch, work.head, work.first_row + member * GROUP, 0],
-            memory.q.arrival(turn), memory.q.tiles.index(member),
-        )  # fmt: skip
-    for step in range(work.end - work.begin):
-        corner = [work.batch, kv_head, (work.end - 1 - step) * TILE_K, 0]
+    following = schedule.tiles()
+    take_at = gl.minimum(work.begin + STEPS_AHEAD, work.end - 1)
+    for tile in range(work.end - 1, work.begin - 1, -1):
+        corner = [work.batch, kv_head, tile * TILE_K, 0]
         memory.k.wait_empty(number)
         mbarrier.expect(memory.k.arrival(number), TILE_K * HEAD_DIM * 2)
         tma.async_copy_global_to_shared(k_desc, corner, memory.k.arrival(number), memory.k.tile(number))
+        if tile == work.end - 1:
+            # After the first keys, because room for those is free before room for q is.
+            memory.q.wait_empty(turn)
+            mbarrier.expect(memory.q.arrival(turn), GROUPS * GROUP * HEAD_DIM * 2)
+            for member in gl.static_range(GROUPS):
+                tma.async_copy_global_to_shared(
+                    q_desc, [work.batch, work.head, work.first_row + member * GROUP, 0],
+                    memory.q.arrival(turn), memory.q.tiles.index(member),
+                )  # fmt: skip
+        if TAKE:  # noqa: SIM102 - known when compiled
+            if tile == take_at:
+                following = memory.queue.take(following)
         memory.v.wait_empty(number + 1)
         mbarrier.expect(memory.v.arrival(number), TILE_K * HEAD_DIM * 2)
         tma.async_copy_global_to_shared(v_desc, corner, memory.v.arrival(number), memory.v.tile(number))
         number += 1
-    return number
+    return number, following
 
 
 @gluon.jit

@@ -13,7 +13,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..launching import Launch
 from ..portable.softmax import LOG2_E
-from .config import BACKWARD, FORWARD
+from ..settings import Window
+from .config import BACKWARD, FORWARD, width_of
+from .coverage import ALIGNMENT
 from .tiles import GROUP
 
 ROWS = GROUP.value
@@ -26,40 +28,50 @@ SECTION_BYTES = 24 << 20
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
-class Band(NamedTuple):
-    """Query i sees the keys from i + left to i + right; None where there is no such limit."""
-
-    left: int | None
-    right: int | None
-
-    @property
-    def arguments(self) -> tuple[int, int]:
-        """Both as integers."""
-        return self.left or 0, self.right or 0
-
-    @property
-    def constants(self) -> dict[str, bool]:
-        """Which limits there are."""
-        return {"LEFT": self.left is not None, "RIGHT": self.right is not None}
-
-
 class Rows(NamedTuple):
-    """What the backward has for each row of q: two numbers (matrices, padded), and sums (..., padded, d), float32."""
+    """What the backward has for each row of q: two numbers (matrices, padded), and sums (..., padded, width), float32.
+
+    ``padded`` is the number of rows, filled up to tiles.
+    """
 
     exponents: Tensor
     delta: Tensor
     sums: Tensor
 
 
-def descriptor(x: Tensor, *block: int) -> TensorDescriptor:
-    """What the copying unit is told of a tensor, to copy tiles of this shape."""
-    layout = gl.NVMMASharedLayout.get_default_for([*block], DTYPES[x.dtype])
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [*block], layout)
+def as_heads(*tensors: Tensor) -> list[Tensor]:
+    """(batch, heads, rows, d), of tensors that may have no batch axis."""
+    return [x if x.ndim == 4 else x.unsqueeze(0) for x in tensors]
+
+
+def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """What the copying unit is told of a tensor (batch, heads, rows, d), to copy tiles of so many rows and columns.
+
+    What lies outside of the tensor reads as zeros, and is not written.
+    """
+    block = [1, 1, rows, columns]
+    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype])
+    # Of an axis of one entry the stride may be anything, and is used for nothing.
+    any_stride = ALIGNMENT // x.element_size()
+    strides = [stride if size > 1 else any_stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
 
 
 def of_rows(x: Tensor, rows: int) -> TensorDescriptor:
     """The same for numbers (matrices, padded), a tile being those of some rows."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows], gl.NVMMASharedLayout(0, 32, 2))
+
+
+def band_arguments(band: Window) -> tuple[int, int]:
+    """Both limits as integers: query i sees the keys from i + left to i + right."""
+    left, right = band
+    return left or 0, right or 0
+
+
+def band_constants(band: Window) -> dict[str, bool]:
+    """Which limits there are."""
+    left, right = band
+    return {"LEFT": left is not None, "RIGHT": right is not None}
 
 
 def section(k: Tensor) -> int:
@@ -68,32 +80,44 @@ def section(k: Tensor) -> int:
 
 
 def describe_forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, counter: Tensor, band: Band, scale: float, programs: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    counter: Tensor,
+    band: Window,
+    scale: float,
+    programs: int,
 ) -> Launch:
-    """The launch of `forward_kernel` on tensors (batch, heads, rows, d), with at most so many programs.
+    """The launch of `forward_kernel` on tensors ([batch,] heads, rows, d), with at most so many programs.
 
     ``counter`` is an int32 that is 0, and 0 again after it.
     """
-    config = FORWARD[q.shape[-1]]
+    q, k, v, out = as_heads(q, k, v, out)
     batch, heads, q_len, head_dim = q.shape
+    width = width_of(head_dim)
+    config = FORWARD[width, band[1] is not None]
     group = heads // k.shape[1]
     tiles = batch * heads * triton.cdiv(q_len, config.groups * ROWS)
-    tile = (1, 1, config.tile_k, head_dim)
     return Launch(
         (min(programs, tiles), 1),
-        (descriptor(q, 1, 1, ROWS, head_dim), descriptor(k, *tile), descriptor(v, *tile), out, lse, counter),
         (
-            *(out.stride()[:3], batch * heads, heads, group, q_len, k.shape[2], *band.arguments),
+            *(descriptor(q, ROWS, width), descriptor(k, config.tile_k, width), descriptor(v, config.tile_k, width)),
+            *(descriptor(out, ROWS, width), lse, counter),
+        ),
+        (
+            *(batch * heads, heads, group, q_len, k.shape[2], *band_arguments(band)),
             *(group * section(k), scale * LOG2_E.value),
         ),
         {
-            "HEAD_DIM": head_dim,
+            "HEAD_DIM": width,
             "TILE_K": config.tile_k,
             "GROUPS": config.groups,
             "STAGES": config.stages,
+            **band_constants(band),
             "OWN_ROOM": config.own_room,
             "PERSISTENT": programs < tiles,
-            **band.constants,
             "COPY_REGISTERS": config.copy_registers,
             "REGISTERS": config.registers,
         },
@@ -102,33 +126,59 @@ def describe_forward(
 
 
 def describe_backward(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rows: Rows, gradients: Sequence[Tensor], band: Band, scale: float
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rows: Rows, gradients: Sequence[Tensor], band: Window, scale: float
 ) -> Launch:
-    """The launch of `backward_kernel` on tensors (batch, heads, rows, d); ``gradients`` are those of k and v."""
-    head_dim = q.shape[-1]
-    config = BACKWARD[head_dim]
-    dk, dv = gradients
+    """The launch of `backward_kernel` on tensors ([batch,] heads, rows, d); ``gradients`` are those of k and v."""
+    q, k, v, dout = as_heads(q, k, v, dout)
+    width = width_of(q.shape[-1])
+    config = BACKWARD[width]
     batch, heads, k_len, _ = k.shape
     group = q.shape[1] // heads
-    tile, keys = (1, 1, config.tile_q, head_dim), (1, 1, KEYS, head_dim)
-    sums = rows.sums.view(-1, head_dim)
     lengths = batch * heads, heads, group, q.shape[2], k_len, rows.delta.shape[-1]
     return Launch(
         (batch * heads * triton.cdiv(k_len, KEYS), 1),
         (
-            *(descriptor(q, *tile), descriptor(dout, *tile), descriptor(k, *keys), descriptor(v, *keys)),
+            *(descriptor(x, config.tile_q, width) for x in (q, dout)),
+            *(descriptor(k, KEYS, width), descriptor(v, ROWS, width)),
             *(of_rows(rows.exponents, config.tile_q), of_rows(rows.delta, config.tile_q)),
-            *(descriptor(sums, config.tile_q, head_dim // 2), dk, dv),
+            *(descriptor(x, ROWS, width) for x in as_heads(*gradients)),
+            rows.sums,
         ),
-        (dk.stride()[:3], dv.stride()[:3], *lengths, *band.arguments, section(q), scale, scale * LOG2_E.value),
+        (*lengths, *band_arguments(band), section(q), scale, scale * LOG2_E.value),
         {
-            "HEAD_DIM": head_dim,
+            "HEAD_DIM": width,
             "TILE_Q": config.tile_q,
             "STAGES": config.stages,
-            "DQ_STAGES": config.dq_stages,
-            **band.constants,
+            **band_constants(band),
             "COPY_REGISTERS": config.copy_registers,
             "REGISTERS": config.registers,
         },
         {"num_warps": 4, "maxnreg": config.most_registers},
     )
+
+
+def describe_prepare(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, rows: Rows) -> Launch:
+    """The launch of `prepare_kernel` on out and its gradient ([batch,] heads, rows, d), and numbers for their rows."""
+    out, dout = as_heads(out, dout)
+    _, heads, q_len, head_dim = out.shape
+    strides = out.stride()[:3], dout.stride()[:3]
+    widths = {"HEAD_DIM": head_dim, "WIDTH": width_of(head_dim), "ROWS": ROWS}
+    return Launch(
+        _tiles(rows), (out, dout, lse, dlse, *rows), (*strides, heads, q_len, rows.delta.shape[-1]), widths, {}
+    )
+
+
+def describe_finish(rows: Rows, dq: Tensor, scale: float) -> Launch:
+    """The launch of `finish_kernel` on the gradient of q ([batch,] heads, rows, d)."""
+    [dq] = as_heads(dq)
+    _, heads, q_len, head_dim = dq.shape
+    width = width_of(head_dim)
+    part = width * BACKWARD[width].tile_q // (2 * ROWS)
+    widths = {"HEAD_DIM": head_dim, "WIDTH": width, "PART": part, "ROWS": ROWS}
+    return Launch(
+        _tiles(rows), (rows.sums, dq), (dq.stride()[:3], heads, q_len, rows.delta.shape[-1], scale), widths, {}
+    )
+
+
+def _tiles(rows: Rows) -> tuple[int, int]:
+    return rows.delta.numel() // ROWS, 1

@@ -9,16 +9,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from .copying import Memory, copy_ahead
-from .queue import new_queue
+from .queue import CAREFUL, NONE, new_queue
 from .ring import Ring, new_barriers, new_tiles
 from .schedule import Schedule
 from .softmax import first_fold
-from .tiles import GROUP, as_matrix, packed, store_rows, unpacked
+from .tiles import GROUP, as_matrix, packed, unpacked
 
 NUMBERS = ("matrices", "heads", "group", "q_len", "k_len", "left", "right", "section")
 """Arguments that one compiled kernel takes any values of."""
@@ -96,7 +97,10 @@ def attend(
     scores = warpgroup_mma_wait(0, [scores])
     memory.k.release(number)
     tile = work.end - 1
-    scores = gl.where(visible(rows, tile * TILE_K, schedule, layout), scores, float("-inf"))
+    if schedule.RIGHT:  # noqa: SIM114 - known when compiled, and then no branch
+        scores = gl.where(visible(rows, tile * TILE_K, schedule, layout), scores, float("-inf"))
+    elif (work.whole_begin > tile) | (schedule.k_len % TILE_K != 0):
+        scores = gl.where(visible(rows, tile * TILE_K, schedule, layout), scores, float("-inf"))
     softmax, exact = first_fold(scores, scale)
     weights = packed(exact, dtype)
     out = gl.zeros([GROUP, HEAD_DIM], gl.float32, out_layout)
@@ -129,7 +133,7 @@ def attend(
 
 @gluon.jit
 def compute(
-    MEMBER: gl.constexpr, out_ptr, lse_ptr, out_strides, memory, schedule, scale,
+    MEMBER: gl.constexpr, out_desc, lse_ptr, memory, schedule, scale,
     HEAD_DIM: gl.constexpr, OWN_ROOM: gl.constexpr,
 ):  # fmt: skip
     """A computing warp group: attention of its 64 rows of each tile."""
@@ -138,13 +142,12 @@ def compute(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     q_tile = as_matrix(memory.q.tiles.index(MEMBER), GROUP, HEAD_DIM)
-    tiles = schedule.tiles()
     number = 0
     turn = 0
-    told = gl.program_id(0)
-    while told < tiles:
-        careful = told < 0
-        work = schedule.work(gl.where(careful, told + tiles, told))
+    kind, batch, head, tile_row = memory.queue.hear(turn)
+    while kind != NONE:
+        careful = kind == CAREFUL
+        work = schedule.work_of(batch, head, tile_row)
         first_row = work.first_row + MEMBER * GROUP
         rows = first_row + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
         memory.q.wait_full(turn)
@@ -163,16 +166,19 @@ def compute(
         normaliser, row_lse = softmax.normaliser_and_lse(scale)
         out *= gl.convert_layout(normaliser, gl.SliceLayout(1, out_layout))[:, None]
         gl.store(lse_ptr + work.matrix.to(gl.int64) * schedule.q_len + rows, row_lse, mask=rows < schedule.q_len)
-        target = out_ptr + work.batch.to(gl.int64) * out_strides[0] + work.head.to(gl.int64) * out_strides[1]
-        room = as_matrix(memory.out.index(MEMBER), GROUP, HEAD_DIM)
-        store_rows(target, out_strides[2], room, out.to(dtype), first_row, schedule.q_len)
+        tma.store_wait(0)
+        room = memory.out.index(MEMBER)
+        as_matrix(room, GROUP, HEAD_DIM).store(out.to(dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [work.batch, work.head, first_row, 0], room)
         if not OWN_ROOM:
-            fence_async_shared()
+            tma.store_wait(0)
             memory.q.release(turn)
         if not careful:
             memory.queue.judge(turn, MEMBER, 1 - certain.to(gl.int32))
-        told = memory.queue.hear(turn)
         turn += 1
+        kind, batch, head, tile_row = memory.queue.hear(turn)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
@@ -180,10 +186,9 @@ def forward_kernel(
     q_desc,
     k_desc,
     v_desc,
-    out,
+    out_desc,
     lse,
     counter,
-    out_strides,
     matrices,
     heads,
     group,
@@ -219,14 +224,14 @@ def forward_kernel(
     memory = Memory(q_ring, k_ring, v_ring, room, queue)
     if GROUPS == 2:
         gl.warp_specialize([
-            (compute, (0, out, lse, out_strides, memory, schedule, scale, HEAD_DIM, OWN_ROOM)),
-            (compute, (1, out, lse, out_strides, memory, schedule, scale, HEAD_DIM, OWN_ROOM)),
+            (compute, (0, out_desc, lse, memory, schedule, scale, HEAD_DIM, OWN_ROOM)),
+            (compute, (1, out_desc, lse, memory, schedule, scale, HEAD_DIM, OWN_ROOM)),
             (copy_ahead, (q_desc, k_desc, v_desc, lse, memory, schedule, group, HEAD_DIM, GROUPS, PERSISTENT)),
         ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (compute, (0, out, lse, out_strides, memory, schedule, scale, HEAD_DIM, OWN_ROOM)),
-            (compute, (1, out, lse, out_strides, memory, schedule, scale, HEAD_DIM, OWN_ROOM)),
-            (compute, (2, out, lse, out_strides, memory, schedule, scale, HEAD_DIM, OWN_ROOM)),
+            (compute, (0, out_desc, lse, memory, schedule, scale, HEAD_DIM, OWN_ROOM)),
+            (compute, (1, out_desc, lse, memory, schedule, scale, HEAD_DIM, OWN_ROOM)),
+            (compute, (2, out_desc, lse, memory, schedule, scale, HEAD_DIM, OWN_ROOM)),
             (copy_ahead, (q_desc, k_desc, v_desc, lse, memory, schedule, group, HEAD_DIM, GROUPS, PERSISTENT)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, COPY_REGISTERS])  # fmt: skip

@@ -1,39 +1,112 @@
-"""Forward and backward of the kernels for Hopper on tensors (batch, heads, rows, d). Arguments are taken as validated.
+"""Forward and backward by the kernels for Hopper where they cover a call, and by the portable ones where they do not.
 
-Each call goes through Triton's own launcher, which makes the descriptors anew: it costs the host more than a short call
-costs the GPU.
+Arguments are taken as validated, as `portable.launch` takes them.
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from ..layout import rows_like
+from ..launching import Launcher, Plans, address_of, is_elsewhere
+from ..layout import Layout, one_a_row, rows_like
+from ..portable import launch as portable
+from ..portable.launch import PLAIN
+from ..settings import Settings, Window
 from ..tuning import processors_of
 from .backward import backward_kernel
-from .describe import KEYS, Band, Rows, describe_backward, describe_forward
+from .config import width_of
+from .coverage import is_aligned, is_copied, why_not_backward, why_not_forward
+from .describe import (
+    KEYS,
+    Rows,
+    describe_backward,
+    describe_finish,
+    describe_forward,
+    describe_prepare,
+)
 from .forward import forward_kernel
+from .launcher import TiledLauncher
 from .rows import finish_kernel, prepare_kernel
 
-ROWS_A_PROGRAM = 64
-"""Of the kernels before and after the backward."""
+
+class ForwardPlan(NamedTuple):
+    """What follows from the metadata of a forward call; ``covered`` says whether these kernels compute it."""
+
+    covered: bool
+    out: Layout
+    lse: Layout
+    band: Window
+    launcher: TiledLauncher
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
-    """out, laid out as q is, and the natural log-sum-exp (batch, heads, q_len) in float32.
+class BackwardPlan(NamedTuple):
+    """What follows from the metadata of a backward call.
 
-    The head dimension is one of `config.FORWARD`, the same for q, k and v; scale is positive, and no axis is empty.
-    Rows are contiguous, and addresses and strides multiples of 16 bytes, as the copying unit asks.
+    matrices, padded, width: of what there is for each row of q, as `Rows` has it.
     """
-    out = rows_like(q, v.shape[-1]).empty(q.dtype, q.device)
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    programs = processors_of(q.device)
-    describe_forward(q, k, v, out, lse, _counter(q.device), band, scale, programs).of(forward_kernel)
+
+    covered: bool
+    dq: Layout
+    dk: Layout
+    dv: Layout
+    matrices: int
+    padded: int
+    width: int
+    band: Window
+    prepare: Launcher
+    launcher: TiledLauncher
+    finish: Launcher
+
+
+_forward_plans: Plans[ForwardPlan] = Plans()
+_backward_plans: Plans[BackwardPlan] = Plans()
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    settings: str = PLAIN,
+    numbers: Sequence[float] = (),
+    extras: Sequence[Tensor] = (),
+) -> tuple[Tensor, Tensor]:
+    """out, laid out as q is, and the natural log-sum-exp in float32."""
+    device = q.device
+    if is_elsewhere(device):
+        with torch.cuda.device(device):
+            return forward(q, k, v, scale, settings, numbers, extras)
+    if extras:
+        return portable.forward(q, k, v, scale, settings, numbers, extras)
+    dtype = q.dtype
+    shapes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
+    plan = _forward_plans.get(
+        (shapes, dtype, device, scale, settings, *numbers),
+        lambda: _plan_forward(q, k, v, scale, Settings.of(settings, numbers)),
+    )
+    addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    if not plan.covered or not is_aligned(*addresses):
+        return portable.forward(q, k, v, scale, settings, numbers, extras)
+    out = plan.out.empty(dtype, device)
+    lse = plan.lse.empty(torch.float32, device)
+    counter = _counter(device)
+    plan.launcher(
+        (*addresses, out.data_ptr()),
+        (lse.data_ptr(), counter.data_ptr()),
+        lambda: describe_forward(q, k, v, out, lse, counter, plan.band, scale, processors_of(device)),
+    )
     return out, lse
+
+
+def _plan_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, settings: Settings) -> ForwardPlan:
+    covered = why_not_forward(q, k, v, scale, settings) is None
+    band = settings.band(q.shape[-2], k.shape[-2])
+    return ForwardPlan(covered, rows_like(q, v.shape[-1]), one_a_row(q), band, TiledLauncher(forward_kernel))
 
 
 def backward(
@@ -45,26 +118,70 @@ def backward(
     dout: Tensor,
     dlse: Tensor | None,
     scale: float,
-    band: Band,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, laid out as they are. dQ's additions come in no fixed order.
-
-    The head dimension is one of `config.BACKWARD`; ``lse`` and ``dlse`` are contiguous, rows of ``dout`` too.
-    """
-    batch, heads, q_len, head_dim = q.shape
-    padded = triton.cdiv(q_len, KEYS) * KEYS
-    numbers = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
-    rows = Rows(
-        numbers(batch * heads, padded), numbers(batch * heads, padded), numbers(batch * heads, padded, head_dim)
+    settings: str = PLAIN,
+    numbers: Sequence[float] = (),
+    extras: Sequence[Tensor] = (),
+    wanted: Sequence[int] = (),
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """The gradients of q, k and v, laid out as they are, and those of the extras at the positions ``wanted``."""
+    device = q.device
+    if is_elsewhere(device):
+        with torch.cuda.device(device):
+            return backward(q, k, v, out, lse, dout, dlse, scale, settings, numbers, extras, wanted)
+    arguments = scale, settings, numbers, extras, wanted
+    if extras:
+        return portable.backward(q, k, v, out, lse, dout, dlse, *arguments)
+    shapes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), out.stride(), dout.stride())
+    plan = _backward_plans.get(
+        (shapes, q.dtype, device, scale, dlse is None, settings, *numbers),
+        lambda: _plan_backward(q, k, v, scale, Settings.of(settings, numbers)),
     )
-    dq, dk, dv = (rows_like(x, head_dim).empty(x.dtype, x.device) for x in (q, k, v))
-    grid = (batch * heads * padded // ROWS_A_PROGRAM,)
-    widths = {"HEAD_DIM": head_dim, "WIDTH": head_dim, "ROWS": ROWS_A_PROGRAM}
-    strides = out.stride()[:3], dout.stride()[:3]
-    prepare_kernel[grid](out, dout, lse, dlse, *rows, *strides, heads, q_len, padded, **widths)
-    describe_backward(q, k, v, dout, rows, (dk, dv), band, scale).of(backward_kernel)
-    finish_kernel[grid](rows.sums, dq, dq.stride()[:3], heads, q_len, padded, scale, **widths)
-    return dq, dk, dv
+    if not plan.covered or not is_aligned(q.data_ptr(), k.data_ptr(), v.data_ptr()):
+        return portable.backward(q, k, v, out, lse, dout, dlse, *arguments)
+    if not is_copied(dout) or not is_aligned(dout.data_ptr()):
+        # Such a gradient is usually an expanded scalar. Its copy has a plan of its own.
+        return backward(q, k, v, out, lse, dout.clone(memory_format=torch.contiguous_format), dlse, *arguments)
+    dlse = None if dlse is None else dlse.contiguous()
+    dq, dk, dv = (layout.empty(q.dtype, device) for layout in (plan.dq, plan.dk, plan.dv))
+    rows = _new_rows(plan.matrices, plan.padded, plan.width, device)
+    of_rows = (rows.exponents.data_ptr(), rows.delta.data_ptr(), rows.sums.data_ptr())
+    plan.prepare(
+        (out.data_ptr(), dout.data_ptr(), lse.data_ptr(), address_of(dlse), *of_rows),
+        lambda: describe_prepare(out, dout, lse, dlse, rows),
+    )
+    plan.launcher(
+        (q.data_ptr(), dout.data_ptr(), k.data_ptr(), v.data_ptr(), *of_rows[:2], dk.data_ptr(), dv.data_ptr()),
+        of_rows[2:],
+        lambda: describe_backward(q, k, v, dout, rows, (dk, dv), plan.band, scale),
+    )
+    plan.finish((of_rows[2], dq.data_ptr()), lambda: describe_finish(rows, dq, scale))
+    return dq, dk, dv, []
+
+
+def _new_rows(matrices: int, padded: int, width: int, device: torch.device) -> Rows:
+    """All in one piece of memory, which spares the host two allocations."""
+    count = matrices * padded
+    memory = torch.empty(count * (2 + width), dtype=torch.float32, device=device)
+    numbers = memory[: 2 * count].view(2, matrices, padded)
+    return Rows(numbers[0], numbers[1], memory[2 * count :])
+
+
+def _plan_backward(q: Tensor, k: Tensor, v: Tensor, scale: float, settings: Settings) -> BackwardPlan:
+    covered = why_not_backward(q, k, v, scale, settings) is None
+    padded = triton.cdiv(q.shape[-2], KEYS) * KEYS
+    return BackwardPlan(
+        covered,
+        rows_like(q, q.shape[-1]),
+        rows_like(k, k.shape[-1]),
+        rows_like(v, v.shape[-1]),
+        q.shape[:-2].numel(),
+        padded,
+        width_of(q.shape[-1]) if covered else 0,
+        settings.band(q.shape[-2], k.shape[-2]),
+        Launcher(prepare_kernel),
+        TiledLauncher(backward_kernel),
+        Launcher(finish_kernel),
+    )
 
 
 _counters: dict[tuple[torch.device, int], Tensor] = {}
@@ -76,6 +193,7 @@ def _counter(device: torch.device) -> Tensor:
         # A graph may be replayed on any stream, beside others.
         return torch.zeros(1, dtype=torch.int32, device=device)
     key = device, torch.cuda.current_stream(device).cuda_stream
-    if key not in _counters:
-        _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
-    return _counters[key]
+    counter = _counters.get(key)
+    if counter is None:
+        counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return counter

@@ -8,11 +8,15 @@ from .ring import Ring, new_barriers
 from .versions import aggregate
 
 STAGES = gl.constexpr(2)
+FIELDS = gl.constexpr(4)
+
+NORMAL, CAREFUL, NONE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+"""What is to be done with a tile that is told: compute it, compute it again, or stop, because there is none."""
 
 
 @aggregate
 class Queue:
-    """The places of this program's tiles in the order of all, as the copying warp tells them to those that compute.
+    """The tiles of this program, as the copying warp tells them to those that compute, four numbers each.
 
     And what these say of each: whether it has to be computed again. verdicts: two numbers in turn for each of them.
     counter: a number in global memory that is 0 between launches: how many tiles were taken beyond the first of each
@@ -34,26 +38,34 @@ class Queue:
     @gluon.jit
     def take(self, tiles):
         """The next tile's place; ``tiles`` or more if there is none left."""
-        taken = gl.atomic_add(self.counter, 1)
+        taken = gl.atomic_add(self.counter, 1, sem="relaxed")
         if taken == tiles - 1:
             # Each program takes one that is not there, so this is the last of all that are ever taken.
             gl.store(self.counter, 0)
         return taken + gl.num_programs(0)
 
     @gluon.jit
-    def tell(self, number, place):
-        """Let those that compute know which tile is their ``number``-th."""
+    def tell(self, number, kind, work):
+        """Let those that compute know what to do in their ``number``-th turn, and where."""
         self.ring.wait_empty(number)
-        write(self.ring.tile(number), place, 1)
+        first = number % STAGES * FIELDS
+        write(self.ring.tiles.index(first), kind, 1)
+        write(self.ring.tiles.index(first + 1), work.batch, 1)
+        write(self.ring.tiles.index(first + 2), work.head, 1)
+        write(self.ring.tiles.index(first + 3), work.first_row, 1)
         mbarrier.arrive(self.ring.arrival(number), count=1)
 
     @gluon.jit
     def hear(self, number):
-        """Which tile is the ``number``-th, for a warp group that computes."""
+        """What to do in the ``number``-th turn, for a warp group that computes; batch, head and first row."""
         self.ring.wait_full(number)
-        place = read(self.ring.tile(number), 4)
+        first = number % STAGES * FIELDS
+        kind = read(self.ring.tiles.index(first), 4)
+        batch = read(self.ring.tiles.index(first + 1), 4)
+        head = read(self.ring.tiles.index(first + 2), 4)
+        first_row = read(self.ring.tiles.index(first + 3), 4)
         self.ring.release(number)
-        return place
+        return kind, batch, head, first_row
 
     @gluon.jit
     def judge(self, number, MEMBER: gl.constexpr, again):
@@ -75,7 +87,7 @@ class Queue:
 def new_queue(counter, READERS: gl.constexpr):
     """A queue that READERS partitions hear."""
     shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    places = gl.allocate_shared_memory(gl.int32, [STAGES, 1], shared)
+    places = gl.allocate_shared_memory(gl.int32, [STAGES * FIELDS, 1], shared)
     verdicts = gl.allocate_shared_memory(gl.int32, [STAGES * READERS, 1], shared)
     judged = new_barriers(STAGES, READERS)
     ring = Ring(places, new_barriers(STAGES, 1), new_barriers(STAGES, READERS), STAGES)

@@ -64,16 +64,25 @@ def finish_kernel(
     scale,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    PART: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Grid as above. Scales the sums (matrices, padded, WIDTH) in float32 and writes them in dQ's dtype and layout."""
+    """Grid as above. Scales the sums (matrices, padded, WIDTH) in float32 and writes them in dQ's dtype and layout.
+
+    The sums of every 64 rows lie in parts of PART columns, in the order in which `tiles.add` adds to them.
+    """
+    tl.static_assert(ROWS == 64)
     tiles = padded // ROWS
     matrix = tl.program_id(0) // tiles
     rows = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, WIDTH)[None, :]
-    wide_rows = tl.cast(rows, tl.int64)[:, None]
-    values = tl.load(sums + (tl.cast(matrix, tl.int64) * padded + wide_rows) * WIDTH + columns)
+    sums += tl.cast(tl.program_id(0), tl.int64) * ROWS * WIDTH
     dq += tl.cast(matrix // heads, tl.int64) * dq_strides[0] + tl.cast(matrix % heads, tl.int64) * dq_strides[1]
-    places = dq + wide_rows * dq_strides[2] + columns
-    inside = (rows < q_len)[:, None] & (columns < HEAD_DIM)
-    tl.store(places, (values * scale).to(dq.dtype.element_ty), mask=inside)
+    places = dq + tl.cast(rows, tl.int64)[:, None] * dq_strides[2]
+    for part in tl.static_range(WIDTH // PART):
+        values = tl.load(sums + part * ROWS * PART + tl.arange(0, ROWS * PART))
+        # Eight columns, sixteen rows, a row of eight, two columns, eight rows below, a column.
+        values = tl.permute(tl.reshape(values, [PART // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
+        columns = part * PART + tl.arange(0, PART)[None, :]
+        inside = (rows < q_len)[:, None] & (columns < HEAD_DIM)
+        values = tl.reshape(values, [ROWS, PART]) * scale
+        tl.store(places + columns, values.to(dq.dtype.element_ty), mask=inside)

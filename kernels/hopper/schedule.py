@@ -85,7 +85,11 @@ class Schedule:
         matrix = first + within % width
         if self.RIGHT:
             tile = tiles - 1 - tile
-        first_row = tile * self.TILE_Q
+        return self.work_of(matrix // self.heads, matrix % self.heads, tile * self.TILE_Q)
+
+    @gluon.jit
+    def work_of(self, batch, head, first_row):
+        """The same, by where it begins."""
         end = self.k_len
         last = self.k_len - 1
         if self.RIGHT:
@@ -102,6 +106,6 @@ class Schedule:
         whole_end = gl.maximum(last, 0) // self.TILE_K
         whole_begin = gl.cdiv(whole_begin, self.TILE_K)
         return Work(
-            matrix, matrix // self.heads, matrix % self.heads, first_row,
+            batch * self.heads + head, batch, head, first_row,
             gl.to_tensor(begin), gl.to_tensor(whole_begin), whole_end, end,
         )  # fmt: skip

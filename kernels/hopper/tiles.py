@@ -37,15 +37,35 @@ def unpacked(pairs, dtype: gl.constexpr, layout: gl.constexpr, WIDTH: gl.constex
     return gl.convert_layout(values, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
 
 
+@gluon.constexpr_function
+def additions(quads):
+    """Instructions that add so many times four numbers of a thread to where its pointer points."""
+    lines = []
+    for quad in range(quads):
+        numbers = ", ".join("$" + str(quads + 4 * quad + place) for place in range(4))
+        lines.append(f"red.global.add.v4.f32 [${5 * quads} + {2048 * quad}], {{{numbers}}};")
+    return " ".join(lines)
+
+
+@gluon.constexpr_function
+def operands_of_additions(quads):
+    """The registers of results, which say nothing, of numbers and of pointers, which are all the same."""
+    return ",".join(["=r"] * quads + ["r"] * (4 * quads) + ["l"] * (4 * quads))
+
+
 @gluon.jit
-def store_rows(target, stride, room, out, first_row, length):
-    """Write 64 rows of a matrix of ``length`` rows through shared memory, where each thread finds 16 bytes in a row."""
-    WIDTH: gl.constexpr = out.shape[1]
-    THREADS: gl.constexpr = WIDTH // 8 if WIDTH < 256 else 32
-    pieces: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [4, 1], [1, 0])
-    room.store(out)
-    laid_out = room.load(pieces)
-    rows = first_row + gl.arange(0, GROUP, layout=gl.SliceLayout(1, pieces))
-    columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, pieces))
-    places = target + rows.to(gl.int64)[:, None] * stride + columns[None, :]
-    gl.store(places, laid_out, mask=(rows < length)[:, None])
+def add(target, values):
+    """Add a product's result (64, width), from registers, to as many numbers in global memory.
+
+    There they lie in the order in which threads hold them: of every eight columns one group of four numbers of each
+    thread, two in a row and two eight rows below. So an instruction of a warp adds to 512 bytes in a row.
+    """
+    QUADS: gl.constexpr = values.shape[1] // 8
+    layout: gl.constexpr = values.type.layout
+    rows = gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))[:, None]
+    columns = gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
+    thread = rows // 16 * 32 + rows % 8 * 4 + columns % 8 // 2
+    gl.inline_asm_elementwise(
+        additions(QUADS), operands_of_additions(QUADS), [values, (target + thread * 4).to(gl.int64)],
+        dtype=gl.int8, is_pure=False, pack=4 * QUADS,
+    )  # fmt: skip

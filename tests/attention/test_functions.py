@@ -203,9 +203,9 @@ def test_one_tensor_as_query_key_and_value(impl, device):
 
 @for_each_implementation
 def test_the_same_call_gives_the_same_bits(impl, device):
-    shapes = Shapes.of(2, q_len=70, k_len=90, d=32, q_heads=4, kv_heads=2)
+    shapes = Shapes.of(2, q_len=70, k_len=90, d=64, q_heads=4, kv_heads=2)
     inputs = make_inputs(shapes, device=device, dtype=torch.float16)
-    attend = partial(attention, causal=True, impl=impl, return_lse=True)
+    attend = partial(attention, causal=True, impl=impl, return_lse=True, deterministic=True)
     same(evaluate(attend, inputs), evaluate(attend, inputs))
 
 

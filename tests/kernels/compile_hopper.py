@@ -25,15 +25,16 @@ from cs336_systems.kernels.hopper.backward import backward_kernel
 from cs336_systems.kernels.hopper.forward import forward_kernel
 from cs336_systems.kernels.inspection import compile_for
 from cs336_systems.kernels.launching import Launch
+from cs336_systems.kernels.settings import Window
 
 BANDS = {
-    "none": describe.Band(None, None),
-    "causal": describe.Band(None, 0),
-    "window": describe.Band(-100, 0),
+    "none": (None, None),
+    "causal": (None, 0),
+    "window": (-100, 0),
 }
 
 
-def launch_of(name: str, head_dim: int, band: describe.Band, dtype: torch.dtype) -> Launch:
+def launch_of(name: str, head_dim: int, band: Window, dtype: torch.dtype) -> Launch:
     """A pass on (2, 8, 1024, head_dim) queries and (2, 2, 1024, head_dim) keys."""
 
     def made(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -43,7 +44,7 @@ def launch_of(name: str, head_dim: int, band: describe.Band, dtype: torch.dtype)
     if name == "forward":
         counter = made(1, dtype=torch.int32)
         return describe.describe_forward(q, k, v, out, made(2, 8, 1024), counter, band, 0.1, programs=132)
-    rows = describe.Rows(made(16, 1024), made(16, 1024), made(16, 1024, head_dim))
+    rows = describe.Rows(made(16, 1024), made(16, 1024), made(16 * 1024 * head_dim))
     return describe.describe_backward(q, k, v, out, rows, (k, v), band, 0.1)
 
 
@@ -89,7 +90,7 @@ def main(arguments: Iterable[str]) -> None:
     compiled = [
         compile_one(name, head_dim, band, dtype)
         for name in options.passes
-        for head_dim in (config.FORWARD if name == "forward" else config.BACKWARD)
+        for head_dim in (config.WIDTHS if name == "forward" else config.BACKWARD)
         for band in options.bands
         for dtype in (torch.bfloat16, torch.float16)
         if (band == "causal" or dtype == torch.bfloat16) and (band != "window" or head_dim == 128)

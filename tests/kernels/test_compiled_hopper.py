@@ -6,13 +6,13 @@ import re
 
 import pytest
 
-from cs336_systems.kernels.hopper.config import BACKWARD, FORWARD
+from cs336_systems.kernels.hopper.config import BACKWARD, WIDTHS
 from cs336_systems.kernels.hopper.versions import is_supported
 
 SHARED_MEMORY = 227 * 1024
 
-SPILLED = {("forward", 64): 1100, ("forward", 128): 180, ("forward", 256): 340}
-"""Bytes a thread, stores and loads together, by pass and head dimension, between tiles; eight elsewhere."""
+SPILLED = {("forward", 128): 120, ("forward", 256): 240, ("backward", 64): 1000, ("backward", 128): 560}
+"""Bytes a thread, stores and loads together, by pass and head dimension, but none beside exponentials; else eight."""
 
 HARMLESS = r"\(C7519\)"
 
@@ -38,7 +38,7 @@ def problems(rows):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not is_supported(), reason="this version of Triton is not one that the kernels are written for")
-@pytest.mark.parametrize(("name", "dims"), [("forward", set(FORWARD)), ("backward", set(BACKWARD))])
+@pytest.mark.parametrize(("name", "dims"), [("forward", set(WIDTHS)), ("backward", set(BACKWARD))])
 def test_kernels_for_hopper_compile(compiled_by, name, dims):
     rows = compiled_by("compile_hopper.py", "--passes", name)
     assert {row["head_dim"] for row in rows} == dims
@@ -51,7 +51,7 @@ def test_problems_are_found():
     row |= {"spilled": 0, "shared": 0, "multiplies": True, "stores": True, "unset_reads": [], "warnings": []}
     row |= {"exponentials": 64, "exponentials_beside_a_product": 64, "spills_beside_a_product": 0}
     assert not [*problems([row])]
-    faults = {"spilled": 181, "shared": SHARED_MEMORY + 1, "multiplies": False, "stores": False, "unset_reads": ["R0"]}
+    faults = {"spilled": 121, "shared": SHARED_MEMORY + 1, "multiplies": False, "stores": False, "unset_reads": ["R0"]}
     faults |= {"warnings": ["(C7512)"], "exponentials_beside_a_product": 0, "spills_beside_a_product": 1}
     for fault, value in faults.items():
         assert len([*problems([row | {fault: value}])]) == 1, fault

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
 
-from cs336_systems.kernels.hopper.config import BACKWARD, FORWARD
+from cs336_systems.kernels.hopper.config import WIDTHS
+from cs336_systems.kernels.hopper.coverage import why_not_backward, why_not_forward
 from cs336_systems.kernels.hopper.versions import is_supported
+from cs336_systems.kernels.settings import Settings
 from cs336_systems.testing import Shapes, make_inputs
 from cs336_systems.testing.budget import compare
 from cs336_systems.testing.oracle import naive_results, oracle, terms
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not os.environ.get("HOPPER"), reason="attention does not choose these kernels yet: HOPPER=1"),
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0) or not is_supported(),
         reason="needs a Hopper GPU and a version of Triton that the kernels are written for",
@@ -34,13 +34,6 @@ SHAPES = {
 BANDS = {"none": (False, None), "causal": (True, None), "window": (True, 100)}
 
 
-def band_of(inputs, causal, window):
-    from cs336_systems.kernels.hopper.describe import Band
-
-    offset = inputs.k.shape[-2] - inputs.q.shape[-2]
-    return Band(None if window is None else offset - window, offset if causal else None)
-
-
 def settings_of(causal, window):
     return {"causal": causal, "features": {} if window is None else {"window": (window, None)}}
 
@@ -54,12 +47,15 @@ def results(inputs, causal, window):
     """Values, and gradients where there is a backward for the width."""
     from cs336_systems.kernels.hopper import launch
 
-    band, scale = band_of(inputs, causal, window), inputs.q.shape[-1] ** -0.5
     q, k, v, dout, dlse = inputs
-    out, lse = launch.forward(q, k, v, scale, band)
+    scale = q.shape[-1] ** -0.5
+    settings = Settings(causal="bottom_right" if causal else "none", window=(window, None))
+    described = settings.text, settings.numbers
+    assert why_not_forward(q, k, v, scale, settings) is None
+    out, lse = launch.forward(q, k, v, scale, *described)
     made = {"out": out, "lse": lse}
-    if q.shape[-1] in BACKWARD:
-        gradients = launch.backward(q, k, v, out, lse, dout, dlse, scale, band)
+    if why_not_backward(q, k, v, scale, settings) is None:
+        *gradients, _ = launch.backward(q, k, v, out, lse, dout, dlse, scale, *described)
         made |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
     return made
 
@@ -76,7 +72,7 @@ def assert_right(actual, inputs, causal, window):
 
 @pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("width", FORWARD)
+@pytest.mark.parametrize("width", [*WIDTHS, 40, 80, 136])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_results_are_within_the_budget(dtype, width, shape, band):
     inputs = inputs_of(SHAPES[shape], width, dtype)
@@ -84,7 +80,7 @@ def test_results_are_within_the_budget(dtype, width, shape, band):
 
 
 @pytest.mark.parametrize("layout", ["length_before_heads", "packed"])
-@pytest.mark.parametrize("width", FORWARD)
+@pytest.mark.parametrize("width", WIDTHS)
 def test_layouts(width, layout):
     inputs = inputs_of(SHAPES["square"], width, torch.bfloat16, layout)
     made = results(inputs, True, None)
@@ -94,7 +90,7 @@ def test_layouts(width, layout):
 
 
 @pytest.mark.parametrize("band", ["none", "causal"])
-@pytest.mark.parametrize("width", FORWARD)
+@pytest.mark.parametrize("width", WIDTHS)
 def test_weights_that_overflow_are_computed_again(width, band):
     inputs = inputs_of(SHAPES["many_tiles"], width, torch.bfloat16)
     q, k = inputs.q, inputs.k
@@ -114,7 +110,7 @@ def test_nan_stays_in_its_head():
     assert out[~spoilt].isfinite().all()
 
 
-@pytest.mark.parametrize("width", FORWARD)
+@pytest.mark.parametrize("width", WIDTHS)
 def test_values_are_the_same_every_time(width):
     inputs = inputs_of(SHAPES["many_tiles"], width, torch.bfloat16)
     first = results(inputs, True, None)
@@ -127,7 +123,7 @@ def test_a_captured_graph_can_be_replayed():
     from cs336_systems.kernels.hopper import launch
 
     inputs = inputs_of(SHAPES["many_tiles"], 128, torch.bfloat16)
-    arguments = (*inputs[:3], 128**-0.5, band_of(inputs, True, None))
+    arguments = (*inputs[:3], 128**-0.5, Settings(causal="bottom_right").text)
     expected, _ = launch.forward(*arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

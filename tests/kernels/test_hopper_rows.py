@@ -9,8 +9,8 @@ import torch
 
 from cs336_systems.kernels.hopper.rows import finish_kernel, prepare_kernel
 
-BATCH, HEADS, ROWS, TILE = 2, 3, 37, 16
-PADDED = 48
+BATCH, HEADS, ROWS, TILE = 2, 3, 100, 64
+PADDED = 128
 
 
 def strides(x):
@@ -41,11 +41,25 @@ def test_rows_are_prepared(flash_device, width, with_dlse):
     assert (sums == 0).all()
 
 
+def as_added(rows):
+    """Sums (rows, width) of 64 rows, in the order in which products hold them: registers of 4, then threads."""
+    order = torch.empty(64 * rows.shape[1], dtype=rows.dtype)
+    for row in range(64):
+        for column in range(rows.shape[1]):
+            thread = row // 16 * 32 + row % 8 * 4 + column % 8 // 2
+            register = row % 16 // 8 * 2 + column % 2
+            order[column // 8 * 512 + thread * 4 + register] = rows[row, column]
+    return order
+
+
+@pytest.mark.parametrize("part", [16, 8])
 @pytest.mark.parametrize("width", [16, 12])
-def test_sums_become_gradients(flash_device, width):
-    sums = torch.randn(BATCH * HEADS, PADDED, 16, device=flash_device)
+def test_sums_become_gradients(flash_device, width, part):
+    rows = torch.randn(BATCH * HEADS, PADDED, 16)
+    tiles = rows.view(-1, TILE, 16)
+    sums = torch.cat([as_added(piece) for tile in tiles for piece in tile.split(part, 1)]).to(flash_device)
     dq = torch.full((BATCH, ROWS, HEADS, width), math.nan, device=flash_device, dtype=torch.float16).transpose(1, 2)
     grid = (BATCH * HEADS * PADDED // TILE,)
-    finish_kernel[grid](sums, dq, strides(dq), HEADS, ROWS, PADDED, 0.5, width, 16, TILE)
-    expected = (sums.view(BATCH, HEADS, PADDED, 16)[..., :ROWS, :width] * 0.5).half()
-    torch.testing.assert_close(dq, expected)
+    finish_kernel[grid](sums, dq, strides(dq), HEADS, ROWS, PADDED, 0.5, width, 16, part, TILE)
+    expected = (rows.view(BATCH, HEADS, PADDED, 16)[..., :ROWS, :width] * 0.5).half()
+    torch.testing.assert_close(dq.cpu(), expected)

@@ -45,6 +45,10 @@ def test_what_no_path_has_written(lines, culprit):
         ),
         pytest.param(["MOV R2, R3", "MOV R2, RZ", "FADD R4, R2, R2"], id="a_copy_that_is_overwritten"),
         pytest.param(["STL [R1], R3"], id="a_spill"),
+        pytest.param(
+            ["MOV R2, RZ", "SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [R2+URZ+0x10], R2", "@!P1 BRA 0x10"],
+            id="a_barrier_that_is_asked",
+        ),
         pytest.param(["PRMT R3, RZ, 0x7610, R3"], id="a_part_that_is_kept"),
         pytest.param(["BRA 0x20", "FADD R3, R2, R2", "EXIT"], id="what_is_never_reached"),
         pytest.param(

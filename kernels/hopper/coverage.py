@@ -1,0 +1,102 @@
+"""Which calls the kernels for Hopper compute, by metadata alone. Imports no Triton where there is no GPU."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .. import tuning
+from ..settings import Settings
+from .config import BACKWARD, VERSIONS, WIDTHS, width_of
+
+ALIGNMENT = 16
+"""Bytes that addresses and strides have to be multiples of, for the copying unit."""
+
+LEAST_HEAD_DIM = 40
+"""Below, half of a tile's columns and more would be zeros."""
+
+STEP = 8
+"""What head dimensions have to be multiples of, for rows to be so."""
+
+
+def why_not_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, settings: Settings) -> str | None:
+    """Why the forward of a call is not theirs, or None if it is."""
+    return _why_not_here(q.device) or why_not_computed(q, k, v, scale, settings)
+
+
+def _why_not_here(device: torch.device) -> str | None:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return f"they run on GPUs of compute capability 9.0; got {device}"
+    version = _triton_version()
+    if not version.startswith(VERSIONS):
+        return f"they are written for triton {' and '.join(f'{known}x' for known in VERSIONS)}; got {version}"
+    return "the portable kernels are asked for" if tuning.is_portable_alone() else None
+
+
+def why_not_computed(q: Tensor, k: Tensor, v: Tensor, scale: float, settings: Settings) -> str | None:
+    """The same on a GPU that is theirs."""
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"they compute in float16 and bfloat16; got {q.dtype}"
+    head_dim, v_head_dim = q.shape[-1], v.shape[-1]
+    if head_dim != v_head_dim or not LEAST_HEAD_DIM <= head_dim <= WIDTHS[-1] or head_dim % STEP:
+        expected = f"the same head dimension of q and v, a multiple of {STEP} from {LEAST_HEAD_DIM} to {WIDTHS[-1]}"
+        return f"they take {expected}; got {head_dim} and {v_head_dim}"
+    if not 0.0 < scale < math.inf:
+        return f"they take a positive scale; got {scale}"
+    further = ("mask", "scores", "sinks", "dropout", "blocks", "packed")
+    asked = [name for name in further if getattr(settings, name) not in (None, False, ())]
+    if asked:
+        return f"they apply causal masks and windows; asked for {', '.join(asked)}"
+    if q.ndim > 4:
+        return f"they take at most one batch axis before the heads'; got {q.ndim - 3}"
+    if any(0 in x.shape for x in (q, k, v)):
+        return "there is nothing to compute"
+    return next(
+        (reason for name, x in zip("qkv", (q, k, v), strict=True) if (reason := _why_not_copied(name, x))), None
+    )
+
+
+def why_not_backward(q: Tensor, k: Tensor, v: Tensor, scale: float, settings: Settings) -> str | None:
+    """The same of its backward; that of out and its gradient is known only then."""
+    return why_not_forward(q, k, v, scale, settings) or why_not_differentiated(q, settings)
+
+
+def why_not_differentiated(q: Tensor, settings: Settings) -> str | None:
+    """What else their backward asks for."""
+    if width_of(q.shape[-1]) not in BACKWARD:
+        return f"their backward takes head dimensions up to {max(BACKWARD)}; got {q.shape[-1]}"
+    if settings.deterministic:
+        return "their backward adds up the gradient of q in no fixed order, and deterministic=True asks for one"
+    return None
+
+
+def is_copied(x: Tensor) -> bool:
+    """Whether the copying unit can copy tiles of a tensor (..., rows, d), but for its address."""
+    return _why_not_copied("", x) is None
+
+
+def is_aligned(*addresses: int) -> bool:
+    """Whether it can from these addresses."""
+    together = 0
+    for address in addresses:
+        together |= address
+    return together % ALIGNMENT == 0
+
+
+def _why_not_copied(name: str, x: Tensor) -> str | None:
+    if x.stride(-1) != 1:
+        return f"they need {name} with contiguous rows; its last stride is {x.stride(-1)}"
+    step = ALIGNMENT // x.element_size()
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if size > 1 and (stride <= 0 or stride % step):
+            return f"they need strides of {name} that are multiples of {ALIGNMENT} bytes, and not 0; got {x.stride()}"
+    return None
+
+
+def _triton_version() -> str:
+    import triton
+
+    version: str = triton.__version__
+    return version

@@ -1,0 +1,127 @@
+"""Which calls are those of the kernels for Hopper, by metadata; and how their launches keep descriptors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cs336_systems.kernels import tuning
+from cs336_systems.kernels.hopper import coverage
+from cs336_systems.kernels.hopper.coverage import is_aligned, why_not_computed, why_not_differentiated, why_not_forward
+from cs336_systems.kernels.settings import Settings
+
+
+def tensors(*shape, dtype=torch.bfloat16, heads=4):
+    """q, k and v without memory."""
+    shape = shape or (2, heads, 100, 64)
+    return [torch.empty(shape, dtype=dtype, device="meta") for _ in range(3)]
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 80, 128, 256])
+@pytest.mark.parametrize("leading", [(4,), (2, 4)])
+def test_what_they_compute(leading, head_dim):
+    for settings in (Settings(), Settings("top_left"), Settings("bottom_right", (5, 0)), Settings(deterministic=True)):
+        assert why_not_computed(*tensors(*leading, 100, head_dim), 0.1, settings) is None
+
+
+@pytest.mark.parametrize(
+    ("call", "scale", "settings", "reason"),
+    [
+        (tensors(dtype=torch.float32), 0.1, Settings(), "they compute in float16 and bfloat16; got torch.float32"),
+        (tensors(2, 4, 9, 32), 0.1, Settings(), "got 32 and 32"),
+        (tensors(2, 4, 9, 44), 0.1, Settings(), "a multiple of 8 from 40 to 256; got 44 and 44"),
+        (tensors(2, 4, 9, 264), 0.1, Settings(), "got 264 and 264"),
+        (tensors(), 0.0, Settings(), "they take a positive scale; got 0.0"),
+        (tensors(), -1.0, Settings(), "got -1.0"),
+        (tensors(), 0.1, Settings(dropout=0.5, sinks=True), "asked for sinks, dropout"),
+        (tensors(), 0.1, Settings(packed=(None, None)), "asked for packed"),
+        (tensors(2, 2, 2, 9, 64), 0.1, Settings(), "at most one batch axis before the heads'; got 2"),
+        (tensors(2, 4, 0, 64), 0.1, Settings(), "there is nothing to compute"),
+        ([x.expand(3, -1, -1, -1) for x in tensors(1, 4, 9, 64)], 0.1, Settings(), "strides of q"),
+        ([x[..., :64] for x in tensors(1, 4, 9, 68)], 0.1, Settings(), "multiples of 16 bytes"),
+        ([x.mT for x in tensors(1, 4, 64, 64)], 0.1, Settings(), "q with contiguous rows; its last stride is 64"),
+    ],
+)
+def test_why_they_do_not_compute_a_call(call, scale, settings, reason):
+    assert reason in why_not_computed(*call, scale, settings)
+
+
+def test_strides_of_what_is_alone_do_not_matter():
+    alone = torch.empty_strided((1, 1, 100, 64), (3, 5, 64, 1), dtype=torch.bfloat16, device="meta")
+    assert why_not_computed(alone, alone, alone, 0.1, Settings()) is None
+
+
+def test_what_their_backward_leaves_to_others():
+    q, *_ = tensors()
+    wide, *_ = tensors(2, 4, 9, 192)
+    assert why_not_differentiated(q, Settings()) is None
+    assert "up to 128; got 192" in why_not_differentiated(wide, Settings())
+    assert "deterministic=True" in why_not_differentiated(q, Settings(deterministic=True))
+
+
+def test_where_they_do_not_run(monkeypatch):
+    call = (*tensors(), 0.1, Settings())
+    assert "compute capability 9.0; got meta" in why_not_forward(*call)
+    capability = (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    on_gpu = torch.device("cuda:0")
+    assert coverage._why_not_here(on_gpu) is None
+    with tuning.portable():
+        assert coverage._why_not_here(on_gpu) == "the portable kernels are asked for"
+    with tuning.pin(forward=tuning.TileConfig(64, 64, 4, 2)):
+        assert coverage._why_not_here(on_gpu) == "the portable kernels are asked for"
+    monkeypatch.setattr(coverage, "_triton_version", lambda: "3.9.0")
+    assert coverage._why_not_here(on_gpu) == "they are written for triton 3.6.x and 3.7.x; got 3.9.0"
+    capability = (10, 0)
+    assert "9.0; got cuda:0" in coverage._why_not_here(on_gpu)
+
+
+def test_addresses_have_to_be_multiples_of_sixteen():
+    assert is_aligned(0, 32, 1 << 40)
+    assert not is_aligned(32, 40)
+
+
+class FakeKernel:
+    """Stands for a kernel and what compiling it returns."""
+
+    arg_names = ("x_desc", "y", "length", "TILE")
+
+    def __init__(self):
+        self.compiled = 0
+
+    def __getitem__(self, grid):
+        def compile_and_run(*args, **options):
+            self.compiled += 1
+            return self
+
+        return compile_and_run
+
+
+def test_descriptors_are_made_once_for_an_address(monkeypatch):
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from cs336_systems.kernels.hopper import launcher
+    from cs336_systems.kernels.launching import Launch
+
+    made, launched = [], []
+
+    def runner_of(compiled, grid):
+        def encode(descriptor, number):
+            made.append((descriptor.base.data_ptr(), number))
+            return [f"map of {descriptor.base.data_ptr()}", *descriptor.shape]
+
+        return lambda *arguments: launched.append(arguments), encode
+
+    monkeypatch.setattr(launcher, "runner_of", runner_of)
+    x = torch.zeros(64, 64, dtype=torch.bfloat16)
+    layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+    descriptor = TensorDescriptor(x, [64, 64], [64, 1], [64, 64], layout)
+    kernel = FakeKernel()
+    launch = launcher.TiledLauncher(kernel)
+    launch((x.data_ptr(),), (16,), lambda: Launch((3, 1), (descriptor, x), (5,), {"TILE": 64}, {"num_warps": 4}))
+    for address in (32, 48, 32):
+        launch((address,), (16,), lambda: pytest.fail("it was described already"))
+    assert kernel.compiled == 1
+    assert made == [(32, 0), (48, 0)]
+    assert launched == [(f"map of {address}", 64, 64, 16, 5, 64) for address in (32, 48, 32)]
