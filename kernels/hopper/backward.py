@@ -117,7 +117,7 @@ def step(
     dk, dv, k_tile, v_own, memory, schedule, columns, number, tile, dq_ptr, exponent_scale,
     MASKED: gl.constexpr, MEMBER: gl.constexpr, HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr,
 ):  # fmt: skip
-    """What one tile of q and dout adds to dK, dV and dQ; ``dq_ptr`` is where this group's part of a tile's dQ begins."""
+    """What one tile of q and dout adds to dK, dV and dQ; ``dq_ptr`` is where the group's part of tile 0 is added."""
     dtype: gl.constexpr = memory.k.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_Q, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -184,7 +184,7 @@ def compute(
         right = work.end
     mbarrier.wait(memory.kv_full, 0)
     number = 0
-    for member in range(group):
+    for _ in range(group):
         for tile in range(work.begin, left):
             dk, dv = step(
                 dk, dv, k_tile, v_own, memory, schedule, columns, number, tile, dq_ptr, exponent_scale,
