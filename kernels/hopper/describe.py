@@ -38,6 +38,24 @@ class Rows(NamedTuple):
     delta: Tensor
     sums: Tensor
 
+    @staticmethod
+    def memory(matrices: int, padded: int, width: int, device: torch.device) -> Tensor:
+        """Room for all three, in one allocation."""
+        return torch.empty(matrices * padded * (2 + width), dtype=torch.float32, device=device)
+
+    @staticmethod
+    def addresses(address: int, matrices: int, padded: int, width: int) -> tuple[int, int, int]:
+        """Where they lie in such memory."""
+        size = 4 * matrices * padded
+        return address, address + size, address + 2 * size
+
+    @staticmethod
+    def of(memory: Tensor, matrices: int, padded: int, width: int) -> Rows:
+        """They themselves."""
+        count = matrices * padded
+        numbers = memory[: 2 * count].view(2, matrices, padded)
+        return Rows(numbers[0], numbers[1], memory[2 * count :])
+
 
 def as_heads(*tensors: Tensor) -> list[Tensor]:
     """(batch, heads, rows, d), of tensors that may have no batch axis."""

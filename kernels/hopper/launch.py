@@ -47,10 +47,12 @@ class ForwardPlan(NamedTuple):
 class BackwardPlan(NamedTuple):
     """What follows from the metadata of a backward call.
 
-    matrices, padded, width: of what there is for each row of q, as `Rows` has it.
+    is_copied: whether the copying unit can copy dout as it lies. matrices, padded, width: of what there is for each
+    row of q, as `Rows` has it.
     """
 
     covered: bool
+    is_copied: bool
     dq: Layout
     dk: Layout
     dv: Layout
@@ -134,43 +136,39 @@ def backward(
     shapes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), out.stride(), dout.stride())
     plan = _backward_plans.get(
         (shapes, q.dtype, device, scale, dlse is None, settings, *numbers),
-        lambda: _plan_backward(q, k, v, scale, Settings.of(settings, numbers)),
+        lambda: _plan_backward(q, k, v, dout, scale, Settings.of(settings, numbers)),
     )
-    if not plan.covered or not is_aligned(q.data_ptr(), k.data_ptr(), v.data_ptr()):
+    addresses = q.data_ptr(), dout.data_ptr(), k.data_ptr(), v.data_ptr()
+    if not plan.covered or not is_aligned(addresses[0], *addresses[2:]):
         return portable.backward(q, k, v, out, lse, dout, dlse, *arguments)
-    if not is_copied(dout) or not is_aligned(dout.data_ptr()):
+    if not plan.is_copied or not is_aligned(addresses[1]):
         # Such a gradient is usually an expanded scalar. Its copy has a plan of its own.
         return backward(q, k, v, out, lse, dout.clone(memory_format=torch.contiguous_format), dlse, *arguments)
     dlse = None if dlse is None else dlse.contiguous()
-    dq, dk, dv = (layout.empty(q.dtype, device) for layout in (plan.dq, plan.dk, plan.dv))
-    rows = _new_rows(plan.matrices, plan.padded, plan.width, device)
-    of_rows = (rows.exponents.data_ptr(), rows.delta.data_ptr(), rows.sums.data_ptr())
+    dtype = q.dtype
+    dq, dk, dv = plan.dq.empty(dtype, device), plan.dk.empty(dtype, device), plan.dv.empty(dtype, device)
+    sizes = plan.matrices, plan.padded, plan.width
+    memory = Rows.memory(*sizes, device)
+    *numbers_of_rows, sums = Rows.addresses(memory.data_ptr(), *sizes)
     plan.prepare(
-        (out.data_ptr(), dout.data_ptr(), lse.data_ptr(), address_of(dlse), *of_rows),
-        lambda: describe_prepare(out, dout, lse, dlse, rows),
+        (out.data_ptr(), dout.data_ptr(), lse.data_ptr(), address_of(dlse), *numbers_of_rows, sums),
+        lambda: describe_prepare(out, dout, lse, dlse, Rows.of(memory, *sizes)),
     )
     plan.launcher(
-        (q.data_ptr(), dout.data_ptr(), k.data_ptr(), v.data_ptr(), *of_rows[:2], dk.data_ptr(), dv.data_ptr()),
-        of_rows[2:],
-        lambda: describe_backward(q, k, v, dout, rows, (dk, dv), plan.band, scale),
+        (*addresses, *numbers_of_rows, dk.data_ptr(), dv.data_ptr()),
+        (sums,),
+        lambda: describe_backward(q, k, v, dout, Rows.of(memory, *sizes), (dk, dv), plan.band, scale),
     )
-    plan.finish((of_rows[2], dq.data_ptr()), lambda: describe_finish(rows, dq, scale))
+    plan.finish((sums, dq.data_ptr()), lambda: describe_finish(Rows.of(memory, *sizes), dq, scale))
     return dq, dk, dv, []
 
 
-def _new_rows(matrices: int, padded: int, width: int, device: torch.device) -> Rows:
-    """All in one piece of memory, which spares the host two allocations."""
-    count = matrices * padded
-    memory = torch.empty(count * (2 + width), dtype=torch.float32, device=device)
-    numbers = memory[: 2 * count].view(2, matrices, padded)
-    return Rows(numbers[0], numbers[1], memory[2 * count :])
-
-
-def _plan_backward(q: Tensor, k: Tensor, v: Tensor, scale: float, settings: Settings) -> BackwardPlan:
+def _plan_backward(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float, settings: Settings) -> BackwardPlan:
     covered = why_not_backward(q, k, v, scale, settings) is None
     padded = triton.cdiv(q.shape[-2], KEYS) * KEYS
     return BackwardPlan(
         covered,
+        is_copied(dout),
         rows_like(q, q.shape[-1]),
         rows_like(k, k.shape[-1]),
         rows_like(v, v.shape[-1]),
@@ -192,7 +190,8 @@ def _counter(device: torch.device) -> Tensor:
     if torch.cuda.is_current_stream_capturing():
         # A graph may be replayed on any stream, beside others.
         return torch.zeros(1, dtype=torch.int32, device=device)
-    key = device, torch.cuda.current_stream(device).cuda_stream
+    # torch.cuda.current_stream makes an object, at a microsecond.
+    key = device, torch._C._cuda_getCurrentRawStream(device.index)
     counter = _counters.get(key)
     if counter is None:
         counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
