@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ CAUSAL = Settings("bottom_right").text
 class Recorder:
     """In place of a launcher: describes every launch, and notes the addresses beside those of what is described."""
 
-    launches: ClassVar[list] = []
+    launches: ClassVar[list[Any]] = []
 
     def __init__(self, kernel):
         self.kernel = kernel
