@@ -61,9 +61,10 @@ def copy_ahead(descriptors, memory, schedule, group, HEAD_DIM: gl.constexpr, TIL
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc = descriptors
     work = schedule.work(gl.program_id(0))
     corner = [work.batch, work.head, work.first_row, 0]
-    mbarrier.expect(memory.kv_full, 2 * 2 * GROUP * HEAD_DIM * 2)
+    KEYS: gl.constexpr = schedule.TILE_Q
+    mbarrier.expect(memory.kv_full, 2 * KEYS * HEAD_DIM * 2)
     tma.async_copy_global_to_shared(k_desc, corner, memory.kv_full, memory.k)
-    for member in gl.static_range(2):
+    for member in gl.static_range(KEYS // GROUP):
         corner = [work.batch, work.head, work.first_row + member * GROUP, 0]
         tma.async_copy_global_to_shared(v_desc, corner, memory.kv_full, memory.v.index(member))
     number = 0
@@ -174,14 +175,7 @@ def compute(
     columns = first_column + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
     part: gl.constexpr = MEMBER * GROUP * HEAD_DIM * TILE_Q // (2 * GROUP)
     dq_ptr += (work.matrix * group).to(gl.int64) * padded * HEAD_DIM + part
-    left = gl.minimum(gl.maximum(work.whole_begin, work.begin), work.end)
-    right = gl.minimum(gl.maximum(work.whole_end, left), work.end)
-    if not (schedule.LEFT or schedule.RIGHT):
-        right = work.end
-    if work.first_row + 2 * GROUP > schedule.q_len:
-        # Keys that do not exist have scores of 0.
-        left = work.end
-        right = work.end
+    left, right = schedule.whole_tiles(work)
     mbarrier.wait(memory.kv_full, 0)
     number = 0
     for _ in range(group):
@@ -205,16 +199,16 @@ def compute(
             number += 1
         dq_ptr += padded * HEAD_DIM
     room = memory.v.index(MEMBER)
-    store_tile(dv_desc, work, first_column, room, dv.to(dtype))
-    store_tile(dk_desc, work, first_column, room, (dk * scale).to(dtype))
+    store_tile(dv_desc, work, first_column, 0, room, dv.to(dtype))
+    store_tile(dk_desc, work, first_column, 0, room, (dk * scale).to(dtype))
 
 
 @gluon.jit
-def store_tile(desc, work, first_row, room, values):
-    """Write 64 rows, which need not all exist, through shared memory."""
+def store_tile(desc, work, first_row, first_column, room, values):
+    """Write 64 rows of so many columns, which need not all exist, through shared memory."""
     as_matrix(room, values.shape[0], values.shape[1]).store(values)
     fence_async_shared()
-    tma.async_copy_shared_to_global(desc, [work.batch, work.head, first_row, 0], room)
+    tma.async_copy_shared_to_global(desc, [work.batch, work.head, first_row, first_column], room)
     tma.store_wait(0)
 
 

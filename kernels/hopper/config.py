@@ -28,9 +28,14 @@ class ForwardConfig(NamedTuple):
 
 
 class BackwardConfig(NamedTuple):
-    """tile_q rows a step, and a ring of `stages` such tiles of q and of dout."""
+    """`keys` a program, tile_q rows a step, and a ring of `stages` such tiles of q and of dout.
 
+    part: the columns of a tile of dK, dV or dQ that a warp group stores or adds at a time.
+    """
+
+    keys: int
     tile_q: int
+    part: int
     stages: int
     registers: int
     copy_registers: int
@@ -49,9 +54,12 @@ FORWARD = {
     (256, True): ForwardConfig(64, 2, 2, 240, 24, 168, False),
 }
 BACKWARD = {
-    64: BackwardConfig(128, 2, 240, 24, 168),
-    128: BackwardConfig(64, 2, 240, 24, 168),
+    64: BackwardConfig(128, 128, 64, 2, 240, 24, 168),
+    128: BackwardConfig(128, 64, 64, 2, 240, 24, 168),
+    256: BackwardConfig(64, 64, 128, 2, 240, 24, 168),
 }
+DIFFERENTIATED = (64, 128)
+"""Widths whose backward is chosen; that of 256 has been compiled, and has not run on a GPU yet."""
 WIDTHS = (64, 128, 256)
 """Columns that tiles have; head dimensions between are filled up with zeros as they are copied."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import tuning
 from ..settings import Settings
-from .config import BACKWARD, VERSIONS, WIDTHS, width_of
+from .config import DIFFERENTIATED, VERSIONS, WIDTHS, width_of
 
 ALIGNMENT = 16
 """Bytes that addresses and strides have to be multiples of, for the copying unit."""
@@ -65,8 +65,8 @@ def why_not_backward(q: Tensor, k: Tensor, v: Tensor, scale: float, settings: Se
 
 def why_not_differentiated(q: Tensor, settings: Settings) -> str | None:
     """What else their backward asks for."""
-    if width_of(q.shape[-1]) not in BACKWARD:
-        return f"their backward takes head dimensions up to {max(BACKWARD)}; got {q.shape[-1]}"
+    if width_of(q.shape[-1]) not in DIFFERENTIATED:
+        return f"their backward takes head dimensions up to {max(DIFFERENTIATED)}; got {q.shape[-1]}"
     if settings.deterministic:
         return "their backward adds up the gradient of q in no fixed order, and deterministic=True asks for one"
     return None

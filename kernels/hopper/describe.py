@@ -19,8 +19,8 @@ from .coverage import ALIGNMENT
 from .tiles import GROUP
 
 ROWS = GROUP.value
-KEYS = 2 * ROWS
-"""Keys of a tile of the backward."""
+ROWS_FILLED_UP = 2 * ROWS
+"""What the backward has for each row of q is for a multiple of so many: of any tile."""
 
 SECTION_BYTES = 24 << 20
 """Keys and values of so many matrices stay in the L2 cache while their queries pass."""
@@ -146,20 +146,21 @@ def describe_forward(
 def describe_backward(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rows: Rows, gradients: Sequence[Tensor], band: Window, scale: float
 ) -> Launch:
-    """The launch of `backward_kernel` on tensors ([batch,] heads, rows, d); ``gradients`` are those of k and v."""
+    """The launch of the width's kernel on tensors ([batch,] heads, rows, d); ``gradients`` are those of k and v."""
     q, k, v, dout = as_heads(q, k, v, dout)
     width = width_of(q.shape[-1])
     config = BACKWARD[width]
     batch, heads, k_len, _ = k.shape
     group = q.shape[1] // heads
     lengths = batch * heads, heads, group, q.shape[2], k_len, rows.delta.shape[-1]
+    columns = width if config.keys == 2 * ROWS else config.part
     return Launch(
-        (batch * heads * triton.cdiv(k_len, KEYS), 1),
+        (batch * heads * triton.cdiv(k_len, config.keys), 1),
         (
             *(descriptor(x, config.tile_q, width) for x in (q, dout)),
-            *(descriptor(k, KEYS, width), descriptor(v, ROWS, width)),
+            *(descriptor(k, config.keys, width), descriptor(v, ROWS, width)),
             *(of_rows(rows.exponents, config.tile_q), of_rows(rows.delta, config.tile_q)),
-            *(descriptor(x, ROWS, width) for x in as_heads(*gradients)),
+            *(descriptor(x, ROWS, columns) for x in as_heads(*gradients)),
             rows.sums,
         ),
         (*lengths, *band_arguments(band), section(q), scale, scale * LOG2_E.value),
@@ -191,8 +192,7 @@ def describe_finish(rows: Rows, dq: Tensor, scale: float) -> Launch:
     [dq] = as_heads(dq)
     _, heads, q_len, head_dim = dq.shape
     width = width_of(head_dim)
-    part = width * BACKWARD[width].tile_q // (2 * ROWS)
-    widths = {"HEAD_DIM": head_dim, "WIDTH": width, "PART": part, "ROWS": ROWS}
+    widths = {"HEAD_DIM": head_dim, "WIDTH": width, "PART": BACKWARD[width].part, "ROWS": ROWS}
     return Launch(
         _tiles(rows), (rows.sums, dq), (dq.stride()[:3], heads, q_len, rows.delta.shape[-1], scale), widths, {}
     )

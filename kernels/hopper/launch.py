@@ -19,10 +19,11 @@ from ..portable.launch import PLAIN
 from ..settings import Settings, Window
 from ..tuning import processors_of
 from .backward import backward_kernel
-from .config import width_of
+from .backward_wide import backward_wide_kernel
+from .config import WIDTHS, width_of
 from .coverage import is_aligned, is_copied, why_not_backward, why_not_forward
 from .describe import (
-    KEYS,
+    ROWS_FILLED_UP,
     Rows,
     describe_backward,
     describe_finish,
@@ -32,6 +33,9 @@ from .describe import (
 from .forward import forward_kernel
 from .launcher import TiledLauncher
 from .rows import finish_kernel, prepare_kernel
+
+KERNELS = {64: backward_kernel, 128: backward_kernel, 256: backward_wide_kernel}
+"""The backward of each width."""
 
 
 class ForwardPlan(NamedTuple):
@@ -165,7 +169,8 @@ def backward(
 
 def _plan_backward(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float, settings: Settings) -> BackwardPlan:
     covered = why_not_backward(q, k, v, scale, settings) is None
-    padded = triton.cdiv(q.shape[-2], KEYS) * KEYS
+    padded = triton.cdiv(q.shape[-2], ROWS_FILLED_UP) * ROWS_FILLED_UP
+    width = width_of(q.shape[-1]) if covered else WIDTHS[0]
     return BackwardPlan(
         covered,
         is_copied(dout),
@@ -174,10 +179,10 @@ def _plan_backward(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float, 
         rows_like(v, v.shape[-1]),
         q.shape[:-2].numel(),
         padded,
-        width_of(q.shape[-1]) if covered else 0,
+        width,
         settings.band(q.shape[-2], k.shape[-2]),
         Launcher(prepare_kernel),
-        TiledLauncher(backward_kernel),
+        TiledLauncher(KERNELS[width]),
         Launcher(finish_kernel),
     )
 

@@ -109,3 +109,18 @@ class Schedule:
             batch * self.heads + head, batch, head, first_row,
             gl.to_tensor(begin), gl.to_tensor(whole_begin), whole_end, end,
         )  # fmt: skip
+
+    @gluon.jit
+    def whole_tiles(self, work):
+        """From which tile on, and up to which, a backward needs no mask: rows are of keys here, tiles of queries.
+
+        None where some of the keys do not exist: those have scores of 0.
+        """
+        left = gl.minimum(gl.maximum(work.whole_begin, work.begin), work.end)
+        right = gl.minimum(gl.maximum(work.whole_end, left), work.end)
+        if not (self.LEFT or self.RIGHT):
+            right = work.end
+        if work.first_row + self.TILE_Q > self.q_len:
+            left = work.end
+            right = work.end
+        return left, right

@@ -21,8 +21,8 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 
 from cs336_systems.kernels.hopper import config, describe
-from cs336_systems.kernels.hopper.backward import backward_kernel
 from cs336_systems.kernels.hopper.forward import forward_kernel
+from cs336_systems.kernels.hopper.launch import KERNELS
 from cs336_systems.kernels.inspection import compile_for
 from cs336_systems.kernels.launching import Launch
 from cs336_systems.kernels.settings import Window
@@ -64,12 +64,14 @@ def beside_a_product(sass: str) -> list[str]:
 
 
 def compile_one(name: str, head_dim: int, band: str, dtype: torch.dtype) -> dict[str, Any]:
-    kernel = forward_kernel if name == "forward" else backward_kernel
+    kernel = forward_kernel if name == "forward" else KERNELS[head_dim]
     launch = launch_of(name, head_dim, BANDS[band], dtype)
     report = compile_for(90, kernel, launch)
     step = beside_a_product(report.sass)
-    # Those of a tile, for each of the 128 threads of a group.
+    # Those of a group's part of a tile, for each of its 128 threads.
     tile = launch.constants["TILE_K" if name == "forward" else "TILE_Q"]
+    if name == "backward" and config.BACKWARD[head_dim].keys == describe.ROWS:
+        tile //= 2
     return {
         "pass": name,
         "head_dim": head_dim,

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from cs336_systems.kernels.hopper import coverage
 from cs336_systems.kernels.hopper.config import WIDTHS
 from cs336_systems.kernels.hopper.coverage import why_not_backward, why_not_forward
 from cs336_systems.kernels.hopper.versions import is_supported
@@ -77,6 +78,17 @@ def assert_right(actual, inputs, causal, window):
 def test_results_are_within_the_budget(dtype, width, shape, band):
     inputs = inputs_of(SHAPES[shape], width, dtype)
     assert_right(results(inputs, *BANDS[band]), inputs, *BANDS[band])
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("width", [256, 192])
+def test_the_backward_that_is_not_chosen_yet(monkeypatch, width, shape, band):
+    monkeypatch.setattr(coverage, "DIFFERENTIATED", WIDTHS)
+    inputs = inputs_of(SHAPES[shape], width, torch.bfloat16)
+    made = results(inputs, *BANDS[band])
+    assert "dq" in made
+    assert_right(made, inputs, *BANDS[band])
 
 
 @pytest.mark.parametrize("layout", ["length_before_heads", "packed"])

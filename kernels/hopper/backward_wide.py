@@ -1,0 +1,174 @@
+"""FlashAttention backward for heads of 256: as `backward`, but one program has 64 keys, and its warp groups share them.
+
+The gradients of 64 keys fill the registers of two groups, each of which has half of the columns. Scores and what
+follows from them are needed by both: each computes them for half of the rows of q, and both meet in shared memory.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .backward import NUMBERS, Memory, copy_ahead, store_tile, visible
+from .ring import Ring, new_barriers, new_tiles
+from .schedule import Schedule
+from .tiles import GROUP, add, as_matrix
+
+ROWS = gl.constexpr(GROUP.value // 2)
+"""Rows of q whose scores a group computes."""
+
+
+@gluon.jit
+def step(
+    dk, dv, k_tile, v_tile, memory, weights_tiles, schedule, columns, number, tile, dq_ptr, exponent_scale,
+    MASKED: gl.constexpr, MEMBER: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """What one tile of q and dout adds to this group's columns of dK, dV and dQ."""
+    HALF: gl.constexpr = HEAD_DIM // 2
+    dtype: gl.constexpr = memory.k.dtype
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    stage = number % memory.q.stages
+    nothing = gl.zeros([GROUP, ROWS], gl.float32, layout)
+    q_tile = as_matrix(memory.q.tile(number), GROUP, HEAD_DIM)
+    dout_tile = as_matrix(memory.dout.tile(number), GROUP, HEAD_DIM)
+    memory.q.wait_full(number)
+    q_own = q_tile.slice(MEMBER * ROWS, ROWS, dim=0)
+    scores = warpgroup_mma(k_tile, q_own.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    memory.dout.wait_full(number)
+    dout_own = dout_tile.slice(MEMBER * ROWS, ROWS, dim=0)
+    dweights = warpgroup_mma(v_tile, dout_own.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(1, [scores])
+    exponents = memory.lse.index(stage).slice(MEMBER * ROWS, ROWS, dim=1).load(layout)
+    weights = gl.exp2(scores * exponent_scale - exponents)
+    if MASKED:
+        rows = tile * GROUP + MEMBER * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
+        weights = gl.where(visible(columns, rows, schedule), weights, 0.0)
+    weights_tile = weights_tiles.index(number % 2)
+    weights_tile.slice(MEMBER * ROWS, ROWS, dim=1).store(weights.to(dtype))
+    delta = memory.delta.index(stage).slice(MEMBER * ROWS, ROWS, dim=1).load(layout)
+    dweights = warpgroup_mma_wait(0, [dweights])
+    slopes_tile = memory.slopes.tile(number)
+    slopes_tile.slice(MEMBER * ROWS, ROWS, dim=1).store((weights * (dweights - delta)).to(dtype))
+    fence_async_shared()
+    mbarrier.arrive(memory.slopes.arrival(number), count=1)
+    memory.slopes.wait_full(number)
+    no_dq = gl.zeros([GROUP, HALF], gl.float32, wide)
+    k_half = k_tile.slice(MEMBER * HALF, HALF, dim=1)
+    dq = warpgroup_mma(slopes_tile.permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
+    dv = warpgroup_mma(weights_tile, dout_tile.slice(MEMBER * HALF, HALF, dim=1), dv, is_async=True)
+    dk = warpgroup_mma(slopes_tile, q_tile.slice(MEMBER * HALF, HALF, dim=1), dk, is_async=True)
+    # dQ is added while the tensor cores compute the products for dV and dK.
+    dq = warpgroup_mma_wait(2, [dq])
+    add(dq_ptr + tile * (GROUP * HEAD_DIM), dq)
+    dk, dv = warpgroup_mma_wait(0, [dk, dv])
+    memory.q.release(number)
+    return dk, dv
+
+
+@gluon.jit
+def compute(
+    MEMBER: gl.constexpr, dk_desc, dv_desc, dq_ptr, memory, weights_tiles, schedule, group, padded, scale,
+    exponent_scale, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """A computing warp group: half of the columns of dK, dV and every tile of dQ."""
+    HALF: gl.constexpr = HEAD_DIM // 2
+    dtype: gl.constexpr = memory.k.dtype
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    work = schedule.work(gl.program_id(0))
+    k_tile = as_matrix(memory.k, GROUP, HEAD_DIM)
+    v_tile = as_matrix(memory.v.index(0), GROUP, HEAD_DIM)
+    dk = gl.zeros([GROUP, HALF], gl.float32, wide)
+    dv = gl.zeros([GROUP, HALF], gl.float32, wide)
+    columns = work.first_row + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
+    dq_ptr += (work.matrix * group).to(gl.int64) * padded * HEAD_DIM + MEMBER * GROUP * HALF
+    left, right = schedule.whole_tiles(work)
+    mbarrier.wait(memory.kv_full, 0)
+    number = 0
+    for _ in range(group):
+        for tile in range(work.begin, left):
+            dk, dv = step(
+                dk, dv, k_tile, v_tile, memory, weights_tiles, schedule, columns, number, tile, dq_ptr,
+                exponent_scale, True, MEMBER, HEAD_DIM,
+            )  # fmt: skip
+            number += 1
+        for tile in range(left, right):
+            dk, dv = step(
+                dk, dv, k_tile, v_tile, memory, weights_tiles, schedule, columns, number, tile, dq_ptr,
+                exponent_scale, False, MEMBER, HEAD_DIM,
+            )  # fmt: skip
+            number += 1
+        for tile in range(right, work.end):
+            dk, dv = step(
+                dk, dv, k_tile, v_tile, memory, weights_tiles, schedule, columns, number, tile, dq_ptr,
+                exponent_scale, True, MEMBER, HEAD_DIM,
+            )  # fmt: skip
+            number += 1
+        dq_ptr += padded * HEAD_DIM
+    # Both groups have read v by now: each waited for the other's last gradients of scores.
+    rooms = memory.v._reinterpret(dtype, [2, 1, 1, GROUP, HALF], dv_desc.layout)
+    store_tile(dv_desc, work, work.first_row, MEMBER * HALF, rooms.index(MEMBER), dv.to(dtype))
+    store_tile(dk_desc, work, work.first_row, MEMBER * HALF, rooms.index(MEMBER), (dk * scale).to(dtype))
+
+
+@gluon.jit(do_not_specialize=NUMBERS)
+def backward_wide_kernel(
+    q_desc,
+    dout_desc,
+    k_desc,
+    v_desc,
+    lse_desc,
+    delta_desc,
+    dk_desc,
+    dv_desc,
+    dq,
+    matrices,
+    heads,
+    group,
+    q_len,
+    k_len,
+    padded,
+    left,
+    right,
+    section,
+    scale,
+    exponent_scale,
+    HEAD_DIM: gl.constexpr,
+    TILE_Q: gl.constexpr,
+    STAGES: gl.constexpr,
+    LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
+    COPY_REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """Grid: a program for each tile of 64 keys of each matrix of k. Arguments as of `backward_kernel`; TILE_Q: 64."""
+    schedule = Schedule(matrices, heads, k_len, q_len, -right, -left, section, GROUP, TILE_Q, RIGHT, LEFT)
+    dtype: gl.constexpr = q_desc.dtype
+    pairs_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP, TILE_Q], dtype)
+    weights_tiles = gl.allocate_shared_memory(dtype, [2, GROUP, TILE_Q], pairs_layout)
+    slopes = gl.allocate_shared_memory(dtype, [2, GROUP, TILE_Q], pairs_layout)
+    released = new_barriers(STAGES, 2)
+    memory = Memory(
+        new_tiles(k_desc, 1).index(0), new_tiles(v_desc, 1), new_barriers(1, 1).index(0),
+        Ring(new_tiles(q_desc, STAGES), new_barriers(STAGES, 1), released, STAGES),
+        Ring(new_tiles(dout_desc, STAGES), new_barriers(STAGES, 1), released, STAGES),
+        new_tiles(lse_desc, STAGES), new_tiles(delta_desc, STAGES),
+        Ring(slopes, new_barriers(2, 2), new_barriers(2, 1), 2),
+    )  # fmt: skip
+    fence_async_shared()
+    gl.warp_specialize([
+        (compute, (
+            0, dk_desc, dv_desc, dq, memory, weights_tiles, schedule, group, padded, scale, exponent_scale, HEAD_DIM,
+        )),
+        (compute, (
+            1, dk_desc, dv_desc, dq, memory, weights_tiles, schedule, group, padded, scale, exponent_scale, HEAD_DIM,
+        )),
+        (copy_ahead, (
+            (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), memory, schedule, group, HEAD_DIM, TILE_Q,
+        )),
+    ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
