@@ -92,9 +92,12 @@ def band_constants(band: Window) -> dict[str, bool]:
     return {"LEFT": left is not None, "RIGHT": right is not None}
 
 
-def section(k: Tensor) -> int:
-    """How many matrices of k, and as many of v, the L2 cache holds."""
-    return max(1, SECTION_BYTES // (4 * k.shape[-2] * k.shape[-1]))
+def section(x: Tensor, matrices: int, group: int = 1) -> int:
+    """How many of so many matrices are taken together: those whose keys and values, or q and dout, the L2 cache holds.
+
+    ``x`` (..., rows, d) is one of the two; so many matrices read the same of them.
+    """
+    return min(matrices, group * max(1, SECTION_BYTES // (4 * x.shape[-2] * x.shape[-1])))
 
 
 def describe_forward(
@@ -126,7 +129,7 @@ def describe_forward(
         ),
         (
             *(batch * heads, heads, group, q_len, k.shape[2], *band_arguments(band)),
-            *(group * section(k), scale * LOG2_E.value),
+            *(section(k, batch * heads, group), scale * LOG2_E.value),
         ),
         {
             "HEAD_DIM": width,
@@ -163,7 +166,7 @@ def describe_backward(
             *(descriptor(x, ROWS, columns) for x in as_heads(*gradients)),
             rows.sums,
         ),
-        (*lengths, *band_arguments(band), section(q), scale, scale * LOG2_E.value),
+        (*lengths, *band_arguments(band), section(q, batch * heads), scale, scale * LOG2_E.value),
         {
             "HEAD_DIM": width,
             "TILE_Q": config.tile_q,
