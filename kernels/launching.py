@@ -59,6 +59,11 @@ class Launch(NamedTuple):
         """Have Triton compile and launch a kernel so, and return what it compiled."""
         return kernel[self.grid](*self.tensors, *self.arguments, **self.constants, **self.options)
 
+    def after_tensors(self, kernel: Any) -> tuple[Any, ...]:
+        """What a runner of the compiled kernel takes after the tensors: numbers, then constants in their order."""
+        constant_names = kernel.arg_names[len(self.tensors) + len(self.arguments) :]
+        return (*self.arguments, *[self.constants[name] for name in constant_names])
+
 
 class Launcher:
     """A kernel on tensors of fixed metadata, at any addresses."""
@@ -86,10 +91,7 @@ class Launcher:
     def _first(self, alignment: tuple[Any, ...], launch: Launch) -> None:
         compiled = launch.of(self._kernel)
         if not INTERPRETED:
-            grid, tensors, arguments, constants, _ = launch
-            constant_names = self._kernel.arg_names[len(tensors) + len(arguments) :]
-            rest = (*arguments, *[constants[name] for name in constant_names])
-            self._known[alignment] = runner_of(compiled, grid), rest
+            self._known[alignment] = runner_of(compiled, launch.grid), launch.after_tensors(self._kernel)
 
 
 def _aligned(address: Any) -> Any:

@@ -17,10 +17,11 @@ from .spec import AttentionSpec
 
 def kernels_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str:
     """Which kernels compute a call, in words, and why not those for Hopper."""
-    call = q, k, v, spec.scale, spec.as_settings
-    forward, backward = coverage.why_not_forward(*call), coverage.why_not_backward(*call)
+    settings = spec.as_settings
+    forward = coverage.why_not_forward(q, k, v, spec.scale, settings)
     if forward is not None:
         return f"the portable kernels, because of those for Hopper: {forward}"
+    backward = coverage.why_not_differentiated(q, settings)
     if backward is not None:
         return f"the kernels for Hopper forward and the portable ones backward, because of the others: {backward}"
     return "the kernels for Hopper"

@@ -53,8 +53,7 @@ class TiledLauncher:
         self._descriptors = [
             dataclasses.replace(descriptor, base=At(0, descriptor.base.dtype)) for descriptor in launch.tensors[:count]
         ]
-        constant_names = self._kernel.arg_names[len(launch.tensors) + len(launch.arguments) :]
-        self._rest = (*launch.arguments, *[launch.constants[name] for name in constant_names])
+        self._rest = launch.after_tensors(self._kernel)
         self._run, self._make = runner_of(compiled, launch.grid)
 
     def _encode(self, number: int, address: int) -> list[Any]:

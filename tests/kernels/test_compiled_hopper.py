@@ -11,8 +11,13 @@ from cs336_systems.kernels.hopper.versions import is_supported
 
 SHARED_MEMORY = 227 * 1024
 
-SPILLED = {("forward", 128): 120, ("forward", 256): 240, ("backward", 64): 1000, ("backward", 128): 560}
-SPILLED["backward", 256] = 1200
+SPILLED = {
+    ("forward", 128): 120,
+    ("forward", 256): 240,
+    ("backward", 64): 1000,
+    ("backward", 128): 560,
+    ("backward", 256): 1200,
+}
 """Bytes a thread, stores and loads together, by pass and head dimension, but none beside exponentials; else eight."""
 
 HARMLESS = r"\(C7519\)"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cs336_systems.attention.flash import kernels_of
+from cs336_systems.attention.spec import AttentionSpec, Causal
 from cs336_systems.kernels import tuning
 from cs336_systems.kernels.hopper import coverage
 from cs336_systems.kernels.hopper.coverage import is_aligned, why_not_computed, why_not_differentiated, why_not_forward
@@ -57,6 +59,26 @@ def test_what_their_backward_leaves_to_others():
     assert why_not_differentiated(q, Settings()) is None
     assert "up to 128; got 192" in why_not_differentiated(wide, Settings())
     assert "deterministic=True" in why_not_differentiated(q, Settings(deterministic=True))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "settings", "words"),
+    [
+        (64, {}, "the kernels for Hopper"),
+        (
+            192,
+            {},
+            "the kernels for Hopper forward and the portable ones backward, because of the others: their backward",
+        ),
+        (32, {}, "the portable kernels, because of those for Hopper: they take the same head dimension"),
+        (64, {"sinks": True}, "the portable kernels, because of those for Hopper: they apply causal masks and windows"),
+    ],
+)
+def test_which_kernels_compute_a_call_is_said_in_words(monkeypatch, head_dim, settings, words):
+    monkeypatch.setattr(coverage, "_why_not_here", lambda device: None)
+    said = kernels_of(*tensors(2, 4, 9, head_dim), AttentionSpec(Causal.NONE, 0.1, **settings))
+    assert said.startswith(words)
+    assert said == words or ":" in said
 
 
 def test_where_they_do_not_run(monkeypatch):
