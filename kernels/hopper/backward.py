@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .ring import Ring, new_barriers, new_tiles
 from .schedule import Schedule
+from .softmax import Exponents
 from .tiles import GROUP, add, as_matrix
 from .versions import aggregate
 
@@ -115,7 +116,7 @@ def slopes_product(slopes_tile, k_tile, MEMBER: gl.constexpr, HEAD_DIM: gl.const
 
 @gluon.jit
 def step(
-    dk, dv, k_tile, v_own, memory, schedule, columns, number, tile, dq_ptr, exponent_scale,
+    dk, dv, k_tile, v_own, memory, schedule, columns, number, tile, dq_ptr, exponents,
     MASKED: gl.constexpr, MEMBER: gl.constexpr, HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr,
 ):  # fmt: skip
     """What one tile of q and dout adds to dK, dV and dQ; ``dq_ptr`` is where the group's part of tile 0 is added."""
@@ -132,13 +133,16 @@ def step(
     scores = warpgroup_mma(k_own, q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
     memory.dout.wait_full(number)
     dweights = warpgroup_mma(v_own, dout_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(1, [scores])
-    weights = gl.exp2(scores * exponent_scale - memory.lse.index(stage).load(layout))
+    scores = exponents.cap(warpgroup_mma_wait(1, [scores]))
+    weights = gl.exp2(scores * exponents.scale - memory.lse.index(stage).load(layout))
     if MASKED:
         rows = tile * TILE_Q + gl.arange(0, TILE_Q, layout=gl.SliceLayout(0, layout))
         weights = gl.where(visible(columns, rows, schedule), weights, 0.0)
     operand_of_dv = gl.convert_layout(weights.to(dtype), operand)
     dv = warpgroup_mma(operand_of_dv, dout_tile, dv, is_async=True)
+    if exponents.CAPPED:
+        # The derivative of the cap.
+        weights *= 1.0 - scores * scores
     dweights = warpgroup_mma_wait(1, [dweights])
     slopes = (weights * (dweights - memory.delta.index(stage).load(layout))).to(dtype)
     slopes_tile = memory.slopes.tile(number)
@@ -159,7 +163,7 @@ def step(
 
 @gluon.jit
 def compute(
-    MEMBER: gl.constexpr, dk_desc, dv_desc, dq_ptr, memory, schedule, group, padded, scale, exponent_scale,
+    MEMBER: gl.constexpr, dk_desc, dv_desc, dq_ptr, memory, schedule, group, padded, scale, exponents,
     HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr,
 ):  # fmt: skip
     """A computing warp group: dK and dV of its 64 keys, and its part of every tile of dQ."""
@@ -181,19 +185,19 @@ def compute(
     for _ in range(group):
         for tile in range(work.begin, left):
             dk, dv = step(
-                dk, dv, k_tile, v_own, memory, schedule, columns, number, tile, dq_ptr, exponent_scale,
+                dk, dv, k_tile, v_own, memory, schedule, columns, number, tile, dq_ptr, exponents,
                 True, MEMBER, HEAD_DIM, TILE_Q,
             )  # fmt: skip
             number += 1
         for tile in range(left, right):
             dk, dv = step(
-                dk, dv, k_tile, v_own, memory, schedule, columns, number, tile, dq_ptr, exponent_scale,
+                dk, dv, k_tile, v_own, memory, schedule, columns, number, tile, dq_ptr, exponents,
                 False, MEMBER, HEAD_DIM, TILE_Q,
             )  # fmt: skip
             number += 1
         for tile in range(right, work.end):
             dk, dv = step(
-                dk, dv, k_tile, v_own, memory, schedule, columns, number, tile, dq_ptr, exponent_scale,
+                dk, dv, k_tile, v_own, memory, schedule, columns, number, tile, dq_ptr, exponents,
                 True, MEMBER, HEAD_DIM, TILE_Q,
             )  # fmt: skip
             number += 1
@@ -234,11 +238,13 @@ def backward_kernel(
     section,
     scale,
     exponent_scale,
+    steepness,
     HEAD_DIM: gl.constexpr,
     TILE_Q: gl.constexpr,
     STAGES: gl.constexpr,
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
+    CAPPED: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
@@ -247,10 +253,11 @@ def backward_kernel(
     ``matrices`` and ``heads`` are k's. lse, in exponents of 2, and delta are (matrices of q, padded), and dq has room
     for (matrices of q, padded, HEAD_DIM), laid out as `add` does; ``padded`` is a multiple of TILE_Q, and lse is +inf
     beyond q_len.
-    ``exponent_scale`` takes scores to exponents of 2.
+    ``exponent_scale`` and ``steepness`` make `Exponents`.
     """
     # Of a key at column c the rows c - right to c - left see it: the same schedule with the roles exchanged.
     schedule = Schedule(matrices, heads, k_len, q_len, -right, -left, section, 2 * GROUP, TILE_Q, RIGHT, LEFT)
+    exponents = Exponents(exponent_scale, steepness, CAPPED)
     dtype: gl.constexpr = q_desc.dtype
     slopes_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * GROUP, TILE_Q], dtype)
     slopes = gl.allocate_shared_memory(dtype, [2, 2 * GROUP, TILE_Q], slopes_layout)
@@ -265,10 +272,10 @@ def backward_kernel(
     fence_async_shared()
     gl.warp_specialize([
         (compute, (
-            0, dk_desc, dv_desc, dq, memory, schedule, group, padded, scale, exponent_scale, HEAD_DIM, TILE_Q,
+            0, dk_desc, dv_desc, dq, memory, schedule, group, padded, scale, exponents, HEAD_DIM, TILE_Q,
         )),
         (compute, (
-            1, dk_desc, dv_desc, dq, memory, schedule, group, padded, scale, exponent_scale, HEAD_DIM, TILE_Q,
+            1, dk_desc, dv_desc, dq, memory, schedule, group, padded, scale, exponents, HEAD_DIM, TILE_Q,
         )),
         (copy_ahead, (
             (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), memory, schedule, group, HEAD_DIM, TILE_Q,

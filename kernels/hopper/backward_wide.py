@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .backward import NUMBERS, Memory, copy_ahead, store_tile, visible
 from .ring import Ring, new_barriers, new_tiles
 from .schedule import Schedule
+from .softmax import Exponents
 from .tiles import GROUP, add, as_matrix
 
 ROWS = gl.constexpr(GROUP.value // 2)
@@ -24,7 +25,7 @@ ROWS = gl.constexpr(GROUP.value // 2)
 
 @gluon.jit
 def step(
-    dk, dv, k_tile, v_tile, memory, weights_tiles, schedule, columns, number, tile, dq_ptr, exponent_scale,
+    dk, dv, k_tile, v_tile, memory, weights_tiles, schedule, columns, number, tile, dq_ptr, exponents,
     MASKED: gl.constexpr, MEMBER: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """What one tile of q and dout adds to this group's columns of dK, dV and dQ."""
@@ -42,14 +43,16 @@ def step(
     memory.dout.wait_full(number)
     dout_own = dout_tile.slice(MEMBER * ROWS, ROWS, dim=0)
     dweights = warpgroup_mma(v_tile, dout_own.permute((1, 0)), nothing, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(1, [scores])
-    exponents = memory.lse.index(stage).slice(MEMBER * ROWS, ROWS, dim=1).load(layout)
-    weights = gl.exp2(scores * exponent_scale - exponents)
+    scores = exponents.cap(warpgroup_mma_wait(1, [scores]))
+    lse = memory.lse.index(stage).slice(MEMBER * ROWS, ROWS, dim=1).load(layout)
+    weights = gl.exp2(scores * exponents.scale - lse)
     if MASKED:
         rows = tile * GROUP + MEMBER * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
         weights = gl.where(visible(columns, rows, schedule), weights, 0.0)
     weights_tile = weights_tiles.index(number % 2)
     weights_tile.slice(MEMBER * ROWS, ROWS, dim=1).store(weights.to(dtype))
+    if exponents.CAPPED:
+        weights *= 1.0 - scores * scores
     delta = memory.delta.index(stage).slice(MEMBER * ROWS, ROWS, dim=1).load(layout)
     dweights = warpgroup_mma_wait(0, [dweights])
     slopes_tile = memory.slopes.tile(number)
@@ -73,7 +76,7 @@ def step(
 @gluon.jit
 def compute(
     MEMBER: gl.constexpr, dk_desc, dv_desc, dq_ptr, memory, weights_tiles, schedule, group, padded, scale,
-    exponent_scale, HEAD_DIM: gl.constexpr,
+    exponents, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """A computing warp group: half of the columns of dK, dV and every tile of dQ."""
     HALF: gl.constexpr = HEAD_DIM // 2
@@ -94,19 +97,19 @@ def compute(
         for tile in range(work.begin, left):
             dk, dv = step(
                 dk, dv, k_tile, v_tile, memory, weights_tiles, schedule, columns, number, tile, dq_ptr,
-                exponent_scale, True, MEMBER, HEAD_DIM,
+                exponents, True, MEMBER, HEAD_DIM,
             )  # fmt: skip
             number += 1
         for tile in range(left, right):
             dk, dv = step(
                 dk, dv, k_tile, v_tile, memory, weights_tiles, schedule, columns, number, tile, dq_ptr,
-                exponent_scale, False, MEMBER, HEAD_DIM,
+                exponents, False, MEMBER, HEAD_DIM,
             )  # fmt: skip
             number += 1
         for tile in range(right, work.end):
             dk, dv = step(
                 dk, dv, k_tile, v_tile, memory, weights_tiles, schedule, columns, number, tile, dq_ptr,
-                exponent_scale, True, MEMBER, HEAD_DIM,
+                exponents, True, MEMBER, HEAD_DIM,
             )  # fmt: skip
             number += 1
         dq_ptr += padded * HEAD_DIM
@@ -138,16 +141,19 @@ def backward_wide_kernel(
     section,
     scale,
     exponent_scale,
+    steepness,
     HEAD_DIM: gl.constexpr,
     TILE_Q: gl.constexpr,
     STAGES: gl.constexpr,
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
+    CAPPED: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     """Grid: a program for each tile of 64 keys of each matrix of k. Arguments as of `backward_kernel`; TILE_Q: 64."""
     schedule = Schedule(matrices, heads, k_len, q_len, -right, -left, section, GROUP, TILE_Q, RIGHT, LEFT)
+    exponents = Exponents(exponent_scale, steepness, CAPPED)
     dtype: gl.constexpr = q_desc.dtype
     pairs_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP, TILE_Q], dtype)
     weights_tiles = gl.allocate_shared_memory(dtype, [2, GROUP, TILE_Q], pairs_layout)
@@ -163,10 +169,10 @@ def backward_wide_kernel(
     fence_async_shared()
     gl.warp_specialize([
         (compute, (
-            0, dk_desc, dv_desc, dq, memory, weights_tiles, schedule, group, padded, scale, exponent_scale, HEAD_DIM,
+            0, dk_desc, dv_desc, dq, memory, weights_tiles, schedule, group, padded, scale, exponents, HEAD_DIM,
         )),
         (compute, (
-            1, dk_desc, dv_desc, dq, memory, weights_tiles, schedule, group, padded, scale, exponent_scale, HEAD_DIM,
+            1, dk_desc, dv_desc, dq, memory, weights_tiles, schedule, group, padded, scale, exponents, HEAD_DIM,
         )),
         (copy_ahead, (
             (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), memory, schedule, group, HEAD_DIM, TILE_Q,

@@ -17,6 +17,9 @@ ALIGNMENT = 16
 LEAST_HEAD_DIM = 40
 """Below, half of a tile's columns and more would be zeros."""
 
+SOFTCAP = "cs336_systems.attention.variants.softcap._softcap"
+"""The rule for it."""
+
 STEP = 8
 """What head dimensions have to be multiples of, for rows to be so."""
 
@@ -47,8 +50,10 @@ def why_not_computed(q: Tensor, k: Tensor, v: Tensor, scale: float, settings: Se
         return f"they take a positive scale; got {scale}"
     further = ("mask", "scores", "sinks", "dropout", "blocks", "packed")
     asked = [name for name in further if getattr(settings, name) not in (None, False, ())]
+    if softcap_of(settings) is not None:
+        asked.remove("scores")
     if asked:
-        return f"they apply causal masks and windows; asked for {', '.join(asked)}"
+        return f"they apply causal masks, windows and soft caps; asked for {', '.join(asked)}"
     if q.ndim > 4:
         return f"they take at most one batch axis before the heads'; got {q.ndim - 3}"
     if any(0 in x.shape for x in (q, k, v)):
@@ -70,6 +75,14 @@ def why_not_differentiated(q: Tensor, settings: Settings) -> str | None:
     if settings.deterministic:
         return "their backward adds up the gradient of q in no fixed order, and deterministic=True asks for one"
     return None
+
+
+def softcap_of(settings: Settings) -> float | None:
+    """The soft cap of scores, if that is all that becomes of them."""
+    if len(settings.scores) != 1:
+        return None
+    [(name, captured)] = settings.scores
+    return captured[0] if name == SOFTCAP else None
 
 
 def is_copied(x: Tensor) -> bool:

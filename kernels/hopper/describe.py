@@ -100,6 +100,13 @@ def section(x: Tensor, matrices: int, group: int = 1) -> int:
     return min(matrices, group * max(1, SECTION_BYTES // (4 * x.shape[-2] * x.shape[-1])))
 
 
+def exponents(scale: float, softcap: float | None) -> tuple[float, float]:
+    """Numbers of the kernels' `Exponents`."""
+    if softcap is None:
+        return scale * LOG2_E.value, 0.0
+    return softcap * LOG2_E.value, 2.0 * LOG2_E.value * scale / softcap
+
+
 def describe_forward(
     q: Tensor,
     k: Tensor,
@@ -109,6 +116,7 @@ def describe_forward(
     counter: Tensor,
     band: Window,
     scale: float,
+    softcap: float | None,
     programs: int,
 ) -> Launch:
     """The launch of `forward_kernel` on tensors ([batch,] heads, rows, d), with at most so many programs.
@@ -129,7 +137,7 @@ def describe_forward(
         ),
         (
             *(batch * heads, heads, group, q_len, k.shape[2], *band_arguments(band)),
-            *(section(k, batch * heads, group), scale * LOG2_E.value),
+            *(section(k, batch * heads, group), *exponents(scale, softcap)),
         ),
         {
             "HEAD_DIM": width,
@@ -137,6 +145,7 @@ def describe_forward(
             "GROUPS": config.groups,
             "STAGES": config.stages,
             **band_constants(band),
+            "CAPPED": softcap is not None,
             "OWN_ROOM": config.own_room,
             "PERSISTENT": programs < tiles,
             "COPY_REGISTERS": config.copy_registers,
@@ -147,7 +156,15 @@ def describe_forward(
 
 
 def describe_backward(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rows: Rows, gradients: Sequence[Tensor], band: Window, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    rows: Rows,
+    gradients: Sequence[Tensor],
+    band: Window,
+    scale: float,
+    softcap: float | None,
 ) -> Launch:
     """The launch of the width's kernel on tensors ([batch,] heads, rows, d); ``gradients`` are those of k and v."""
     q, k, v, dout = as_heads(q, k, v, dout)
@@ -166,12 +183,13 @@ def describe_backward(
             *(descriptor(x, ROWS, columns) for x in as_heads(*gradients)),
             rows.sums,
         ),
-        (*lengths, *band_arguments(band), section(q, batch * heads), scale, scale * LOG2_E.value),
+        (*lengths, *band_arguments(band), section(q, batch * heads), scale, *exponents(scale, softcap)),
         {
             "HEAD_DIM": width,
             "TILE_Q": config.tile_q,
             "STAGES": config.stages,
             **band_constants(band),
+            "CAPPED": softcap is not None,
             "COPY_REGISTERS": config.copy_registers,
             "REGISTERS": config.registers,
         },

@@ -18,7 +18,7 @@ from .copying import Memory, copy_ahead
 from .queue import CAREFUL, NONE, new_queue
 from .ring import Ring, new_barriers, new_tiles
 from .schedule import Schedule
-from .softmax import first_fold
+from .softmax import Exponents, first_fold
 from .tiles import GROUP, as_matrix, packed, unpacked
 
 NUMBERS = ("matrices", "heads", "group", "q_len", "k_len", "left", "right", "section")
@@ -48,7 +48,7 @@ def visible(rows, first_column, schedule, layout: gl.constexpr):
 
 @gluon.jit
 def step(
-    softmax, weights, out, q_tile, memory, schedule, rows, number, tile, more, scale,
+    softmax, weights, out, q_tile, memory, schedule, rows, number, tile, more, exponents,
     FOLD: gl.constexpr, MASKED: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """Begin with a tile of keys, and finish what the tile before left: its weights, not yet multiplied by values.
@@ -63,13 +63,13 @@ def step(
     v_tile = as_matrix(memory.v.tile(number - 1), TILE_K, HEAD_DIM)
     operand = unpacked(weights, v_tile.dtype, out_layout, TILE_K)
     out_pending = warpgroup_mma(operand, v_tile, out, is_async=True)
-    scores = warpgroup_mma_wait(1, [pending])
+    scores = exponents.cap(warpgroup_mma_wait(1, [pending]))
     if MASKED:
         scores = gl.where(visible(rows, tile * TILE_K, schedule, layout), scores, float("-inf"))
     if FOLD:
-        softmax, exact, rescale = softmax.fold(scores, scale)
+        softmax, exact, rescale = softmax.fold(scores, exponents.scale)
     else:
-        softmax, exact = softmax.add(scores, scale)
+        softmax, exact = softmax.add(scores, exponents.scale)
     # Also a boundary: without one, the assembler moves the wait for the product below above the exponentials.
     memory.k.wait_full(number + 1, more)
     out, _ = warpgroup_mma_wait(0, [out_pending, operand])
@@ -81,7 +81,7 @@ def step(
 
 @gluon.jit
 def attend(
-    q_tile, memory, schedule, work, rows, number, careful, scale,
+    q_tile, memory, schedule, work, rows, number, careful, exponents,
     HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """64 rows over all their tiles of keys: the softmax, the output before it is normalised, and the last number.
@@ -94,14 +94,14 @@ def attend(
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     memory.k.wait_full(number)
     scores = scores_of(q_tile, memory, number, layout, HEAD_DIM, TILE_K)
-    scores = warpgroup_mma_wait(0, [scores])
+    scores = exponents.cap(warpgroup_mma_wait(0, [scores]))
     memory.k.release(number)
     tile = work.end - 1
     if schedule.RIGHT:  # noqa: SIM114 - known when compiled, and then no branch
         scores = gl.where(visible(rows, tile * TILE_K, schedule, layout), scores, float("-inf"))
     elif (work.whole_begin > tile) | (schedule.k_len % TILE_K != 0):
         scores = gl.where(visible(rows, tile * TILE_K, schedule, layout), scores, float("-inf"))
-    softmax, exact = first_fold(scores, scale)
+    softmax, exact = first_fold(scores, exponents.scale)
     weights = packed(exact, dtype)
     out = gl.zeros([GROUP, HEAD_DIM], gl.float32, out_layout)
     memory.k.wait_full(number + 1, work.begin < tile)
@@ -113,19 +113,19 @@ def attend(
     for tile in range(work.end - 2, right - 1, -1):
         number += 1
         softmax, weights, out = step(
-            softmax, weights, out, q_tile, memory, schedule, rows, number, tile, tile > work.begin, scale,
+            softmax, weights, out, q_tile, memory, schedule, rows, number, tile, tile > work.begin, exponents,
             True, True, HEAD_DIM,
         )  # fmt: skip
     for tile in range(right - 1, added_to - 1, -1):
         number += 1
         softmax, weights, out = step(
-            softmax, weights, out, q_tile, memory, schedule, rows, number, tile, tile > work.begin, scale,
+            softmax, weights, out, q_tile, memory, schedule, rows, number, tile, tile > work.begin, exponents,
             False, False, HEAD_DIM,
         )  # fmt: skip
     for tile in range(added_to - 1, work.begin - 1, -1):
         number += 1
         softmax, weights, out = step(
-            softmax, weights, out, q_tile, memory, schedule, rows, number, tile, tile > work.begin, scale,
+            softmax, weights, out, q_tile, memory, schedule, rows, number, tile, tile > work.begin, exponents,
             True, schedule.LEFT, HEAD_DIM,
         )  # fmt: skip
     return softmax, weights, out, number
@@ -133,7 +133,7 @@ def attend(
 
 @gluon.jit
 def compute(
-    MEMBER: gl.constexpr, out_desc, lse_ptr, memory, schedule, scale,
+    MEMBER: gl.constexpr, out_desc, lse_ptr, memory, schedule, exponents,
     HEAD_DIM: gl.constexpr, OWN_ROOM: gl.constexpr,
 ):  # fmt: skip
     """A computing warp group: attention of its 64 rows of each tile."""
@@ -152,7 +152,7 @@ def compute(
         rows = first_row + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
         memory.q.wait_full(turn)
         softmax, weights, out, number = attend(
-            q_tile, memory, schedule, work, rows, number, careful, scale, HEAD_DIM
+            q_tile, memory, schedule, work, rows, number, careful, exponents, HEAD_DIM
         )  # fmt: skip
         if OWN_ROOM:
             memory.q.release(turn)
@@ -163,7 +163,7 @@ def compute(
         out, _ = warpgroup_mma_wait(0, [out, operand])
         number += 1
         certain = softmax.is_certain(out) | careful
-        normaliser, row_lse = softmax.normaliser_and_lse(scale)
+        normaliser, row_lse = softmax.normaliser_and_lse(exponents.scale)
         out *= gl.convert_layout(normaliser, gl.SliceLayout(1, out_layout))[:, None]
         gl.store(lse_ptr + work.matrix.to(gl.int64) * schedule.q_len + rows, row_lse, mask=rows < schedule.q_len)
         tma.store_wait(0)
@@ -198,18 +198,21 @@ def forward_kernel(
     right,
     section,
     scale,
+    steepness,
     HEAD_DIM: gl.constexpr,
     TILE_K: gl.constexpr,
     GROUPS: gl.constexpr,
     STAGES: gl.constexpr,
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
+    CAPPED: gl.constexpr,
     OWN_ROOM: gl.constexpr,
     PERSISTENT: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """Grid: as many programs as the GPU has multiprocessors, or fewer. ``scale`` takes scores to exponents of 2."""
+    """Grid: as many programs as the GPU has multiprocessors, or fewer. See `Exponents`."""
+    exponents = Exponents(scale, steepness, CAPPED)
     schedule = Schedule(matrices, heads, q_len, k_len, left, right, section, GROUPS * GROUP, TILE_K, LEFT, RIGHT)
     q_ring = Ring(new_tiles(q_desc, GROUPS), new_barriers(1, 1), new_barriers(1, GROUPS), 1)
     # A release is of the keys of one step and of the values of the step before.
@@ -224,14 +227,14 @@ def forward_kernel(
     memory = Memory(q_ring, k_ring, v_ring, room, queue)
     if GROUPS == 2:
         gl.warp_specialize([
-            (compute, (0, out_desc, lse, memory, schedule, scale, HEAD_DIM, OWN_ROOM)),
-            (compute, (1, out_desc, lse, memory, schedule, scale, HEAD_DIM, OWN_ROOM)),
+            (compute, (0, out_desc, lse, memory, schedule, exponents, HEAD_DIM, OWN_ROOM)),
+            (compute, (1, out_desc, lse, memory, schedule, exponents, HEAD_DIM, OWN_ROOM)),
             (copy_ahead, (q_desc, k_desc, v_desc, lse, memory, schedule, group, HEAD_DIM, GROUPS, PERSISTENT)),
         ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (compute, (0, out_desc, lse, memory, schedule, scale, HEAD_DIM, OWN_ROOM)),
-            (compute, (1, out_desc, lse, memory, schedule, scale, HEAD_DIM, OWN_ROOM)),
-            (compute, (2, out_desc, lse, memory, schedule, scale, HEAD_DIM, OWN_ROOM)),
+            (compute, (0, out_desc, lse, memory, schedule, exponents, HEAD_DIM, OWN_ROOM)),
+            (compute, (1, out_desc, lse, memory, schedule, exponents, HEAD_DIM, OWN_ROOM)),
+            (compute, (2, out_desc, lse, memory, schedule, exponents, HEAD_DIM, OWN_ROOM)),
             (copy_ahead, (q_desc, k_desc, v_desc, lse, memory, schedule, group, HEAD_DIM, GROUPS, PERSISTENT)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, COPY_REGISTERS])  # fmt: skip

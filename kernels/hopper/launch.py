@@ -21,7 +21,7 @@ from ..tuning import processors_of
 from .backward import backward_kernel
 from .backward_wide import backward_wide_kernel
 from .config import WIDTHS, width_of
-from .coverage import is_aligned, is_copied, why_not_backward, why_not_forward
+from .coverage import is_aligned, is_copied, softcap_of, why_not_backward, why_not_forward
 from .describe import (
     ROWS_FILLED_UP,
     Rows,
@@ -45,6 +45,7 @@ class ForwardPlan(NamedTuple):
     out: Layout
     lse: Layout
     band: Window
+    softcap: float | None
     launcher: TiledLauncher
 
 
@@ -64,6 +65,7 @@ class BackwardPlan(NamedTuple):
     padded: int
     width: int
     band: Window
+    softcap: float | None
     prepare: Launcher
     launcher: TiledLauncher
     finish: Launcher
@@ -104,7 +106,7 @@ def forward(
     plan.launcher(
         (*addresses, out.data_ptr()),
         (lse.data_ptr(), counter.data_ptr()),
-        lambda: describe_forward(q, k, v, out, lse, counter, plan.band, scale, processors_of(device)),
+        lambda: describe_forward(q, k, v, out, lse, counter, plan.band, scale, plan.softcap, processors_of(device)),
     )
     return out, lse
 
@@ -112,7 +114,9 @@ def forward(
 def _plan_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, settings: Settings) -> ForwardPlan:
     covered = why_not_forward(q, k, v, scale, settings) is None
     band = settings.band(q.shape[-2], k.shape[-2])
-    return ForwardPlan(covered, rows_like(q, v.shape[-1]), one_a_row(q), band, TiledLauncher(forward_kernel))
+    return ForwardPlan(
+        covered, rows_like(q, v.shape[-1]), one_a_row(q), band, softcap_of(settings), TiledLauncher(forward_kernel)
+    )
 
 
 def backward(
@@ -161,7 +165,7 @@ def backward(
     plan.launcher(
         (*addresses, *numbers_of_rows, dk.data_ptr(), dv.data_ptr()),
         (sums,),
-        lambda: describe_backward(q, k, v, dout, Rows.of(memory, *sizes), (dk, dv), plan.band, scale),
+        lambda: describe_backward(q, k, v, dout, Rows.of(memory, *sizes), (dk, dv), plan.band, scale, plan.softcap),
     )
     plan.finish((sums, dq.data_ptr()), lambda: describe_finish(Rows.of(memory, *sizes), dq, scale))
     return dq, dk, dv, []
@@ -181,6 +185,7 @@ def _plan_backward(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float, 
         padded,
         width,
         settings.band(q.shape[-2], k.shape[-2]),
+        softcap_of(settings),
         Launcher(prepare_kernel),
         TiledLauncher(KERNELS[width]),
         Launcher(finish_kernel),

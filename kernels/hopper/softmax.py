@@ -12,6 +12,35 @@ LARGEST_SUM = gl.constexpr(2.0**64)
 
 
 @aggregate
+class Exponents:
+    """What takes scores to exponents of 2: a factor, and before it, if CAPPED, tanh(steepness * score / (2 log2(e))).
+
+    A soft cap is cap * tanh(scale * score / cap), whose factor is cap.
+    """
+
+    scale: gl.tensor
+    steepness: gl.tensor
+    CAPPED: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, scale, steepness, CAPPED):
+        self.scale = scale
+        self.steepness = steepness
+        self.CAPPED = gl.constexpr(CAPPED)
+
+    @gluon.jit
+    def cap(self, scores):
+        """Scores that the factor takes to exponents; to within some 1e-7."""
+        if self.CAPPED:
+            # tanh(x) = 1 - 2 / (exp(2 x) + 1)
+            grown = gl.exp2(scores * self.steepness) + 1.0
+            scores = 1.0 - 2.0 * gl.inline_asm_elementwise(
+                "rcp.approx.ftz.f32 $0, $1;", "=r,r", [grown], dtype=gl.float32, is_pure=True, pack=1
+            )
+        return scores
+
+
+@aggregate
 class Softmax:
     """For each row a score, before its scale, that its weights are relative to, and sums of them.
 

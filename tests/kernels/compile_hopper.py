@@ -34,7 +34,7 @@ BANDS = {
 }
 
 
-def launch_of(name: str, head_dim: int, band: Window, dtype: torch.dtype) -> Launch:
+def launch_of(name: str, head_dim: int, band: Window, dtype: torch.dtype, softcap: float | None) -> Launch:
     """A pass on (2, 8, 1024, head_dim) queries and (2, 2, 1024, head_dim) keys."""
 
     def made(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -43,9 +43,9 @@ def launch_of(name: str, head_dim: int, band: Window, dtype: torch.dtype) -> Lau
     q, k, v, out = (made(2, heads, 1024, head_dim, dtype=dtype) for heads in (8, 2, 2, 8))
     if name == "forward":
         counter = made(1, dtype=torch.int32)
-        return describe.describe_forward(q, k, v, out, made(2, 8, 1024), counter, band, 0.1, programs=132)
+        return describe.describe_forward(q, k, v, out, made(2, 8, 1024), counter, band, 0.1, softcap, programs=132)
     rows = describe.Rows(made(16, 1024), made(16, 1024), made(16 * 1024 * head_dim))
-    return describe.describe_backward(q, k, v, out, rows, (k, v), band, 0.1)
+    return describe.describe_backward(q, k, v, out, rows, (k, v), band, 0.1, softcap)
 
 
 def beside_a_product(sass: str) -> list[str]:
@@ -63,9 +63,11 @@ def beside_a_product(sass: str) -> list[str]:
     return min((x for x in stretches if any("MUFU.EX2" in instruction for instruction in x)), key=len)
 
 
-def compile_one(name: str, head_dim: int, band: str, dtype: torch.dtype) -> dict[str, Any]:
+def compile_one(
+    name: str, head_dim: int, band: str, dtype: torch.dtype, softcap: float | None = None
+) -> dict[str, Any]:
     kernel = forward_kernel if name == "forward" else KERNELS[head_dim]
-    launch = launch_of(name, head_dim, BANDS[band], dtype)
+    launch = launch_of(name, head_dim, BANDS[band], dtype, softcap)
     report = compile_for(90, kernel, launch)
     step = beside_a_product(report.sass)
     # Those of a group's part of a tile, for each of its 128 threads.
@@ -77,6 +79,7 @@ def compile_one(name: str, head_dim: int, band: str, dtype: torch.dtype) -> dict
         "head_dim": head_dim,
         "band": band,
         "dtype": str(dtype),
+        "softcap": softcap,
         **report.as_row(),
         "exponentials": describe.ROWS * tile // 128,
         "exponentials_beside_a_product": sum("MUFU.EX2" in instruction for instruction in step),
@@ -98,6 +101,9 @@ def main(arguments: Iterable[str]) -> None:
         if (band == "causal" or dtype == torch.bfloat16) and (band != "window" or head_dim == 128)
         if head_dim == 128 or dtype == torch.bfloat16
     ]
+    for name in options.passes:
+        dims = config.WIDTHS if name == "forward" else config.BACKWARD
+        compiled += [compile_one(name, head_dim, "causal", torch.bfloat16, 5.0) for head_dim in dims]
     print(json.dumps(compiled))
 
 

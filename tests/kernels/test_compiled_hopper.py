@@ -14,8 +14,8 @@ SHARED_MEMORY = 227 * 1024
 SPILLED = {
     ("forward", 128): 120,
     ("forward", 256): 240,
-    ("backward", 64): 1000,
-    ("backward", 128): 560,
+    ("backward", 64): 1200,
+    ("backward", 128): 800,
     ("backward", 256): 1200,
 }
 """Bytes a thread, stores and loads together, by pass and head dimension, but none beside exponentials; else eight."""
@@ -25,7 +25,7 @@ HARMLESS = r"\(C7519\)"
 
 def problems(rows):
     for row in rows:
-        name = row["pass"], row["head_dim"], row["band"], row["dtype"]
+        name = row["pass"], row["head_dim"], row["band"], row["dtype"], row["softcap"]
         if row["spilled"] > SPILLED.get(name[:2], 8):
             yield f"{name} spills {row['spilled']} bytes"
         if row["shared"] > SHARED_MEMORY:
@@ -35,7 +35,8 @@ def problems(rows):
         if row["unset_reads"]:
             yield f"{name} reads registers that nothing has written: {row['unset_reads']}"
         yield from (f"{name}: {warning}" for warning in row["warnings"] if not re.search(HARMLESS, warning))
-        if row["spills_beside_a_product"]:
+        # One register of a capped backward's.
+        if row["spills_beside_a_product"] > (row["softcap"] is not None):
             yield f"{name} spills in its innermost loop"
         # The assembler moves the wait for a product above them if nothing keeps it, and both then take turns.
         if row["exponentials_beside_a_product"] < row["exponentials"]:
@@ -53,7 +54,7 @@ def test_kernels_for_hopper_compile(compiled_by, name, dims):
 
 
 def test_problems_are_found():
-    row = {"pass": "forward", "head_dim": 128, "band": "none", "dtype": "torch.bfloat16"}
+    row = {"pass": "forward", "head_dim": 128, "band": "none", "dtype": "torch.bfloat16", "softcap": None}
     row |= {"spilled": 0, "shared": 0, "multiplies": True, "stores": True, "unset_reads": [], "warnings": []}
     row |= {"exponentials": 64, "exponentials_beside_a_product": 64, "spills_beside_a_product": 0}
     assert not [*problems([row])]

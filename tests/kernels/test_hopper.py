@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from cs336_systems.attention.variants import softcap
 from cs336_systems.kernels.hopper import coverage
 from cs336_systems.kernels.hopper.config import WIDTHS
 from cs336_systems.kernels.hopper.coverage import why_not_backward, why_not_forward
@@ -35,8 +36,9 @@ SHAPES = {
 BANDS = {"none": (False, None), "causal": (True, None), "window": (True, 100)}
 
 
-def settings_of(causal, window):
-    return {"causal": causal, "features": {} if window is None else {"window": (window, None)}}
+def settings_of(causal, window, cap=None):
+    features = {"window": None if window is None else (window, None), "softcap": cap}
+    return {"causal": causal, "features": {name: value for name, value in features.items() if value is not None}}
 
 
 def inputs_of(shapes, width, dtype, layout="contiguous"):
@@ -44,13 +46,17 @@ def inputs_of(shapes, width, dtype, layout="contiguous"):
     return make_inputs(own, dtype=dtype, device="cuda", layout=layout)
 
 
-def results(inputs, causal, window):
+def results(inputs, causal, window, cap=None):
     """Values, and gradients where there is a backward for the width."""
     from cs336_systems.kernels.hopper import launch
 
     q, k, v, dout, dlse = inputs
     scale = q.shape[-1] ** -0.5
-    settings = Settings(causal="bottom_right" if causal else "none", window=(window, None))
+    settings = Settings(
+        causal="bottom_right" if causal else "none",
+        window=(window, None),
+        scores=() if cap is None else softcap(cap).expression,
+    )
     described = settings.text, settings.numbers
     assert why_not_forward(q, k, v, scale, settings) is None
     out, lse = launch.forward(q, k, v, scale, *described)
@@ -61,8 +67,8 @@ def results(inputs, causal, window):
     return made
 
 
-def assert_right(actual, inputs, causal, window):
-    settings = settings_of(causal, window)
+def assert_right(actual, inputs, causal, window, cap=None):
+    settings = settings_of(causal, window, cap)
     expected = [
         {name: result[name] for name in actual}
         for result in (oracle(inputs, **settings), naive_results(inputs, **settings), terms(inputs, **settings))
@@ -78,6 +84,16 @@ def assert_right(actual, inputs, causal, window):
 def test_results_are_within_the_budget(dtype, width, shape, band):
     inputs = inputs_of(SHAPES[shape], width, dtype)
     assert_right(results(inputs, *BANDS[band]), inputs, *BANDS[band])
+
+
+@pytest.mark.parametrize("cap", [0.5, 20.0])
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("width", [*WIDTHS, 80])
+def test_scores_may_be_capped(width, band, cap):
+    inputs = inputs_of(SHAPES["grouped"], width, torch.bfloat16)
+    inputs.q.mul_(4.0)
+    call = (*BANDS[band], cap)
+    assert_right(results(inputs, *call), inputs, *call)
 
 
 @pytest.mark.parametrize("band", BANDS)

@@ -7,6 +7,7 @@ import torch
 
 from cs336_systems.attention.flash import kernels_of
 from cs336_systems.attention.spec import AttentionSpec, Causal
+from cs336_systems.attention.variants import alibi, softcap
 from cs336_systems.kernels import tuning
 from cs336_systems.kernels.hopper import coverage
 from cs336_systems.kernels.hopper.coverage import is_aligned, why_not_computed, why_not_differentiated, why_not_forward
@@ -22,7 +23,9 @@ def tensors(*shape, dtype=torch.bfloat16, heads=4):
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 128, 256])
 @pytest.mark.parametrize("leading", [(4,), (2, 4)])
 def test_what_they_compute(leading, head_dim):
-    for settings in (Settings(), Settings("top_left"), Settings("bottom_right", (5, 0)), Settings(deterministic=True)):
+    capped = Settings(scores=softcap(5.0).expression)
+    others = (Settings("top_left"), Settings("bottom_right", (5, 0)), Settings(deterministic=True))
+    for settings in (Settings(), capped, *others):
         assert why_not_computed(*tensors(*leading, 100, head_dim), 0.1, settings) is None
 
 
@@ -36,6 +39,8 @@ def test_what_they_compute(leading, head_dim):
         (tensors(), 0.0, Settings(), "they take a positive scale; got 0.0"),
         (tensors(), -1.0, Settings(), "got -1.0"),
         (tensors(), 0.1, Settings(dropout=0.5, sinks=True), "asked for sinks, dropout"),
+        (tensors(), 0.1, Settings(scores=(softcap(5.0) + softcap(6.0)).expression), "asked for scores"),
+        (tensors(), 0.1, Settings(scores=alibi(torch.ones(1, 4)).expression), "asked for scores"),
         (tensors(), 0.1, Settings(packed=(None, None)), "asked for packed"),
         (tensors(2, 2, 2, 9, 64), 0.1, Settings(), "at most one batch axis before the heads'; got 2"),
         (tensors(2, 4, 0, 64), 0.1, Settings(), "there is nothing to compute"),
