@@ -27,6 +27,14 @@ class ForwardConfig(NamedTuple):
     own_room: bool
 
 
+class Columns(NamedTuple):
+    """How the forward holds heads: `width` columns in one tile, and so many more of q and k, and of v, in another."""
+
+    width: int
+    key_more: int
+    value_more: int
+
+
 class BackwardConfig(NamedTuple):
     """`keys` a program, tile_q rows a step, and a ring of `stages` such tiles of q and of dout.
 
@@ -53,6 +61,12 @@ FORWARD = {
     (256, False): ForwardConfig(64, 2, 2, 240, 24, 168, False),
     (256, True): ForwardConfig(64, 2, 2, 240, 24, 168, False),
 }
+FORWARD_MORE = {
+    # By columns of q and k, with two groups. The tiles of 192 fill the shared memory with 64 keys a step.
+    (64, 16): ForwardConfig(128, 2, 2, 240, 24, 168, True),
+    (64, 32): ForwardConfig(128, 2, 2, 240, 24, 168, True),
+    (128, 64): ForwardConfig(64, 2, 2, 240, 24, 168, True),
+}
 BACKWARD = {
     64: BackwardConfig(128, 128, 64, 2, 240, 24, 168),
     128: BackwardConfig(128, 64, 64, 2, 240, 24, 168),
@@ -67,3 +81,13 @@ WIDTHS = (64, 128, 256)
 def width_of(head_dim: int) -> int:
     """How many columns the tiles of a head dimension have."""
     return next(width for width in WIDTHS if width >= head_dim)
+
+
+def columns_of(head_dim: int, v_head_dim: int) -> Columns | None:
+    """How the forward holds heads of these dimensions; None if it does not."""
+    for width, more in sorted(FORWARD_MORE):
+        if width < head_dim <= width + more:
+            if v_head_dim == head_dim:
+                return Columns(width, more, more)
+            return Columns(width, more, 0) if width // 2 < v_head_dim <= width else None
+    return Columns(width_of(head_dim), 0, 0) if v_head_dim == head_dim else None

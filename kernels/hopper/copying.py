@@ -15,26 +15,42 @@ STEPS_AHEAD = gl.constexpr(2)
 
 @aggregate
 class Memory:
-    """What the warps share: a tile of q for each warp group, rings of k and v, room for the output, and places."""
+    """What the warps share: a tile of q for each warp group, rings of k and v, room for the output, and places.
+
+    q_more, k_more, v_more, out_more: the columns beyond the first tile's, if there are any: KEY_MORE of q and k,
+    VALUE_MORE of v and the output. They come and go with the others.
+    """
 
     q: Ring
     k: Ring
     v: Ring
     out: gl.shared_memory_descriptor
     queue: Queue
+    q_more: gl.shared_memory_descriptor
+    k_more: gl.shared_memory_descriptor
+    v_more: gl.shared_memory_descriptor
+    out_more: gl.shared_memory_descriptor
+    KEY_MORE: gl.constexpr
+    VALUE_MORE: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, out, queue):
+    def __init__(self, q, k, v, out, queue, q_more, k_more, v_more, out_more, KEY_MORE, VALUE_MORE):
         self.q = q
         self.k = k
         self.v = v
         self.out = out
         self.queue = queue
+        self.q_more = q_more
+        self.k_more = k_more
+        self.v_more = v_more
+        self.out_more = out_more
+        self.KEY_MORE = gl.constexpr(KEY_MORE)
+        self.VALUE_MORE = gl.constexpr(VALUE_MORE)
 
 
 @gluon.jit
 def copy_ahead(
-    q_desc, k_desc, v_desc, lse_ptr, memory, schedule, group,
+    descriptors, lse_ptr, memory, schedule, group,
     HEAD_DIM: gl.constexpr, GROUPS: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: what each tile needs, tile after tile, and at last again for those to be computed again."""
@@ -51,7 +67,7 @@ def copy_ahead(
         if turn > 1:
             again = noted(turn - 2, last_but_one, again, lse_ptr, memory.queue, schedule)
         number, following = copy_tile(
-            q_desc, k_desc, v_desc, memory, schedule, group, NORMAL, place, turn, number, HEAD_DIM, GROUPS, PERSISTENT
+            descriptors, memory, schedule, group, NORMAL, place, turn, number, HEAD_DIM, GROUPS, PERSISTENT
         )  # fmt: skip
         last_but_one = last
         last = place
@@ -64,7 +80,7 @@ def copy_ahead(
         place = again
         again = gl.load(link(lse_ptr, place, schedule))
         number, _ = copy_tile(
-            q_desc, k_desc, v_desc, memory, schedule, group, CAREFUL, place, turn, number, HEAD_DIM, GROUPS, False
+            descriptors, memory, schedule, group, CAREFUL, place, turn, number, HEAD_DIM, GROUPS, False
         )  # fmt: skip
         turn += 1
     memory.queue.tell(turn, NONE, schedule.work(0))
@@ -72,14 +88,17 @@ def copy_ahead(
 
 @gluon.jit
 def copy_tile(
-    q_desc, k_desc, v_desc, memory, schedule, group, kind, place, turn, number,
+    descriptors, memory, schedule, group, kind, place, turn, number,
     HEAD_DIM: gl.constexpr, GROUPS: gl.constexpr, TAKE: gl.constexpr,
 ):  # fmt: skip
     """Tell of a tile, and copy its q, and k and v from the last tile of keys that a row sees to the first.
 
     TAKE: whether to take another tile, a few steps before the end. Its place is returned.
     """
+    q_desc, k_desc, v_desc, q_more_desc, k_more_desc, v_more_desc = descriptors
     TILE_K: gl.constexpr = schedule.TILE_K
+    KEY_BYTES: gl.constexpr = (HEAD_DIM + memory.KEY_MORE) * 2
+    VALUE_BYTES: gl.constexpr = (HEAD_DIM + memory.VALUE_MORE) * 2
     work = schedule.work(place)
     memory.queue.tell(turn, kind, work)
     kv_head = work.head // group
@@ -88,23 +107,35 @@ def copy_tile(
     for tile in range(work.end - 1, work.begin - 1, -1):
         corner = [work.batch, kv_head, tile * TILE_K, 0]
         memory.k.wait_empty(number)
-        mbarrier.expect(memory.k.arrival(number), TILE_K * HEAD_DIM * 2)
+        beyond = [work.batch, kv_head, tile * TILE_K, HEAD_DIM]
+        mbarrier.expect(memory.k.arrival(number), TILE_K * KEY_BYTES)
         tma.async_copy_global_to_shared(k_desc, corner, memory.k.arrival(number), memory.k.tile(number))
+        if memory.KEY_MORE > 0:
+            room = memory.k_more.index(number % memory.k.stages)
+            tma.async_copy_global_to_shared(k_more_desc, beyond, memory.k.arrival(number), room)
         if tile == work.end - 1:
             # After the first keys, because room for those is free before room for q is.
             memory.q.wait_empty(turn)
-            mbarrier.expect(memory.q.arrival(turn), GROUPS * GROUP * HEAD_DIM * 2)
+            mbarrier.expect(memory.q.arrival(turn), GROUPS * GROUP * KEY_BYTES)
             for member in gl.static_range(GROUPS):
                 tma.async_copy_global_to_shared(
                     q_desc, [work.batch, work.head, work.first_row + member * GROUP, 0],
                     memory.q.arrival(turn), memory.q.tiles.index(member),
                 )  # fmt: skip
+                if memory.KEY_MORE > 0:
+                    tma.async_copy_global_to_shared(
+                        q_more_desc, [work.batch, work.head, work.first_row + member * GROUP, HEAD_DIM],
+                        memory.q.arrival(turn), memory.q_more.index(member),
+                    )  # fmt: skip
         if TAKE:  # noqa: SIM102 - known when compiled
             if tile == take_at:
                 following = memory.queue.take(following)
         memory.v.wait_empty(number + 1)
-        mbarrier.expect(memory.v.arrival(number), TILE_K * HEAD_DIM * 2)
+        mbarrier.expect(memory.v.arrival(number), TILE_K * VALUE_BYTES)
         tma.async_copy_global_to_shared(v_desc, corner, memory.v.arrival(number), memory.v.tile(number))
+        if memory.VALUE_MORE > 0:
+            room = memory.v_more.index(number % memory.v.stages)
+            tma.async_copy_global_to_shared(v_more_desc, beyond, memory.v.arrival(number), room)
         number += 1
     return number, following
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import tuning
 from ..settings import Settings
-from .config import DIFFERENTIATED, VERSIONS, WIDTHS, width_of
+from .config import DIFFERENTIATED, VERSIONS, WIDTHS, columns_of, width_of
 
 ALIGNMENT = 16
 """Bytes that addresses and strides have to be multiples of, for the copying unit."""
@@ -43,9 +43,10 @@ def why_not_computed(q: Tensor, k: Tensor, v: Tensor, scale: float, settings: Se
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"they compute in float16 and bfloat16; got {q.dtype}"
     head_dim, v_head_dim = q.shape[-1], v.shape[-1]
-    if head_dim != v_head_dim or not LEAST_HEAD_DIM <= head_dim <= WIDTHS[-1] or head_dim % STEP:
+    in_range = LEAST_HEAD_DIM <= head_dim <= WIDTHS[-1] and head_dim % STEP == 0 and v_head_dim % STEP == 0
+    if not in_range or columns_of(head_dim, v_head_dim) is None:
         expected = f"the same head dimension of q and v, a multiple of {STEP} from {LEAST_HEAD_DIM} to {WIDTHS[-1]}"
-        return f"they take {expected}; got {head_dim} and {v_head_dim}"
+        return f"they take {expected}, or up to 192 of q and 128 of v; got {head_dim} and {v_head_dim}"
     if not 0.0 < scale < math.inf:
         return f"they take a positive scale; got {scale}"
     further = ("mask", "scores", "sinks", "dropout", "blocks", "packed")
@@ -65,11 +66,13 @@ def why_not_computed(q: Tensor, k: Tensor, v: Tensor, scale: float, settings: Se
 
 def why_not_backward(q: Tensor, k: Tensor, v: Tensor, scale: float, settings: Settings) -> str | None:
     """The same of its backward; that of out and its gradient is known only then."""
-    return why_not_forward(q, k, v, scale, settings) or why_not_differentiated(q, settings)
+    return why_not_forward(q, k, v, scale, settings) or why_not_differentiated(q, v, settings)
 
 
-def why_not_differentiated(q: Tensor, settings: Settings) -> str | None:
+def why_not_differentiated(q: Tensor, v: Tensor, settings: Settings) -> str | None:
     """What else their backward asks for."""
+    if q.shape[-1] != v.shape[-1]:
+        return f"their backward takes v as wide as q; got {q.shape[-1]} and {v.shape[-1]}"
     if width_of(q.shape[-1]) not in DIFFERENTIATED:
         return f"their backward takes head dimensions up to {max(DIFFERENTIATED)}; got {q.shape[-1]}"
     if settings.deterministic:

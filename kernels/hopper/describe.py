@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..launching import Launch
 from ..portable.softmax import LOG2_E
 from ..settings import Window
-from .config import BACKWARD, FORWARD, width_of
+from .config import BACKWARD, FORWARD, FORWARD_MORE, columns_of, width_of
 from .coverage import ALIGNMENT
 from .tiles import GROUP
 
@@ -125,15 +125,27 @@ def describe_forward(
     """
     q, k, v, out = as_heads(q, k, v, out)
     batch, heads, q_len, head_dim = q.shape
-    width = width_of(head_dim)
-    config = FORWARD[width, band[1] is not None]
+    width, *mores = columns_of(head_dim, v.shape[-1])  # type: ignore[misc]
+    config = FORWARD_MORE[width, mores[0]] if any(mores) else FORWARD[width, band[1] is not None]
     group = heads // k.shape[1]
     tiles = batch * heads * triton.cdiv(q_len, config.groups * ROWS)
+    more = {"KEY_MORE": mores[0], "VALUE_MORE": mores[1]}
+    key_more, value_more = (columns or width for columns in mores)
+    constants = {"GROUPS": config.groups, "OWN_ROOM": config.own_room}
     return Launch(
         (min(programs, tiles), 1),
         (
             *(descriptor(q, ROWS, width), descriptor(k, config.tile_k, width), descriptor(v, config.tile_k, width)),
-            *(descriptor(out, ROWS, width), lse, counter),
+            descriptor(out, ROWS, width),
+            *(
+                (
+                    *(descriptor(q, ROWS, key_more), descriptor(k, config.tile_k, key_more)),
+                    *(descriptor(v, config.tile_k, value_more), descriptor(out, ROWS, value_more)),
+                )
+                if any(mores)
+                else ()
+            ),
+            *(lse, counter),
         ),
         (
             *(batch * heads, heads, group, q_len, k.shape[2], *band_arguments(band)),
@@ -142,11 +154,10 @@ def describe_forward(
         {
             "HEAD_DIM": width,
             "TILE_K": config.tile_k,
-            "GROUPS": config.groups,
             "STAGES": config.stages,
             **band_constants(band),
+            **(more if any(mores) else constants),
             "CAPPED": softcap is not None,
-            "OWN_ROOM": config.own_room,
             "PERSISTENT": programs < tiles,
             "COPY_REGISTERS": config.copy_registers,
             "REGISTERS": config.registers,

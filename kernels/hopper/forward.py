@@ -26,11 +26,32 @@ NUMBERS = ("matrices", "heads", "group", "q_len", "k_len", "left", "right", "sec
 
 
 @gluon.jit
-def scores_of(q_tile, memory, number, layout: gl.constexpr, HEAD_DIM: gl.constexpr, TILE_K: gl.constexpr):
+def scores_of(memory, number, layout: gl.constexpr, MEMBER: gl.constexpr, HEAD_DIM: gl.constexpr, TILE_K: gl.constexpr):
     """Begin the product of q with a tile of keys."""
+    q_tile = as_matrix(memory.q.tiles.index(MEMBER), GROUP, HEAD_DIM)
     k_tile = as_matrix(memory.k.tile(number), TILE_K, HEAD_DIM)
     nothing = gl.zeros([GROUP, TILE_K], gl.float32, layout)
-    return warpgroup_mma(q_tile, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    if memory.KEY_MORE > 0:
+        q_tile = as_matrix(memory.q_more.index(MEMBER), GROUP, memory.KEY_MORE)
+        k_tile = as_matrix(memory.k_more.index(number % memory.k.stages), TILE_K, memory.KEY_MORE)
+        scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), scores, is_async=True)
+    return scores
+
+
+@gluon.jit
+def add_values(weights, out, out_more, memory, number, HEAD_DIM: gl.constexpr, TILE_K: gl.constexpr):
+    """Begin adding a tile of values to the output, and to its columns beyond; and the operand, which has to stay."""
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    v_tile = as_matrix(memory.v.tile(number), TILE_K, HEAD_DIM)
+    operand = unpacked(weights, v_tile.dtype, out_layout, TILE_K)
+    out = warpgroup_mma(operand, v_tile, out, is_async=True)
+    if memory.VALUE_MORE > 0:
+        more_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, memory.VALUE_MORE, 16])
+        v_tile = as_matrix(memory.v_more.index(number % memory.v.stages), TILE_K, memory.VALUE_MORE)
+        operand_of_more = gl.convert_layout(operand, gl.DotOperandLayout(0, more_layout, 2), assert_trivial=True)
+        out_more = warpgroup_mma(operand_of_more, v_tile, out_more, is_async=True)
+    return out, out_more, operand
 
 
 @gluon.jit
@@ -48,8 +69,8 @@ def visible(rows, first_column, schedule, layout: gl.constexpr):
 
 @gluon.jit
 def step(
-    softmax, weights, out, q_tile, memory, schedule, rows, number, tile, more, exponents,
-    FOLD: gl.constexpr, MASKED: gl.constexpr, HEAD_DIM: gl.constexpr,
+    softmax, weights, out, out_more, memory, schedule, rows, number, tile, more, exponents,
+    FOLD: gl.constexpr, MASKED: gl.constexpr, MEMBER: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """Begin with a tile of keys, and finish what the tile before left: its weights, not yet multiplied by values.
 
@@ -57,13 +78,11 @@ def step(
     """
     TILE_K: gl.constexpr = schedule.TILE_K
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    pending = scores_of(q_tile, memory, number, layout, HEAD_DIM, TILE_K)
+    PRODUCTS: gl.constexpr = 1 if memory.VALUE_MORE == 0 else 2
+    pending = scores_of(memory, number, layout, MEMBER, HEAD_DIM, TILE_K)
     memory.v.wait_full(number - 1)
-    v_tile = as_matrix(memory.v.tile(number - 1), TILE_K, HEAD_DIM)
-    operand = unpacked(weights, v_tile.dtype, out_layout, TILE_K)
-    out_pending = warpgroup_mma(operand, v_tile, out, is_async=True)
-    scores = exponents.cap(warpgroup_mma_wait(1, [pending]))
+    out, out_more, operand = add_values(weights, out, out_more, memory, number - 1, HEAD_DIM, TILE_K)
+    scores = exponents.cap(warpgroup_mma_wait(PRODUCTS, [pending]))
     if MASKED:
         scores = gl.where(visible(rows, tile * TILE_K, schedule, layout), scores, float("-inf"))
     if FOLD:
@@ -72,19 +91,31 @@ def step(
         softmax, exact = softmax.add(scores, exponents.scale)
     # Also a boundary: without one, the assembler moves the wait for the product below above the exponentials.
     memory.k.wait_full(number + 1, more)
-    out, _ = warpgroup_mma_wait(0, [out_pending, operand])
+    out, out_more = finished(out, out_more, operand, memory.VALUE_MORE)
     memory.k.release(number)
     if FOLD:
-        out = out * gl.convert_layout(rescale, gl.SliceLayout(1, out_layout))[:, None]
-    return softmax, packed(exact, v_tile.dtype), out
+        out = out * gl.convert_layout(rescale, gl.SliceLayout(1, out.type.layout))[:, None]
+        if memory.VALUE_MORE > 0:
+            out_more = out_more * gl.convert_layout(rescale, gl.SliceLayout(1, out_more.type.layout))[:, None]
+    return softmax, packed(exact, memory.k.tiles.dtype), out, out_more
+
+
+@gluon.jit
+def finished(out, out_more, operand, VALUE_MORE: gl.constexpr):
+    """Wait for what `add_values` began."""
+    if VALUE_MORE > 0:
+        out, out_more, _ = warpgroup_mma_wait(0, [out, out_more, operand])
+    else:
+        out, _ = warpgroup_mma_wait(0, [out, operand])
+    return out, out_more
 
 
 @gluon.jit
 def attend(
-    q_tile, memory, schedule, work, rows, number, careful, exponents,
-    HEAD_DIM: gl.constexpr,
+    memory, schedule, work, rows, number, careful, exponents,
+    MEMBER: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """64 rows over all their tiles of keys: the softmax, the output before it is normalised, and the last number.
+    """64 rows over all their tiles of keys: the softmax, weights, the output before it is normalised, the last number.
 
     ``careful``: folding every tile, and never adding.
     """
@@ -93,7 +124,7 @@ def attend(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     memory.k.wait_full(number)
-    scores = scores_of(q_tile, memory, number, layout, HEAD_DIM, TILE_K)
+    scores = scores_of(memory, number, layout, MEMBER, HEAD_DIM, TILE_K)
     scores = exponents.cap(warpgroup_mma_wait(0, [scores]))
     memory.k.release(number)
     tile = work.end - 1
@@ -104,6 +135,10 @@ def attend(
     softmax, exact = first_fold(scores, exponents.scale)
     weights = packed(exact, dtype)
     out = gl.zeros([GROUP, HEAD_DIM], gl.float32, out_layout)
+    out_more = number * 0
+    if memory.VALUE_MORE > 0:
+        more_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, memory.VALUE_MORE, 16])
+        out_more = gl.zeros([GROUP, memory.VALUE_MORE], gl.float32, more_layout)
     memory.k.wait_full(number + 1, work.begin < tile)
     right = gl.maximum(gl.minimum(work.whole_end, tile), work.begin)
     left = gl.maximum(gl.minimum(work.whole_begin, right), work.begin)
@@ -112,28 +147,28 @@ def attend(
         added_to = right
     for tile in range(work.end - 2, right - 1, -1):
         number += 1
-        softmax, weights, out = step(
-            softmax, weights, out, q_tile, memory, schedule, rows, number, tile, tile > work.begin, exponents,
-            True, True, HEAD_DIM,
+        softmax, weights, out, out_more = step(
+            softmax, weights, out, out_more, memory, schedule, rows, number, tile, tile > work.begin, exponents,
+            True, True, MEMBER, HEAD_DIM,
         )  # fmt: skip
     for tile in range(right - 1, added_to - 1, -1):
         number += 1
-        softmax, weights, out = step(
-            softmax, weights, out, q_tile, memory, schedule, rows, number, tile, tile > work.begin, exponents,
-            False, False, HEAD_DIM,
+        softmax, weights, out, out_more = step(
+            softmax, weights, out, out_more, memory, schedule, rows, number, tile, tile > work.begin, exponents,
+            False, False, MEMBER, HEAD_DIM,
         )  # fmt: skip
     for tile in range(added_to - 1, work.begin - 1, -1):
         number += 1
-        softmax, weights, out = step(
-            softmax, weights, out, q_tile, memory, schedule, rows, number, tile, tile > work.begin, exponents,
-            True, schedule.LEFT, HEAD_DIM,
+        softmax, weights, out, out_more = step(
+            softmax, weights, out, out_more, memory, schedule, rows, number, tile, tile > work.begin, exponents,
+            True, schedule.LEFT, MEMBER, HEAD_DIM,
         )  # fmt: skip
-    return softmax, weights, out, number
+    return softmax, weights, out, out_more, number
 
 
 @gluon.jit
 def compute(
-    MEMBER: gl.constexpr, out_desc, lse_ptr, memory, schedule, exponents,
+    MEMBER: gl.constexpr, out_desc, out_more_desc, lse_ptr, memory, schedule, exponents,
     HEAD_DIM: gl.constexpr, OWN_ROOM: gl.constexpr,
 ):  # fmt: skip
     """A computing warp group: attention of its 64 rows of each tile."""
@@ -141,7 +176,6 @@ def compute(
     dtype: gl.constexpr = memory.k.tiles.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_K, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    q_tile = as_matrix(memory.q.tiles.index(MEMBER), GROUP, HEAD_DIM)
     number = 0
     turn = 0
     kind, batch, head, tile_row = memory.queue.hear(turn)
@@ -151,26 +185,34 @@ def compute(
         first_row = work.first_row + MEMBER * GROUP
         rows = first_row + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
         memory.q.wait_full(turn)
-        softmax, weights, out, number = attend(
-            q_tile, memory, schedule, work, rows, number, careful, exponents, HEAD_DIM
+        softmax, weights, out, out_more, number = attend(
+            memory, schedule, work, rows, number, careful, exponents, MEMBER, HEAD_DIM
         )  # fmt: skip
         if OWN_ROOM:
             memory.q.release(turn)
         memory.v.wait_full(number)
-        v_tile = as_matrix(memory.v.tile(number), TILE_K, HEAD_DIM)
-        operand = unpacked(weights, dtype, out_layout, TILE_K)
-        out = warpgroup_mma(operand, v_tile, out, is_async=True)
-        out, _ = warpgroup_mma_wait(0, [out, operand])
+        out, out_more, operand = add_values(weights, out, out_more, memory, number, HEAD_DIM, TILE_K)
+        out, out_more = finished(out, out_more, operand, memory.VALUE_MORE)
         number += 1
-        certain = softmax.is_certain(out) | careful
+        certain = softmax.is_certain(out)
+        if memory.VALUE_MORE > 0:
+            certain = certain & softmax.is_certain(out_more)
+        certain = certain | careful
         normaliser, row_lse = softmax.normaliser_and_lse(exponents.scale)
         out *= gl.convert_layout(normaliser, gl.SliceLayout(1, out_layout))[:, None]
         gl.store(lse_ptr + work.matrix.to(gl.int64) * schedule.q_len + rows, row_lse, mask=rows < schedule.q_len)
         tma.store_wait(0)
         room = memory.out.index(MEMBER)
         as_matrix(room, GROUP, HEAD_DIM).store(out.to(dtype))
+        if memory.VALUE_MORE > 0:
+            out_more *= gl.convert_layout(normaliser, gl.SliceLayout(1, out_more.type.layout))[:, None]
+            room_of_more = memory.out_more.index(MEMBER)
+            as_matrix(room_of_more, GROUP, memory.VALUE_MORE).store(out_more.to(dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(out_desc, [work.batch, work.head, first_row, 0], room)
+        if memory.VALUE_MORE > 0:
+            corner_of_more = [work.batch, work.head, first_row, HEAD_DIM]
+            tma.async_copy_shared_to_global(out_more_desc, corner_of_more, room_of_more)
         if not OWN_ROOM:
             tma.store_wait(0)
             memory.q.release(turn)
@@ -224,17 +266,25 @@ def forward_kernel(
         room = new_tiles(q_desc, GROUPS)
     queue = new_queue(counter, GROUPS)
     fence_async_shared()
-    memory = Memory(q_ring, k_ring, v_ring, room, queue)
+    memory = Memory(
+        q_ring, k_ring, v_ring, room, queue, q_ring.tiles, k_ring.tiles, v_ring.tiles, room, 0, 0,
+    )  # fmt: skip
     if GROUPS == 2:
         gl.warp_specialize([
-            (compute, (0, out_desc, lse, memory, schedule, exponents, HEAD_DIM, OWN_ROOM)),
-            (compute, (1, out_desc, lse, memory, schedule, exponents, HEAD_DIM, OWN_ROOM)),
-            (copy_ahead, (q_desc, k_desc, v_desc, lse, memory, schedule, group, HEAD_DIM, GROUPS, PERSISTENT)),
+            (compute, (0, out_desc, out_desc, lse, memory, schedule, exponents, HEAD_DIM, OWN_ROOM)),
+            (compute, (1, out_desc, out_desc, lse, memory, schedule, exponents, HEAD_DIM, OWN_ROOM)),
+            (copy_ahead, (
+                (q_desc, k_desc, v_desc, q_desc, k_desc, v_desc), lse, memory, schedule, group,
+                HEAD_DIM, GROUPS, PERSISTENT,
+            )),
         ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (compute, (0, out_desc, lse, memory, schedule, exponents, HEAD_DIM, OWN_ROOM)),
-            (compute, (1, out_desc, lse, memory, schedule, exponents, HEAD_DIM, OWN_ROOM)),
-            (compute, (2, out_desc, lse, memory, schedule, exponents, HEAD_DIM, OWN_ROOM)),
-            (copy_ahead, (q_desc, k_desc, v_desc, lse, memory, schedule, group, HEAD_DIM, GROUPS, PERSISTENT)),
+            (compute, (0, out_desc, out_desc, lse, memory, schedule, exponents, HEAD_DIM, OWN_ROOM)),
+            (compute, (1, out_desc, out_desc, lse, memory, schedule, exponents, HEAD_DIM, OWN_ROOM)),
+            (compute, (2, out_desc, out_desc, lse, memory, schedule, exponents, HEAD_DIM, OWN_ROOM)),
+            (copy_ahead, (
+                (q_desc, k_desc, v_desc, q_desc, k_desc, v_desc), lse, memory, schedule, group,
+                HEAD_DIM, GROUPS, PERSISTENT,
+            )),
         ], [4, 4, 1], [REGISTERS, REGISTERS, COPY_REGISTERS])  # fmt: skip

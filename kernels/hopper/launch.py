@@ -20,7 +20,7 @@ from ..settings import Settings, Window
 from ..tuning import processors_of
 from .backward import backward_kernel
 from .backward_wide import backward_wide_kernel
-from .config import WIDTHS, width_of
+from .config import WIDTHS, columns_of, width_of
 from .coverage import is_aligned, is_copied, softcap_of, why_not_backward, why_not_forward
 from .describe import (
     ROWS_FILLED_UP,
@@ -31,6 +31,7 @@ from .describe import (
     describe_prepare,
 )
 from .forward import forward_kernel
+from .forward_more import forward_more_kernel
 from .launcher import TiledLauncher
 from .rows import finish_kernel, prepare_kernel
 
@@ -39,13 +40,17 @@ KERNELS = {64: backward_kernel, 128: backward_kernel, 256: backward_wide_kernel}
 
 
 class ForwardPlan(NamedTuple):
-    """What follows from the metadata of a forward call; ``covered`` says whether these kernels compute it."""
+    """What follows from the metadata of a forward call.
+
+    covered: whether these kernels compute it. has_more: whether heads have columns beyond a tile's.
+    """
 
     covered: bool
     out: Layout
     lse: Layout
     band: Window
     softcap: float | None
+    has_more: bool
     launcher: TiledLauncher
 
 
@@ -103,8 +108,9 @@ def forward(
     out = plan.out.empty(dtype, device)
     lse = plan.lse.empty(torch.float32, device)
     counter = _counter(device)
+    described = (*addresses, out.data_ptr())
     plan.launcher(
-        (*addresses, out.data_ptr()),
+        described * 2 if plan.has_more else described,
         (lse.data_ptr(), counter.data_ptr()),
         lambda: describe_forward(q, k, v, out, lse, counter, plan.band, scale, plan.softcap, processors_of(device)),
     )
@@ -114,8 +120,16 @@ def forward(
 def _plan_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, settings: Settings) -> ForwardPlan:
     covered = why_not_forward(q, k, v, scale, settings) is None
     band = settings.band(q.shape[-2], k.shape[-2])
+    columns = columns_of(q.shape[-1], v.shape[-1]) if covered else None
+    has_more = columns is not None and columns.key_more > 0
     return ForwardPlan(
-        covered, rows_like(q, v.shape[-1]), one_a_row(q), band, softcap_of(settings), TiledLauncher(forward_kernel)
+        covered,
+        rows_like(q, v.shape[-1]),
+        one_a_row(q),
+        band,
+        softcap_of(settings),
+        has_more,
+        TiledLauncher(forward_more_kernel if has_more else forward_kernel),
     )
 
 

@@ -22,6 +22,7 @@ import torch
 
 from cs336_systems.kernels.hopper import config, describe
 from cs336_systems.kernels.hopper.forward import forward_kernel
+from cs336_systems.kernels.hopper.forward_more import forward_more_kernel
 from cs336_systems.kernels.hopper.launch import KERNELS
 from cs336_systems.kernels.inspection import compile_for
 from cs336_systems.kernels.launching import Launch
@@ -49,7 +50,7 @@ def launch_of(name: str, head_dim: int, band: Window, dtype: torch.dtype, softca
 
 
 def beside_a_product(sass: str) -> list[str]:
-    """The instructions of the shortest stretch from a wait that leaves a product running to the next wait.
+    """The instructions of the shortest stretch from a wait that leaves products running to the next wait.
 
     That is the step most often taken: others mask, or look for the largest score.
     """
@@ -58,7 +59,7 @@ def beside_a_product(sass: str) -> list[str]:
     stretches = [
         instructions[wait + 1 : following]
         for wait, following in itertools.pairwise(waits)
-        if re.search(r"gsb0, 0x1\b", instructions[wait])
+        if re.search(r"gsb0, 0x[12]\b", instructions[wait])
     ]
     return min((x for x in stretches if any("MUFU.EX2" in instruction for instruction in x)), key=len)
 
@@ -66,7 +67,9 @@ def beside_a_product(sass: str) -> list[str]:
 def compile_one(
     name: str, head_dim: int, band: str, dtype: torch.dtype, softcap: float | None = None
 ) -> dict[str, Any]:
-    kernel = forward_kernel if name == "forward" else KERNELS[head_dim]
+    kernel = KERNELS.get(head_dim)
+    if name == "forward":
+        kernel = forward_kernel if head_dim in config.WIDTHS else forward_more_kernel
     launch = launch_of(name, head_dim, BANDS[band], dtype, softcap)
     report = compile_for(90, kernel, launch)
     step = beside_a_product(report.sass)
@@ -101,6 +104,11 @@ def main(arguments: Iterable[str]) -> None:
         if (band == "causal" or dtype == torch.bfloat16) and (band != "window" or head_dim == 128)
         if head_dim == 128 or dtype == torch.bfloat16
     ]
+    if "forward" in options.passes:
+        with_more = [width + more for width, more in config.FORWARD_MORE]
+        compiled += [
+            compile_one("forward", dim, band, torch.bfloat16) for dim in with_more for band in ("none", "causal")
+        ]
     for name in options.passes:
         dims = config.WIDTHS if name == "forward" else config.BACKWARD
         compiled += [compile_one(name, head_dim, "causal", torch.bfloat16, 5.0) for head_dim in dims]

@@ -10,6 +10,7 @@ from cs336_systems.attention.spec import AttentionSpec, Causal
 from cs336_systems.attention.variants import alibi, softcap
 from cs336_systems.kernels import tuning
 from cs336_systems.kernels.hopper import coverage
+from cs336_systems.kernels.hopper.config import columns_of
 from cs336_systems.kernels.hopper.coverage import is_aligned, why_not_computed, why_not_differentiated, why_not_forward
 from cs336_systems.kernels.settings import Settings
 
@@ -34,7 +35,7 @@ def test_what_they_compute(leading, head_dim):
     [
         (tensors(dtype=torch.float32), 0.1, Settings(), "they compute in float16 and bfloat16; got torch.float32"),
         (tensors(2, 4, 9, 32), 0.1, Settings(), "got 32 and 32"),
-        (tensors(2, 4, 9, 44), 0.1, Settings(), "a multiple of 8 from 40 to 256; got 44 and 44"),
+        (tensors(2, 4, 9, 44), 0.1, Settings(), "got 44 and 44"),
         (tensors(2, 4, 9, 264), 0.1, Settings(), "got 264 and 264"),
         (tensors(), 0.0, Settings(), "they take a positive scale; got 0.0"),
         (tensors(), -1.0, Settings(), "got -1.0"),
@@ -53,6 +54,32 @@ def test_why_they_do_not_compute_a_call(call, scale, settings, reason):
     assert reason in why_not_computed(*call, scale, settings)
 
 
+@pytest.mark.parametrize(
+    ("dims", "columns"),
+    [
+        ((64, 64), (64, 0, 0)),
+        ((72, 72), (64, 16, 16)),
+        ((80, 80), (64, 16, 16)),
+        ((96, 96), (64, 32, 32)),
+        ((104, 104), (128, 0, 0)),
+        ((192, 192), (128, 64, 64)),
+        ((192, 128), (128, 64, 0)),
+        ((200, 200), (256, 0, 0)),
+        ((64, 128), None),
+        ((192, 64), None),
+    ],
+)
+def test_how_columns_are_held(dims, columns):
+    assert columns_of(*dims) == columns
+
+
+def test_v_may_be_narrower_in_the_forward():
+    q, k, _ = tensors(2, 4, 100, 192)
+    v, *_ = tensors(2, 4, 100, 128)
+    assert why_not_computed(q, k, v, 0.1, Settings()) is None
+    assert "v as wide as q; got 192 and 128" in why_not_differentiated(q, v, Settings())
+
+
 def test_strides_of_what_is_alone_do_not_matter():
     alone = torch.empty_strided((1, 1, 100, 64), (3, 5, 64, 1), dtype=torch.bfloat16, device="meta")
     assert why_not_computed(alone, alone, alone, 0.1, Settings()) is None
@@ -61,9 +88,9 @@ def test_strides_of_what_is_alone_do_not_matter():
 def test_what_their_backward_leaves_to_others():
     q, *_ = tensors()
     wide, *_ = tensors(2, 4, 9, 192)
-    assert why_not_differentiated(q, Settings()) is None
-    assert "up to 128; got 192" in why_not_differentiated(wide, Settings())
-    assert "deterministic=True" in why_not_differentiated(q, Settings(deterministic=True))
+    assert why_not_differentiated(q, q, Settings()) is None
+    assert "up to 128; got 192" in why_not_differentiated(wide, wide, Settings())
+    assert "deterministic=True" in why_not_differentiated(q, q, Settings(deterministic=True))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,76 @@
+"""The forward for heads of one tile's columns and some more: 80 as 64 + 16, 96 as 64 + 32, 192 as 128 + 64."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from .copying import Memory, copy_ahead
+from .forward import NUMBERS, compute
+from .queue import new_queue
+from .ring import Ring, new_barriers, new_tiles
+from .schedule import Schedule
+from .softmax import Exponents
+from .tiles import GROUP
+
+
+@gluon.jit(do_not_specialize=NUMBERS)
+def forward_more_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    out_desc,
+    q_more_desc,
+    k_more_desc,
+    v_more_desc,
+    out_more_desc,
+    lse,
+    counter,
+    matrices,
+    heads,
+    group,
+    q_len,
+    k_len,
+    left,
+    right,
+    section,
+    scale,
+    steepness,
+    HEAD_DIM: gl.constexpr,
+    KEY_MORE: gl.constexpr,
+    VALUE_MORE: gl.constexpr,
+    TILE_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
+    CAPPED: gl.constexpr,
+    PERSISTENT: gl.constexpr,
+    COPY_REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """Grid and arguments as of `forward_kernel`, with two warp groups. VALUE_MORE may be 0, with any descriptors."""
+    exponents = Exponents(scale, steepness, CAPPED)
+    schedule = Schedule(matrices, heads, q_len, k_len, left, right, section, 2 * GROUP, TILE_K, LEFT, RIGHT)
+    q_ring = Ring(new_tiles(q_desc, 2), new_barriers(1, 1), new_barriers(1, 2), 1)
+    released = new_barriers(STAGES, 2)
+    k_ring = Ring(new_tiles(k_desc, STAGES), new_barriers(STAGES, 1), released, STAGES)
+    v_ring = Ring(new_tiles(v_desc, STAGES), new_barriers(STAGES, 1), released, STAGES)
+    room = new_tiles(out_desc, 2)
+    v_more = v_ring.tiles
+    out_more = room
+    if VALUE_MORE > 0:
+        v_more = new_tiles(v_more_desc, STAGES)
+        out_more = new_tiles(out_more_desc, 2)
+    queue = new_queue(counter, 2)
+    memory = Memory(
+        q_ring, k_ring, v_ring, room, queue,
+        new_tiles(q_more_desc, 2), new_tiles(k_more_desc, STAGES), v_more, out_more, KEY_MORE, VALUE_MORE,
+    )  # fmt: skip
+    fence_async_shared()
+    gl.warp_specialize([
+        (compute, (0, out_desc, out_more_desc, lse, memory, schedule, exponents, HEAD_DIM, True)),
+        (compute, (1, out_desc, out_more_desc, lse, memory, schedule, exponents, HEAD_DIM, True)),
+        (copy_ahead, (
+            (q_desc, k_desc, v_desc, q_more_desc, k_more_desc, v_more_desc), lse, memory, schedule, group,
+            HEAD_DIM, 2, PERSISTENT,
+        )),
+    ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
