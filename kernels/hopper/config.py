@@ -72,8 +72,6 @@ BACKWARD = {
     128: BackwardConfig(128, 64, 64, 2, 240, 24, 168),
     256: BackwardConfig(64, 64, 128, 2, 240, 24, 168),
 }
-DIFFERENTIATED = (64, 128)
-"""Widths whose backward is chosen; that of 256 has been compiled, and has not run on a GPU yet."""
 WIDTHS = (64, 128, 256)
 """Columns that tiles have; head dimensions between are filled up with zeros as they are copied."""
 

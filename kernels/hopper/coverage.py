@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import tuning
 from ..settings import Settings
-from .config import DIFFERENTIATED, VERSIONS, WIDTHS, columns_of, width_of
+from .config import VERSIONS, WIDTHS, columns_of
 
 ALIGNMENT = 16
 """Bytes that addresses and strides have to be multiples of, for the copying unit."""
@@ -66,15 +66,11 @@ def why_not_computed(q: Tensor, k: Tensor, v: Tensor, scale: float, settings: Se
 
 def why_not_backward(q: Tensor, k: Tensor, v: Tensor, scale: float, settings: Settings) -> str | None:
     """The same of its backward; that of out and its gradient is known only then."""
-    return why_not_forward(q, k, v, scale, settings) or why_not_differentiated(q, v, settings)
+    return why_not_forward(q, k, v, scale, settings) or why_not_differentiated(settings)
 
 
-def why_not_differentiated(q: Tensor, v: Tensor, settings: Settings) -> str | None:
+def why_not_differentiated(settings: Settings) -> str | None:
     """What else their backward asks for."""
-    if q.shape[-1] != v.shape[-1]:
-        return f"their backward takes v as wide as q; got {q.shape[-1]} and {v.shape[-1]}"
-    if width_of(q.shape[-1]) not in DIFFERENTIATED:
-        return f"their backward takes head dimensions up to {max(DIFFERENTIATED)}; got {q.shape[-1]}"
     if settings.deterministic:
         return "their backward adds up the gradient of q in no fixed order, and deterministic=True asks for one"
     return None

@@ -213,7 +213,7 @@ def describe_prepare(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None
     out, dout = as_heads(out, dout)
     _, heads, q_len, head_dim = out.shape
     strides = out.stride()[:3], dout.stride()[:3]
-    widths = {"HEAD_DIM": head_dim, "WIDTH": width_of(head_dim), "ROWS": ROWS}
+    widths = {"HEAD_DIM": head_dim, "WIDTH": rows.sums.numel() // rows.delta.numel(), "ROWS": ROWS}
     return Launch(
         _tiles(rows), (out, dout, lse, dlse, *rows), (*strides, heads, q_len, rows.delta.shape[-1]), widths, {}
     )

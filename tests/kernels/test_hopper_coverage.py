@@ -73,11 +73,10 @@ def test_how_columns_are_held(dims, columns):
     assert columns_of(*dims) == columns
 
 
-def test_v_may_be_narrower_in_the_forward():
+def test_v_may_be_narrower():
     q, k, _ = tensors(2, 4, 100, 192)
     v, *_ = tensors(2, 4, 100, 128)
     assert why_not_computed(q, k, v, 0.1, Settings()) is None
-    assert "v as wide as q; got 192 and 128" in why_not_differentiated(q, v, Settings())
 
 
 def test_strides_of_what_is_alone_do_not_matter():
@@ -86,11 +85,8 @@ def test_strides_of_what_is_alone_do_not_matter():
 
 
 def test_what_their_backward_leaves_to_others():
-    q, *_ = tensors()
-    wide, *_ = tensors(2, 4, 9, 192)
-    assert why_not_differentiated(q, q, Settings()) is None
-    assert "up to 128; got 192" in why_not_differentiated(wide, wide, Settings())
-    assert "deterministic=True" in why_not_differentiated(q, q, Settings(deterministic=True))
+    assert why_not_differentiated(Settings()) is None
+    assert "deterministic=True" in why_not_differentiated(Settings(deterministic=True))
 
 
 @pytest.mark.parametrize(
@@ -99,11 +95,11 @@ def test_what_their_backward_leaves_to_others():
         (64, {}, "the kernels for Hopper"),
         (
             192,
-            {},
+            {"deterministic": True},
             "the kernels for Hopper forward and the portable ones backward, because of the others: their backward",
         ),
         (32, {}, "the portable kernels, because of those for Hopper: they take the same head dimension"),
-        (64, {"sinks": True}, "the portable kernels, because of those for Hopper: they apply causal masks and windows"),
+        (64, {"sinks": True}, "the portable kernels, because of those for Hopper: they apply causal masks, windows"),
     ],
 )
 def test_which_kernels_compute_a_call_is_said_in_words(monkeypatch, head_dim, settings, words):
