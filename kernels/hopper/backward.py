@@ -16,13 +16,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .packing import new_packing
 from .ring import Ring, new_barriers, new_tiles
 from .schedule import Schedule
 from .softmax import Exponents
 from .tiles import GROUP, add, as_matrix
 from .versions import aggregate
 
-NUMBERS = ("matrices", "heads", "group", "q_len", "k_len", "padded", "left", "right", "section")
+NUMBERS = ("matrices", "heads", "group", "q_len", "k_len", "padded", "left", "right", "section", "sequences")
 """Arguments that one compiled kernel takes any values of."""
 
 
@@ -60,25 +61,25 @@ class Memory:
 def copy_ahead(descriptors, memory, schedule, group, HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr):
     """The copying warp: the tile of k and v, then all of q and dout that sees it, for each query head of the group."""
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc = descriptors
-    work = schedule.work(gl.program_id(0))
-    corner = [work.batch, work.head, work.first_row, 0]
+    work, own = schedule.work(gl.program_id(0))
+    corner = own.q_corner(work.batch, work.head, work.first_row, 0)
     KEYS: gl.constexpr = schedule.TILE_Q
     mbarrier.expect(memory.kv_full, 2 * KEYS * HEAD_DIM * 2)
     tma.async_copy_global_to_shared(k_desc, corner, memory.kv_full, memory.k)
     for member in gl.static_range(KEYS // GROUP):
-        corner = [work.batch, work.head, work.first_row + member * GROUP, 0]
+        corner = own.q_corner(work.batch, work.head, work.first_row + member * GROUP, 0)
         tma.async_copy_global_to_shared(v_desc, corner, memory.kv_full, memory.v.index(member))
     number = 0
     for member in range(group):
         head = work.head * group + member
         matrix = work.matrix * group + member
         for tile in range(work.begin, work.end):
-            corner = [work.batch, head, tile * TILE_Q, 0]
+            corner = own.k_corner(work.batch, head, tile * TILE_Q, 0)
             stage = number % memory.q.stages
             memory.q.wait_empty(number)
             mbarrier.expect(memory.q.arrival(number), TILE_Q * HEAD_DIM * 2 + TILE_Q * 4)
             tma.async_copy_global_to_shared(q_desc, corner, memory.q.arrival(number), memory.q.tile(number))
-            of_rows = [matrix, tile * TILE_Q]
+            of_rows = [matrix, own.first_filled_up() + tile * TILE_Q]
             tma.async_copy_global_to_shared(lse_desc, of_rows, memory.q.arrival(number), memory.lse.index(stage))
             mbarrier.expect(memory.dout.arrival(number), TILE_Q * HEAD_DIM * 2 + TILE_Q * 4)
             tma.async_copy_global_to_shared(dout_desc, corner, memory.dout.arrival(number), memory.dout.tile(number))
@@ -170,7 +171,7 @@ def compute(
     dtype: gl.constexpr = memory.k.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_Q, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    work = schedule.work(gl.program_id(0))
+    work, own = schedule.work(gl.program_id(0))
     k_tile = as_matrix(memory.k, 2 * GROUP, HEAD_DIM)
     v_own = as_matrix(memory.v.index(MEMBER), GROUP, HEAD_DIM)
     dk = gl.zeros([GROUP, HEAD_DIM], gl.float32, wide)
@@ -179,40 +180,42 @@ def compute(
     columns = first_column + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
     part: gl.constexpr = MEMBER * GROUP * HEAD_DIM * TILE_Q // (2 * GROUP)
     dq_ptr += (work.matrix * group).to(gl.int64) * padded * HEAD_DIM + part
-    left, right = schedule.whole_tiles(work)
+    if own.packing.PACKED:
+        dq_ptr += own.first_filled_up().to(gl.int64) * HEAD_DIM
+    left, right = own.whole_tiles(work)
     mbarrier.wait(memory.kv_full, 0)
     number = 0
     for _ in range(group):
         for tile in range(work.begin, left):
             dk, dv = step(
-                dk, dv, k_tile, v_own, memory, schedule, columns, number, tile, dq_ptr, exponents,
+                dk, dv, k_tile, v_own, memory, own, columns, number, tile, dq_ptr, exponents,
                 True, MEMBER, HEAD_DIM, TILE_Q,
             )  # fmt: skip
             number += 1
         for tile in range(left, right):
             dk, dv = step(
-                dk, dv, k_tile, v_own, memory, schedule, columns, number, tile, dq_ptr, exponents,
+                dk, dv, k_tile, v_own, memory, own, columns, number, tile, dq_ptr, exponents,
                 False, MEMBER, HEAD_DIM, TILE_Q,
             )  # fmt: skip
             number += 1
         for tile in range(right, work.end):
             dk, dv = step(
-                dk, dv, k_tile, v_own, memory, schedule, columns, number, tile, dq_ptr, exponents,
+                dk, dv, k_tile, v_own, memory, own, columns, number, tile, dq_ptr, exponents,
                 True, MEMBER, HEAD_DIM, TILE_Q,
             )  # fmt: skip
             number += 1
         dq_ptr += padded * HEAD_DIM
     room = memory.v.index(MEMBER)
-    store_tile(dv_desc, work, first_column, 0, room, dv.to(dtype))
-    store_tile(dk_desc, work, first_column, 0, room, (dk * scale).to(dtype))
+    store_tile(dv_desc, own, work, first_column, 0, room, dv.to(dtype))
+    store_tile(dk_desc, own, work, first_column, 0, room, (dk * scale).to(dtype))
 
 
 @gluon.jit
-def store_tile(desc, work, first_row, first_column, room, values):
+def store_tile(desc, own, work, first_row, first_column, room, values):
     """Write 64 rows of so many columns, which need not all exist, through shared memory."""
     as_matrix(room, values.shape[0], values.shape[1]).store(values)
     fence_async_shared()
-    tma.async_copy_shared_to_global(desc, [work.batch, work.head, first_row, first_column], room)
+    tma.async_copy_shared_to_global(desc, own.q_corner(work.batch, work.head, first_row, first_column), room)
     tma.store_wait(0)
 
 
@@ -227,6 +230,8 @@ def backward_kernel(
     dk_desc,
     dv_desc,
     dq,
+    q_starts,
+    k_starts,
     matrices,
     heads,
     group,
@@ -239,12 +244,14 @@ def backward_kernel(
     scale,
     exponent_scale,
     steepness,
+    sequences,
     HEAD_DIM: gl.constexpr,
     TILE_Q: gl.constexpr,
     STAGES: gl.constexpr,
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
     CAPPED: gl.constexpr,
+    TO_THE_END: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
@@ -252,11 +259,14 @@ def backward_kernel(
 
     ``matrices`` and ``heads`` are k's. lse, in exponents of 2, and delta are (matrices of q, padded), and dq has room
     for (matrices of q, padded, HEAD_DIM), laid out as `add` does; ``padded`` is a multiple of TILE_Q, and lse is +inf
-    beyond q_len.
+    beyond q_len. For packed sequences see `packing`.
     ``exponent_scale`` and ``steepness`` make `Exponents`.
     """
     # Of a key at column c the rows c - right to c - left see it: the same schedule with the roles exchanged.
-    schedule = Schedule(matrices, heads, k_len, q_len, -right, -left, section, 2 * GROUP, TILE_Q, RIGHT, LEFT)
+    packing = new_packing(k_starts, q_starts, sequences, TO_THE_END)
+    schedule = Schedule(
+        matrices, heads, k_len, q_len, -right, -left, section, packing, 2 * GROUP, TILE_Q, RIGHT, LEFT
+    )  # fmt: skip
     exponents = Exponents(exponent_scale, steepness, CAPPED)
     dtype: gl.constexpr = q_desc.dtype
     slopes_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * GROUP, TILE_Q], dtype)
@@ -270,14 +280,15 @@ def backward_kernel(
         Ring(slopes, new_barriers(2, 2), new_barriers(2, 1), 2),
     )  # fmt: skip
     fence_async_shared()
-    gl.warp_specialize([
-        (compute, (
-            0, dk_desc, dv_desc, dq, memory, schedule, group, padded, scale, exponents, HEAD_DIM, TILE_Q,
-        )),
-        (compute, (
-            1, dk_desc, dv_desc, dq, memory, schedule, group, padded, scale, exponents, HEAD_DIM, TILE_Q,
-        )),
-        (copy_ahead, (
-            (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), memory, schedule, group, HEAD_DIM, TILE_Q,
-        )),
-    ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
+    if schedule.has_rows(gl.program_id(0)):
+        gl.warp_specialize([
+            (compute, (
+                0, dk_desc, dv_desc, dq, memory, schedule, group, padded, scale, exponents, HEAD_DIM, TILE_Q,
+            )),
+            (compute, (
+                1, dk_desc, dv_desc, dq, memory, schedule, group, padded, scale, exponents, HEAD_DIM, TILE_Q,
+            )),
+            (copy_ahead, (
+                (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), memory, schedule, group, HEAD_DIM, TILE_Q,
+            )),
+        ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip

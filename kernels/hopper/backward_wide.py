@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .backward import NUMBERS, Memory, copy_ahead, store_tile, visible
+from .packing import new_packing
 from .ring import Ring, new_barriers, new_tiles
 from .schedule import Schedule
 from .softmax import Exponents
@@ -83,40 +84,43 @@ def compute(
     dtype: gl.constexpr = memory.k.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    work = schedule.work(gl.program_id(0))
+    work, own = schedule.work(gl.program_id(0))
     k_tile = as_matrix(memory.k, GROUP, HEAD_DIM)
     v_tile = as_matrix(memory.v.index(0), GROUP, HEAD_DIM)
     dk = gl.zeros([GROUP, HALF], gl.float32, wide)
     dv = gl.zeros([GROUP, HALF], gl.float32, wide)
     columns = work.first_row + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
     dq_ptr += (work.matrix * group).to(gl.int64) * padded * HEAD_DIM + MEMBER * GROUP * HALF
-    left, right = schedule.whole_tiles(work)
+    if own.packing.PACKED:
+        dq_ptr += own.first_filled_up().to(gl.int64) * HEAD_DIM
+    left, right = own.whole_tiles(work)
     mbarrier.wait(memory.kv_full, 0)
     number = 0
     for _ in range(group):
         for tile in range(work.begin, left):
             dk, dv = step(
-                dk, dv, k_tile, v_tile, memory, weights_tiles, schedule, columns, number, tile, dq_ptr,
+                dk, dv, k_tile, v_tile, memory, weights_tiles, own, columns, number, tile, dq_ptr,
                 exponents, True, MEMBER, HEAD_DIM,
             )  # fmt: skip
             number += 1
         for tile in range(left, right):
             dk, dv = step(
-                dk, dv, k_tile, v_tile, memory, weights_tiles, schedule, columns, number, tile, dq_ptr,
+                dk, dv, k_tile, v_tile, memory, weights_tiles, own, columns, number, tile, dq_ptr,
                 exponents, False, MEMBER, HEAD_DIM,
             )  # fmt: skip
             number += 1
         for tile in range(right, work.end):
             dk, dv = step(
-                dk, dv, k_tile, v_tile, memory, weights_tiles, schedule, columns, number, tile, dq_ptr,
+                dk, dv, k_tile, v_tile, memory, weights_tiles, own, columns, number, tile, dq_ptr,
                 exponents, True, MEMBER, HEAD_DIM,
             )  # fmt: skip
             number += 1
         dq_ptr += padded * HEAD_DIM
     # Both groups have read v by now: each waited for the other's last gradients of scores.
-    rooms = memory.v._reinterpret(dtype, [2, 1, 1, GROUP, HALF], dv_desc.layout)
-    store_tile(dv_desc, work, work.first_row, MEMBER * HALF, rooms.index(MEMBER), dv.to(dtype))
-    store_tile(dk_desc, work, work.first_row, MEMBER * HALF, rooms.index(MEMBER), (dk * scale).to(dtype))
+    shape: gl.constexpr = [2] + dv_desc.block_shape  # noqa: RUF005 - Gluon knows no starred lists
+    rooms = memory.v._reinterpret(dtype, shape, dv_desc.layout)
+    store_tile(dv_desc, own, work, work.first_row, MEMBER * HALF, rooms.index(MEMBER), dv.to(dtype))
+    store_tile(dk_desc, own, work, work.first_row, MEMBER * HALF, rooms.index(MEMBER), (dk * scale).to(dtype))
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
@@ -130,6 +134,8 @@ def backward_wide_kernel(
     dk_desc,
     dv_desc,
     dq,
+    q_starts,
+    k_starts,
     matrices,
     heads,
     group,
@@ -142,17 +148,22 @@ def backward_wide_kernel(
     scale,
     exponent_scale,
     steepness,
+    sequences,
     HEAD_DIM: gl.constexpr,
     TILE_Q: gl.constexpr,
     STAGES: gl.constexpr,
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
     CAPPED: gl.constexpr,
+    TO_THE_END: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     """Grid: a program for each tile of 64 keys of each matrix of k. Arguments as of `backward_kernel`; TILE_Q: 64."""
-    schedule = Schedule(matrices, heads, k_len, q_len, -right, -left, section, GROUP, TILE_Q, RIGHT, LEFT)
+    packing = new_packing(k_starts, q_starts, sequences, TO_THE_END)
+    schedule = Schedule(
+        matrices, heads, k_len, q_len, -right, -left, section, packing, GROUP, TILE_Q, RIGHT, LEFT
+    )  # fmt: skip
     exponents = Exponents(exponent_scale, steepness, CAPPED)
     dtype: gl.constexpr = q_desc.dtype
     pairs_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP, TILE_Q], dtype)
@@ -167,14 +178,15 @@ def backward_wide_kernel(
         Ring(slopes, new_barriers(2, 2), new_barriers(2, 1), 2),
     )  # fmt: skip
     fence_async_shared()
-    gl.warp_specialize([
-        (compute, (
-            0, dk_desc, dv_desc, dq, memory, weights_tiles, schedule, group, padded, scale, exponents, HEAD_DIM,
-        )),
-        (compute, (
-            1, dk_desc, dv_desc, dq, memory, weights_tiles, schedule, group, padded, scale, exponents, HEAD_DIM,
-        )),
-        (copy_ahead, (
-            (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), memory, schedule, group, HEAD_DIM, TILE_Q,
-        )),
-    ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
+    if schedule.has_rows(gl.program_id(0)):
+        gl.warp_specialize([
+            (compute, (
+                0, dk_desc, dv_desc, dq, memory, weights_tiles, schedule, group, padded, scale, exponents, HEAD_DIM,
+            )),
+            (compute, (
+                1, dk_desc, dv_desc, dq, memory, weights_tiles, schedule, group, padded, scale, exponents, HEAD_DIM,
+            )),
+            (copy_ahead, (
+                (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), memory, schedule, group, HEAD_DIM, TILE_Q,
+            )),
+        ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip

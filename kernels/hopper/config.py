@@ -26,6 +26,11 @@ class ForwardConfig(NamedTuple):
     most_registers: int
     own_room: bool
 
+    def for_packed(self) -> ForwardConfig:
+        """The same where sequences are packed: the copying warp has more to keep, and gets it from the others."""
+        registers, more = self.registers - 8, self.copy_registers + 8 * self.groups
+        return self._replace(registers=registers, copy_registers=more)
+
 
 class Columns(NamedTuple):
     """How the forward holds heads: `width` columns in one tile, and so many more of q and k, and of v, in another."""

@@ -57,7 +57,7 @@ def copy_ahead(
     tiles = schedule.tiles()
     number = 0
     turn = 0
-    place = gl.program_id(0)
+    place = found(gl.program_id(0), memory.queue, schedule, PERSISTENT)
     # Places of the last two tiles, which are not judged yet, and of the last one that is to be computed again. They
     # begin otherwise than `place`: a pass of the compiler takes what begins alike, and is handed on, for one number.
     last = -1
@@ -75,15 +75,34 @@ def copy_ahead(
         place = following
     if turn > 1:
         again = noted(turn - 2, last_but_one, again, lse_ptr, memory.queue, schedule)
-    again = noted(turn - 1, last, again, lse_ptr, memory.queue, schedule)
-    while again >= 0:
+    computed = True
+    if schedule.packing.PACKED:
+        computed = turn > 0
+    if computed:
+        again = noted(turn - 1, last, again, lse_ptr, memory.queue, schedule)
+    # Where sequences overlap, because numbers are out of order, the list is overwritten with anything.
+    last_turn = 2 * turn
+    while is_listed(again, turn, last_turn, schedule):
         place = again
         again = gl.load(link(lse_ptr, place, schedule))
         number, _ = copy_tile(
             descriptors, memory, schedule, group, CAREFUL, place, turn, number, HEAD_DIM, GROUPS, False
         )  # fmt: skip
         turn += 1
-    memory.queue.tell(turn, NONE, schedule.work(0))
+    work, own = schedule.work(0)
+    memory.queue.tell(turn, NONE, work, own)
+
+
+@gluon.jit
+def found(place, queue, schedule, TAKE: gl.constexpr):
+    """The first place from here on with a tile, if more are taken; else none if this has none."""
+    if schedule.packing.PACKED:
+        while schedule.is_spare(place):
+            if TAKE:
+                place = queue.take(schedule.tiles())
+            else:
+                place = schedule.tiles()
+    return place
 
 
 @gluon.jit
@@ -99,15 +118,15 @@ def copy_tile(
     TILE_K: gl.constexpr = schedule.TILE_K
     KEY_BYTES: gl.constexpr = (HEAD_DIM + memory.KEY_MORE) * 2
     VALUE_BYTES: gl.constexpr = (HEAD_DIM + memory.VALUE_MORE) * 2
-    work = schedule.work(place)
-    memory.queue.tell(turn, kind, work)
+    work, own = schedule.work(place)
+    memory.queue.tell(turn, kind, work, own)
     kv_head = work.head // group
     following = schedule.tiles()
     take_at = gl.minimum(work.begin + STEPS_AHEAD, work.end - 1)
     for tile in range(work.end - 1, work.begin - 1, -1):
-        corner = [work.batch, kv_head, tile * TILE_K, 0]
+        corner = own.k_corner(work.batch, kv_head, tile * TILE_K, 0)
         memory.k.wait_empty(number)
-        beyond = [work.batch, kv_head, tile * TILE_K, HEAD_DIM]
+        beyond = own.k_corner(work.batch, kv_head, tile * TILE_K, HEAD_DIM)
         mbarrier.expect(memory.k.arrival(number), TILE_K * KEY_BYTES)
         tma.async_copy_global_to_shared(k_desc, corner, memory.k.arrival(number), memory.k.tile(number))
         if memory.KEY_MORE > 0:
@@ -119,17 +138,17 @@ def copy_tile(
             mbarrier.expect(memory.q.arrival(turn), GROUPS * GROUP * KEY_BYTES)
             for member in gl.static_range(GROUPS):
                 tma.async_copy_global_to_shared(
-                    q_desc, [work.batch, work.head, work.first_row + member * GROUP, 0],
+                    q_desc, own.q_corner(work.batch, work.head, work.first_row + member * GROUP, 0),
                     memory.q.arrival(turn), memory.q.tiles.index(member),
                 )  # fmt: skip
                 if memory.KEY_MORE > 0:
                     tma.async_copy_global_to_shared(
-                        q_more_desc, [work.batch, work.head, work.first_row + member * GROUP, HEAD_DIM],
+                        q_more_desc, own.q_corner(work.batch, work.head, work.first_row + member * GROUP, HEAD_DIM),
                         memory.q.arrival(turn), memory.q_more.index(member),
                     )  # fmt: skip
         if TAKE:  # noqa: SIM102 - known when compiled
             if tile == take_at:
-                following = memory.queue.take(following)
+                following = found(memory.queue.take(following), memory.queue, schedule, True)
         memory.v.wait_empty(number + 1)
         mbarrier.expect(memory.v.arrival(number), TILE_K * VALUE_BYTES)
         tma.async_copy_global_to_shared(v_desc, corner, memory.v.arrival(number), memory.v.tile(number))
@@ -150,7 +169,16 @@ def noted(turn, place, again, lse_ptr, queue, schedule):
 
 
 @gluon.jit
+def is_listed(again, turn, last_turn, schedule):
+    """Whether a place is one, and not the end of the list."""
+    listed = again >= 0
+    if schedule.packing.PACKED:
+        listed = listed & (again < schedule.tiles()) & (turn < last_turn)
+    return listed
+
+
+@gluon.jit
 def link(lse_ptr, place, schedule):
     """Where a listed tile keeps the place of the one before it: in a log-sum-exp that will be written again."""
-    work = schedule.work(place)
-    return (lse_ptr + work.matrix.to(gl.int64) * schedule.q_len + work.first_row).to(gl.pointer_type(gl.int32))
+    work, own = schedule.work(place)
+    return (schedule.row_numbers(lse_ptr, work, own) + work.first_row).to(gl.pointer_type(gl.int32))

@@ -17,6 +17,9 @@ ALIGNMENT = 16
 LEAST_HEAD_DIM = 40
 """Below, half of a tile's columns and more would be zeros."""
 
+MOST_PACKED = 1 << 29
+"""Rows of packed sequences: where they end has to be told in numbers below 2 ** 30, and filled up they are more."""
+
 SOFTCAP = "cs336_systems.attention.variants.softcap._softcap"
 """The rule for it."""
 
@@ -49,7 +52,7 @@ def why_not_computed(q: Tensor, k: Tensor, v: Tensor, scale: float, settings: Se
         return f"they take {expected}, or up to 192 of q and 128 of v; got {head_dim} and {v_head_dim}"
     if not 0.0 < scale < math.inf:
         return f"they take a positive scale; got {scale}"
-    further = ("mask", "scores", "sinks", "dropout", "blocks", "packed")
+    further = ("mask", "scores", "sinks", "dropout", "blocks")
     asked = [name for name in further if getattr(settings, name) not in (None, False, ())]
     if softcap_of(settings) is not None:
         asked.remove("scores")
@@ -57,6 +60,8 @@ def why_not_computed(q: Tensor, k: Tensor, v: Tensor, scale: float, settings: Se
         return f"they apply causal masks, windows and soft caps; asked for {', '.join(asked)}"
     if q.ndim > 4:
         return f"they take at most one batch axis before the heads'; got {q.ndim - 3}"
+    if settings.packed is not None and (reason := _why_not_packed(q, k)) is not None:
+        return reason
     if any(0 in x.shape for x in (q, k, v)):
         return "there is nothing to compute"
     return next(
@@ -95,6 +100,14 @@ def is_aligned(*addresses: int) -> bool:
     for address in addresses:
         together |= address
     return together % ALIGNMENT == 0
+
+
+def _why_not_packed(q: Tensor, k: Tensor) -> str | None:
+    if q.ndim == 4 and q.shape[0] != 1:
+        return f"they take packed sequences of one entry of a batch; got {q.shape[0]}"
+    if max(q.shape[-2], k.shape[-2]) > MOST_PACKED:
+        return f"they take at most {MOST_PACKED} rows of packed sequences; got {q.shape[-2]} and {k.shape[-2]}"
+    return None
 
 
 def _why_not_copied(name: str, x: Tensor) -> str | None:

@@ -16,16 +16,43 @@ from ..portable.softmax import LOG2_E
 from ..settings import Window
 from .config import BACKWARD, FORWARD, FORWARD_MORE, columns_of, width_of
 from .coverage import ALIGNMENT
+from .packing import BOUND, FILLED_UP
 from .tiles import GROUP
 
 ROWS = GROUP.value
-ROWS_FILLED_UP = 2 * ROWS
-"""What the backward has for each row of q is for a multiple of so many: of any tile."""
+ROWS_FILLED_UP = FILLED_UP.value
+
+MOST = 0x7FFF0000
+"""Entries of an axis that has no end."""
 
 SECTION_BYTES = 24 << 20
 """Keys and values of so many matrices stay in the L2 cache while their queries pass."""
 
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+
+
+class Packed(NamedTuple):
+    """Where packed sequences of q and of k begin, and whether their last rows' own columns are the last.
+
+    Or that each matrix is one sequence.
+    """
+
+    q_starts: Tensor | None = None
+    k_starts: Tensor | None = None
+    to_the_end: bool = False
+
+    @property
+    def sequences(self) -> int:
+        """How many; 0 if none are packed."""
+        return 0 if self.q_starts is None else self.q_starts.numel() - 1
+
+    @property
+    def starts(self) -> tuple[Tensor | None, Tensor | None]:
+        """As kernels take them."""
+        return self.q_starts, self.k_starts
+
+
+ALONE = Packed()
 
 
 class Rows(NamedTuple):
@@ -62,17 +89,27 @@ def as_heads(*tensors: Tensor) -> list[Tensor]:
     return [x if x.ndim == 4 else x.unsqueeze(0) for x in tensors]
 
 
-def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def descriptor(x: Tensor, rows: int, columns: int, packed: Packed = ALONE) -> TensorDescriptor:
     """What the copying unit is told of a tensor (batch, heads, rows, d), to copy tiles of so many rows and columns.
 
-    What lies outside of the tensor reads as zeros, and is not written.
+    What lies outside of the tensor reads as zeros, and is not written; of packed sequences, outside of one (`packing`).
     """
-    block = [1, 1, rows, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype])
     # Of an axis of one entry the stride may be anything, and is used for nothing.
     any_stride = ALIGNMENT // x.element_size()
     strides = [stride if size > 1 else any_stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
+    shape = list(x.shape)
+    if packed.sequences:
+        _, head, row = strides
+        shape = [MOST, MOST, x.shape[1], BOUND.value, x.shape[3]]
+        strides = [2**64 // BOUND.value - row, row, head, row]
+    block = [1] * (len(shape) - 2) + [rows, columns]
+    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype])
+    return TensorDescriptor(x, shape, [*strides, 1], block, layout)
+
+
+def tiles_of(length: int, tile: int, sequences: int) -> int:
+    """How many tiles hold the rows of a matrix; if these are packed sequences, how many are enough for any lengths."""
+    return length // tile + sequences + 1 if sequences else triton.cdiv(length, tile)
 
 
 def of_rows(x: Tensor, rows: int) -> TensorDescriptor:
@@ -118,6 +155,7 @@ def describe_forward(
     scale: float,
     softcap: float | None,
     programs: int,
+    packed: Packed = ALONE,
 ) -> Launch:
     """The launch of `forward_kernel` on tensors ([batch,] heads, rows, d), with at most so many programs.
 
@@ -127,29 +165,24 @@ def describe_forward(
     batch, heads, q_len, head_dim = q.shape
     width, *mores = columns_of(head_dim, v.shape[-1])  # type: ignore[misc]
     config = FORWARD_MORE[width, mores[0]] if any(mores) else FORWARD[width, band[1] is not None]
+    config = config.for_packed() if packed.sequences else config
     group = heads // k.shape[1]
-    tiles = batch * heads * triton.cdiv(q_len, config.groups * ROWS)
+    tiles = batch * heads * tiles_of(q_len, config.groups * ROWS, packed.sequences)
     more = {"KEY_MORE": mores[0], "VALUE_MORE": mores[1]}
-    key_more, value_more = (columns or width for columns in mores)
+    described = (q, ROWS), (k, config.tile_k), (v, config.tile_k), (out, ROWS)
+    of_keys, of_values = (columns or width for columns in mores)
+    beyond = (of_keys, of_keys, of_values, of_values) if any(mores) else ()
     constants = {"GROUPS": config.groups, "OWN_ROOM": config.own_room}
     return Launch(
         (min(programs, tiles), 1),
         (
-            *(descriptor(q, ROWS, width), descriptor(k, config.tile_k, width), descriptor(v, config.tile_k, width)),
-            descriptor(out, ROWS, width),
-            *(
-                (
-                    *(descriptor(q, ROWS, key_more), descriptor(k, config.tile_k, key_more)),
-                    *(descriptor(v, config.tile_k, value_more), descriptor(out, ROWS, value_more)),
-                )
-                if any(mores)
-                else ()
-            ),
-            *(lse, counter),
+            *(descriptor(x, rows, width, packed) for x, rows in described),
+            *(descriptor(x, rows, columns, packed) for (x, rows), columns in zip(described, beyond, strict=False)),
+            *(lse, counter, *packed.starts),
         ),
         (
             *(batch * heads, heads, group, q_len, k.shape[2], *band_arguments(band)),
-            *(section(k, batch * heads, group), *exponents(scale, softcap)),
+            *(section(k, batch * heads, group), *exponents(scale, softcap), packed.sequences),
         ),
         {
             "HEAD_DIM": width,
@@ -158,6 +191,7 @@ def describe_forward(
             **band_constants(band),
             **(more if any(mores) else constants),
             "CAPPED": softcap is not None,
+            "TO_THE_END": packed.to_the_end,
             "PERSISTENT": programs < tiles,
             "COPY_REGISTERS": config.copy_registers,
             "REGISTERS": config.registers,
@@ -176,6 +210,7 @@ def describe_backward(
     band: Window,
     scale: float,
     softcap: float | None,
+    packed: Packed = ALONE,
 ) -> Launch:
     """The launch of the width's kernel on tensors ([batch,] heads, rows, d); ``gradients`` are those of k and v."""
     q, k, v, dout = as_heads(q, k, v, dout)
@@ -186,21 +221,25 @@ def describe_backward(
     lengths = batch * heads, heads, group, q.shape[2], k_len, rows.delta.shape[-1]
     columns = width if config.keys == 2 * ROWS else config.part
     return Launch(
-        (batch * heads * triton.cdiv(k_len, config.keys), 1),
+        (batch * heads * tiles_of(k_len, config.keys, packed.sequences), 1),
         (
-            *(descriptor(x, config.tile_q, width) for x in (q, dout)),
-            *(descriptor(k, config.keys, width), descriptor(v, ROWS, width)),
+            *(descriptor(x, config.tile_q, width, packed) for x in (q, dout)),
+            *(descriptor(k, config.keys, width, packed), descriptor(v, ROWS, width, packed)),
             *(of_rows(rows.exponents, config.tile_q), of_rows(rows.delta, config.tile_q)),
-            *(descriptor(x, ROWS, columns) for x in as_heads(*gradients)),
-            rows.sums,
+            *(descriptor(x, ROWS, columns, packed) for x in as_heads(*gradients)),
+            *(rows.sums, *packed.starts),
         ),
-        (*lengths, *band_arguments(band), section(q, batch * heads), scale, *exponents(scale, softcap)),
+        (
+            *(*lengths, *band_arguments(band), section(q, batch * heads), scale, *exponents(scale, softcap)),
+            packed.sequences,
+        ),
         {
             "HEAD_DIM": width,
             "TILE_Q": config.tile_q,
             "STAGES": config.stages,
             **band_constants(band),
             "CAPPED": softcap is not None,
+            "TO_THE_END": packed.to_the_end,
             "COPY_REGISTERS": config.copy_registers,
             "REGISTERS": config.registers,
         },
@@ -208,26 +247,33 @@ def describe_backward(
     )
 
 
-def describe_prepare(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, rows: Rows) -> Launch:
+def describe_prepare(
+    out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, rows: Rows, packed: Packed = ALONE
+) -> Launch:
     """The launch of `prepare_kernel` on out and its gradient ([batch,] heads, rows, d), and numbers for their rows."""
     out, dout = as_heads(out, dout)
     _, heads, q_len, head_dim = out.shape
     strides = out.stride()[:3], dout.stride()[:3]
-    widths = {"HEAD_DIM": head_dim, "WIDTH": rows.sums.numel() // rows.delta.numel(), "ROWS": ROWS}
-    return Launch(
-        _tiles(rows), (out, dout, lse, dlse, *rows), (*strides, heads, q_len, rows.delta.shape[-1]), widths, {}
-    )
+    widths = {"HEAD_DIM": head_dim, "WIDTH": rows.sums.numel() // rows.delta.numel()} | _HEIGHTS
+    tensors = out, dout, lse, dlse, *rows, packed.q_starts
+    return Launch(_tiles(rows), tensors, (*strides, heads, *_lengths(q_len, rows, packed)), widths, {})
 
 
-def describe_finish(rows: Rows, dq: Tensor, scale: float) -> Launch:
+def describe_finish(rows: Rows, dq: Tensor, scale: float, packed: Packed = ALONE) -> Launch:
     """The launch of `finish_kernel` on the gradient of q ([batch,] heads, rows, d)."""
     [dq] = as_heads(dq)
     _, heads, q_len, head_dim = dq.shape
     width = width_of(head_dim)
-    widths = {"HEAD_DIM": head_dim, "WIDTH": width, "PART": BACKWARD[width].part, "ROWS": ROWS}
-    return Launch(
-        _tiles(rows), (rows.sums, dq), (dq.stride()[:3], heads, q_len, rows.delta.shape[-1], scale), widths, {}
-    )
+    widths = {"HEAD_DIM": head_dim, "WIDTH": width, "PART": BACKWARD[width].part} | _HEIGHTS
+    tensors = rows.sums, dq, packed.q_starts
+    return Launch(_tiles(rows), tensors, (dq.stride()[:3], heads, *_lengths(q_len, rows, packed), scale), widths, {})
+
+
+_HEIGHTS = {"ROWS": ROWS, "FILLED_UP": FILLED_UP.value}
+
+
+def _lengths(q_len: int, rows: Rows, packed: Packed) -> tuple[int, int, int]:
+    return q_len, rows.delta.shape[-1], packed.sequences
 
 
 def _tiles(rows: Rows) -> tuple[int, int]:

@@ -15,13 +15,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .copying import Memory, copy_ahead
+from .packing import new_packing
 from .queue import CAREFUL, NONE, new_queue
 from .ring import Ring, new_barriers, new_tiles
 from .schedule import Schedule
 from .softmax import Exponents, first_fold
 from .tiles import GROUP, as_matrix, packed, unpacked
 
-NUMBERS = ("matrices", "heads", "group", "q_len", "k_len", "left", "right", "section")
+NUMBERS = ("matrices", "heads", "group", "q_len", "k_len", "left", "right", "section", "sequences")
 """Arguments that one compiled kernel takes any values of."""
 
 
@@ -130,6 +131,10 @@ def attend(
     tile = work.end - 1
     if schedule.RIGHT:  # noqa: SIM114 - known when compiled, and then no branch
         scores = gl.where(visible(rows, tile * TILE_K, schedule, layout), scores, float("-inf"))
+    elif schedule.packing.PACKED:
+        # A sequence may have no keys.
+        if (work.whole_begin > tile) | (work.end * TILE_K > schedule.k_len):
+            scores = gl.where(visible(rows, tile * TILE_K, schedule, layout), scores, float("-inf"))
     elif (work.whole_begin > tile) | (schedule.k_len % TILE_K != 0):
         scores = gl.where(visible(rows, tile * TILE_K, schedule, layout), scores, float("-inf"))
     softmax, exact = first_fold(scores, exponents.scale)
@@ -181,12 +186,13 @@ def compute(
     kind, batch, head, tile_row = memory.queue.hear(turn)
     while kind != NONE:
         careful = kind == CAREFUL
-        work = schedule.work_of(batch, head, tile_row)
+        own = memory.queue.sequence(turn, schedule)
+        work = own.work_of(batch, head, tile_row)
         first_row = work.first_row + MEMBER * GROUP
         rows = first_row + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
         memory.q.wait_full(turn)
         softmax, weights, out, out_more, number = attend(
-            memory, schedule, work, rows, number, careful, exponents, MEMBER, HEAD_DIM
+            memory, own, work, rows, number, careful, exponents, MEMBER, HEAD_DIM
         )  # fmt: skip
         if OWN_ROOM:
             memory.q.release(turn)
@@ -200,7 +206,7 @@ def compute(
         certain = certain | careful
         normaliser, row_lse = softmax.normaliser_and_lse(exponents.scale)
         out *= gl.convert_layout(normaliser, gl.SliceLayout(1, out_layout))[:, None]
-        gl.store(lse_ptr + work.matrix.to(gl.int64) * schedule.q_len + rows, row_lse, mask=rows < schedule.q_len)
+        gl.store(schedule.row_numbers(lse_ptr, work, own) + rows, row_lse, mask=rows < own.q_len)
         tma.store_wait(0)
         room = memory.out.index(MEMBER)
         as_matrix(room, GROUP, HEAD_DIM).store(out.to(dtype))
@@ -209,9 +215,9 @@ def compute(
             room_of_more = memory.out_more.index(MEMBER)
             as_matrix(room_of_more, GROUP, memory.VALUE_MORE).store(out_more.to(dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [work.batch, work.head, first_row, 0], room)
+        tma.async_copy_shared_to_global(out_desc, own.q_corner(work.batch, work.head, first_row, 0), room)
         if memory.VALUE_MORE > 0:
-            corner_of_more = [work.batch, work.head, first_row, HEAD_DIM]
+            corner_of_more = own.q_corner(work.batch, work.head, first_row, HEAD_DIM)
             tma.async_copy_shared_to_global(out_more_desc, corner_of_more, room_of_more)
         if not OWN_ROOM:
             tma.store_wait(0)
@@ -231,6 +237,8 @@ def forward_kernel(
     out_desc,
     lse,
     counter,
+    q_starts,
+    k_starts,
     matrices,
     heads,
     group,
@@ -241,6 +249,7 @@ def forward_kernel(
     section,
     scale,
     steepness,
+    sequences,
     HEAD_DIM: gl.constexpr,
     TILE_K: gl.constexpr,
     GROUPS: gl.constexpr,
@@ -248,14 +257,18 @@ def forward_kernel(
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
     CAPPED: gl.constexpr,
+    TO_THE_END: gl.constexpr,
     OWN_ROOM: gl.constexpr,
     PERSISTENT: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """Grid: as many programs as the GPU has multiprocessors, or fewer. See `Exponents`."""
+    """Grid: as many programs as the GPU has multiprocessors, or fewer. See `Exponents` and `packing`."""
     exponents = Exponents(scale, steepness, CAPPED)
-    schedule = Schedule(matrices, heads, q_len, k_len, left, right, section, GROUPS * GROUP, TILE_K, LEFT, RIGHT)
+    packing = new_packing(q_starts, k_starts, sequences, TO_THE_END)
+    schedule = Schedule(
+        matrices, heads, q_len, k_len, left, right, section, packing, GROUPS * GROUP, TILE_K, LEFT, RIGHT
+    )  # fmt: skip
     q_ring = Ring(new_tiles(q_desc, GROUPS), new_barriers(1, 1), new_barriers(1, GROUPS), 1)
     # A release is of the keys of one step and of the values of the step before.
     released = new_barriers(STAGES, GROUPS)
@@ -264,7 +277,7 @@ def forward_kernel(
     room = q_ring.tiles
     if OWN_ROOM:
         room = new_tiles(q_desc, GROUPS)
-    queue = new_queue(counter, GROUPS)
+    queue = new_queue(counter, GROUPS, packing.PACKED)
     fence_async_shared()
     memory = Memory(
         q_ring, k_ring, v_ring, room, queue, q_ring.tiles, k_ring.tiles, v_ring.tiles, room, 0, 0,

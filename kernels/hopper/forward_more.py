@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from .copying import Memory, copy_ahead
 from .forward import NUMBERS, compute
+from .packing import new_packing
 from .queue import new_queue
 from .ring import Ring, new_barriers, new_tiles
 from .schedule import Schedule
@@ -25,6 +26,8 @@ def forward_more_kernel(
     out_more_desc,
     lse,
     counter,
+    q_starts,
+    k_starts,
     matrices,
     heads,
     group,
@@ -35,6 +38,7 @@ def forward_more_kernel(
     section,
     scale,
     steepness,
+    sequences,
     HEAD_DIM: gl.constexpr,
     KEY_MORE: gl.constexpr,
     VALUE_MORE: gl.constexpr,
@@ -43,13 +47,17 @@ def forward_more_kernel(
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
     CAPPED: gl.constexpr,
+    TO_THE_END: gl.constexpr,
     PERSISTENT: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     """Grid and arguments as of `forward_kernel`, with two warp groups. VALUE_MORE may be 0, with any descriptors."""
     exponents = Exponents(scale, steepness, CAPPED)
-    schedule = Schedule(matrices, heads, q_len, k_len, left, right, section, 2 * GROUP, TILE_K, LEFT, RIGHT)
+    packing = new_packing(q_starts, k_starts, sequences, TO_THE_END)
+    schedule = Schedule(
+        matrices, heads, q_len, k_len, left, right, section, packing, 2 * GROUP, TILE_K, LEFT, RIGHT
+    )  # fmt: skip
     q_ring = Ring(new_tiles(q_desc, 2), new_barriers(1, 1), new_barriers(1, 2), 1)
     released = new_barriers(STAGES, 2)
     k_ring = Ring(new_tiles(k_desc, STAGES), new_barriers(STAGES, 1), released, STAGES)
@@ -60,7 +68,7 @@ def forward_more_kernel(
     if VALUE_MORE > 0:
         v_more = new_tiles(v_more_desc, STAGES)
         out_more = new_tiles(out_more_desc, 2)
-    queue = new_queue(counter, 2)
+    queue = new_queue(counter, 2, packing.PACKED)
     memory = Memory(
         q_ring, k_ring, v_ring, room, queue,
         new_tiles(q_more_desc, 2), new_tiles(k_more_desc, STAGES), v_more, out_more, KEY_MORE, VALUE_MORE,

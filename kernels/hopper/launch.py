@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ..launching import Launcher, Plans, address_of, is_elsewhere
 from ..layout import Layout, one_a_row, rows_like
 from ..portable import launch as portable
-from ..portable.launch import PLAIN
+from ..portable.launch import PLAIN, metadata_of
 from ..settings import Settings, Window
 from ..tuning import processors_of
 from .backward import backward_kernel
@@ -23,17 +22,23 @@ from .backward_wide import backward_wide_kernel
 from .config import WIDTHS, columns_of, width_of
 from .coverage import is_aligned, is_copied, softcap_of, why_not_backward, why_not_forward
 from .describe import (
+    ALONE,
     ROWS_FILLED_UP,
+    Packed,
     Rows,
     describe_backward,
     describe_finish,
     describe_forward,
     describe_prepare,
+    tiles_of,
 )
 from .forward import forward_kernel
 from .forward_more import forward_more_kernel
 from .launcher import TiledLauncher
 from .rows import finish_kernel, prepare_kernel
+
+EXTRAS = (0, 2)
+"""How many a call may have, that is, none, or where packed sequences of q and of k begin. The settings say which."""
 
 KERNELS = {64: backward_kernel, 128: backward_kernel, 256: backward_wide_kernel}
 """The backward of each width."""
@@ -51,6 +56,7 @@ class ForwardPlan(NamedTuple):
     band: Window
     softcap: float | None
     has_more: bool
+    to_the_end: bool
     launcher: TiledLauncher
 
 
@@ -71,6 +77,7 @@ class BackwardPlan(NamedTuple):
     width: int
     band: Window
     softcap: float | None
+    to_the_end: bool
     prepare: Launcher
     launcher: TiledLauncher
     finish: Launcher
@@ -94,10 +101,12 @@ def forward(
     if is_elsewhere(device):
         with torch.cuda.device(device):
             return forward(q, k, v, scale, settings, numbers, extras)
-    if extras:
+    if len(extras) not in EXTRAS:
         return portable.forward(q, k, v, scale, settings, numbers, extras)
     dtype = q.dtype
-    shapes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
+    shapes: tuple[object, ...] = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
+    if extras:
+        shapes += metadata_of(extras)
     plan = _forward_plans.get(
         (shapes, dtype, device, scale, settings, *numbers),
         lambda: _plan_forward(q, k, v, scale, Settings.of(settings, numbers)),
@@ -111,10 +120,22 @@ def forward(
     described = (*addresses, out.data_ptr())
     plan.launcher(
         described * 2 if plan.has_more else described,
-        (lse.data_ptr(), counter.data_ptr()),
-        lambda: describe_forward(q, k, v, out, lse, counter, plan.band, scale, plan.softcap, processors_of(device)),
+        (lse.data_ptr(), counter.data_ptr(), *_starts_of(extras)),
+        lambda: describe_forward(
+            *(q, k, v, out, lse, counter, plan.band, scale, plan.softcap, processors_of(device)),
+            _packed(extras, plan.to_the_end),
+        ),
     )
     return out, lse
+
+
+def _starts_of(extras: Sequence[Tensor]) -> tuple[int | None, ...]:
+    """As kernels take them."""
+    return tuple([starts.data_ptr() for starts in extras]) if extras else (None, None)
+
+
+def _packed(extras: Sequence[Tensor], to_the_end: bool) -> Packed:
+    return Packed(extras[0], extras[1], to_the_end) if extras else ALONE
 
 
 def _plan_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, settings: Settings) -> ForwardPlan:
@@ -129,6 +150,7 @@ def _plan_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, settings: Setti
         band,
         softcap_of(settings),
         has_more,
+        settings.to_the_end,
         TiledLauncher(forward_more_kernel if has_more else forward_kernel),
     )
 
@@ -153,12 +175,12 @@ def backward(
         with torch.cuda.device(device):
             return backward(q, k, v, out, lse, dout, dlse, scale, settings, numbers, extras, wanted)
     arguments = scale, settings, numbers, extras, wanted
-    if extras:
+    if len(extras) not in EXTRAS:
         return portable.backward(q, k, v, out, lse, dout, dlse, *arguments)
     shapes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), out.stride(), dout.stride())
     plan = _backward_plans.get(
-        (shapes, q.dtype, device, scale, dlse is None, settings, *numbers),
-        lambda: _plan_backward(q, k, v, dout, scale, Settings.of(settings, numbers)),
+        (shapes, metadata_of(extras), q.dtype, device, scale, dlse is None, settings, *numbers),
+        lambda: _plan_backward(q, k, v, dout, scale, Settings.of(settings, numbers), _packed(extras, False)),
     )
     addresses = q.data_ptr(), dout.data_ptr(), k.data_ptr(), v.data_ptr()
     if not plan.covered or not is_aligned(addresses[0], *addresses[2:]):
@@ -171,23 +193,29 @@ def backward(
     dq, dk, dv = plan.dq.empty(dtype, device), plan.dk.empty(dtype, device), plan.dv.empty(dtype, device)
     sizes = plan.matrices, plan.padded, plan.width
     memory = Rows.memory(*sizes, device)
+    packed = _packed(extras, plan.to_the_end)
+    starts = _starts_of(extras)
     *numbers_of_rows, sums = Rows.addresses(memory.data_ptr(), *sizes)
     plan.prepare(
-        (out.data_ptr(), dout.data_ptr(), lse.data_ptr(), address_of(dlse), *numbers_of_rows, sums),
-        lambda: describe_prepare(out, dout, lse, dlse, Rows.of(memory, *sizes)),
+        (out.data_ptr(), dout.data_ptr(), lse.data_ptr(), address_of(dlse), *numbers_of_rows, sums, starts[0]),
+        lambda: describe_prepare(out, dout, lse, dlse, Rows.of(memory, *sizes), packed),
     )
     plan.launcher(
         (*addresses, *numbers_of_rows, dk.data_ptr(), dv.data_ptr()),
-        (sums,),
-        lambda: describe_backward(q, k, v, dout, Rows.of(memory, *sizes), (dk, dv), plan.band, scale, plan.softcap),
+        (sums, *starts),
+        lambda: describe_backward(
+            q, k, v, dout, Rows.of(memory, *sizes), (dk, dv), plan.band, scale, plan.softcap, packed
+        ),
     )
-    plan.finish((sums, dq.data_ptr()), lambda: describe_finish(Rows.of(memory, *sizes), dq, scale))
+    plan.finish((sums, dq.data_ptr(), starts[0]), lambda: describe_finish(Rows.of(memory, *sizes), dq, scale, packed))
     return dq, dk, dv, []
 
 
-def _plan_backward(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float, settings: Settings) -> BackwardPlan:
+def _plan_backward(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float, settings: Settings, packed: Packed
+) -> BackwardPlan:
     covered = why_not_backward(q, k, v, scale, settings) is None
-    padded = triton.cdiv(q.shape[-2], ROWS_FILLED_UP) * ROWS_FILLED_UP
+    padded = tiles_of(q.shape[-2], ROWS_FILLED_UP, packed.sequences) * ROWS_FILLED_UP
     width = width_of(q.shape[-1]) if covered else WIDTHS[0]
     return BackwardPlan(
         covered,
@@ -200,6 +228,7 @@ def _plan_backward(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float, 
         width,
         settings.band(q.shape[-2], k.shape[-2]),
         softcap_of(settings),
+        settings.to_the_end,
         Launcher(prepare_kernel),
         TiledLauncher(KERNELS[width]),
         Launcher(finish_kernel),

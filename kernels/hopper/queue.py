@@ -9,6 +9,7 @@ from .versions import aggregate
 
 STAGES = gl.constexpr(2)
 FIELDS = gl.constexpr(4)
+FIELDS_OF_SEQUENCE = gl.constexpr(3)
 
 NORMAL, CAREFUL, NONE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 """What is to be done with a tile that is told: compute it, compute it again, or stop, because there is none."""
@@ -16,9 +17,10 @@ NORMAL, CAREFUL, NONE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 @aggregate
 class Queue:
-    """The tiles of this program, as the copying warp tells them to those that compute, four numbers each.
+    """The tiles of this program, as the copying warp tells them to those that compute, four numbers each, or seven.
 
     And what these say of each: whether it has to be computed again. verdicts: two numbers in turn for each of them.
+    PACKED: whether three numbers are told of a tile's sequence.
     counter: a number in global memory that is 0 between launches: how many tiles were taken beyond the first of each
     program.
     """
@@ -27,13 +29,15 @@ class Queue:
     verdicts: Ring
     counter: gl.tensor
     READERS: gl.constexpr
+    PACKED: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, ring, verdicts, counter, READERS):
+    def __init__(self, ring, verdicts, counter, READERS, PACKED):
         self.ring = ring
         self.verdicts = verdicts
         self.counter = counter
         self.READERS = gl.constexpr(READERS)
+        self.PACKED = gl.constexpr(PACKED)
 
     @gluon.jit
     def take(self, tiles):
@@ -45,7 +49,7 @@ class Queue:
         return taken + gl.num_programs(0)
 
     @gluon.jit
-    def tell(self, number, kind, work):
+    def tell(self, number, kind, work, own):
         """Let those that compute know what to do in their ``number``-th turn, and where."""
         self.ring.wait_empty(number)
         first = number % STAGES * FIELDS
@@ -53,6 +57,11 @@ class Queue:
         write(self.ring.tiles.index(first + 1), work.batch, 1)
         write(self.ring.tiles.index(first + 2), work.head, 1)
         write(self.ring.tiles.index(first + 3), work.first_row, 1)
+        if self.PACKED:
+            first = number % STAGES * FIELDS_OF_SEQUENCE + STAGES * FIELDS
+            write(self.ring.tiles.index(first), own.packing.q_start, 1)
+            write(self.ring.tiles.index(first + 1), own.q_len, 1)
+            write(self.ring.tiles.index(first + 2), own.k_len, 1)
         mbarrier.arrive(self.ring.arrival(number), count=1)
 
     @gluon.jit
@@ -64,8 +73,23 @@ class Queue:
         batch = read(self.ring.tiles.index(first + 1), 4)
         head = read(self.ring.tiles.index(first + 2), 4)
         first_row = read(self.ring.tiles.index(first + 3), 4)
-        self.ring.release(number)
+        if not self.PACKED:
+            self.ring.release(number)
         return kind, batch, head, first_row
+
+    @gluon.jit
+    def sequence(self, number, schedule):
+        """After that, for a tile: the schedule of its sequence."""
+        own = schedule
+        if self.PACKED:
+            first = number % STAGES * FIELDS_OF_SEQUENCE + STAGES * FIELDS
+            q_start = read(self.ring.tiles.index(first), 4)
+            q_len = read(self.ring.tiles.index(first + 1), 4)
+            k_len = read(self.ring.tiles.index(first + 2), 4)
+            self.ring.release(number)
+            # Who computes writes to rows of q alone.
+            own = schedule.of_sequence(schedule.packing.of(q_start, q_start, q_start), q_len, k_len)
+        return own
 
     @gluon.jit
     def judge(self, number, MEMBER: gl.constexpr, again):
@@ -84,14 +108,15 @@ class Queue:
 
 
 @gluon.jit
-def new_queue(counter, READERS: gl.constexpr):
+def new_queue(counter, READERS: gl.constexpr, PACKED: gl.constexpr):
     """A queue that READERS partitions hear."""
     shared: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    places = gl.allocate_shared_memory(gl.int32, [STAGES * FIELDS, 1], shared)
+    NUMBERS: gl.constexpr = FIELDS + FIELDS_OF_SEQUENCE if PACKED else FIELDS
+    places = gl.allocate_shared_memory(gl.int32, [STAGES * NUMBERS, 1], shared)
     verdicts = gl.allocate_shared_memory(gl.int32, [STAGES * READERS, 1], shared)
     judged = new_barriers(STAGES, READERS)
     ring = Ring(places, new_barriers(STAGES, 1), new_barriers(STAGES, READERS), STAGES)
-    return Queue(ring, Ring(verdicts, judged, judged, STAGES), counter, READERS)
+    return Queue(ring, Ring(verdicts, judged, judged, STAGES), counter, READERS, PACKED)
 
 
 @gluon.jit

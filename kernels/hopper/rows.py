@@ -3,10 +3,34 @@
 import triton
 import triton.language as tl
 
+from ..portable.sequences import sequence_of, slot_of, span_of
 from ..portable.softmax import LOG2_E
 
 
 @triton.jit
+def rows_of_program(starts, sequences, q_len, padded, ROWS: tl.constexpr, FILLED_UP: tl.constexpr):
+    """The matrix of a program, its rows among those that are filled up, where in the matrix they are, and which exist.
+
+    And which of these belong to a sequence. ``starts`` lists packed ones, each of which is filled up by itself; or None.
+    """
+    tiles = padded // ROWS
+    matrix = tl.program_id(0) // tiles
+    first = tl.program_id(0) % tiles * ROWS
+    filled_up = first + tl.arange(0, ROWS)
+    rows = filled_up
+    exist = rows < q_len
+    belong = exist
+    if starts is not None:
+        sequence = sequence_of(starts, first // FILLED_UP, sequences, FILLED_UP)
+        span = span_of(starts, sequence, sequences, q_len)
+        within = filled_up - slot_of(starts, sequence, FILLED_UP) * FILLED_UP
+        rows = span.first + within
+        exist = within < span.length
+        belong = exist & (sequence < sequences)
+    return matrix, filled_up, rows, exist, belong
+
+
+@triton.jit(do_not_specialize=["q_len", "sequences"])
 def prepare_kernel(
     out,
     dout,
@@ -15,25 +39,26 @@ def prepare_kernel(
     exponents,
     delta,
     dq,
+    starts,
     out_strides,
     dout_strides,
     heads,
     q_len,
     padded,
+    sequences,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
+    FILLED_UP: tl.constexpr,
 ):
     """Grid: a program for each ROWS rows of each matrix of q; ``padded``, a multiple of ROWS, is how many a matrix has.
 
     Writes the log-sum-exp in exponents of 2, +inf for rows that see nothing or do not exist, so that their weights are
     0; delta, the sum of out * dout less the gradient of the log-sum-exp; and zeros to the (padded, WIDTH) rows of dQ.
+    Rows after the last of packed sequences count as ones that do not exist.
     """
-    tiles = padded // ROWS
-    matrix = tl.program_id(0) // tiles
-    rows = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    matrix, filled_up, rows, _, exist = rows_of_program(starts, sequences, q_len, padded, ROWS, FILLED_UP)
     columns = tl.arange(0, WIDTH)[None, :]
-    exist = rows < q_len
     batch = tl.cast(matrix // heads, tl.int64)
     head = tl.cast(matrix % heads, tl.int64)
     wide_rows = tl.cast(rows, tl.int64)[:, None]
@@ -47,34 +72,35 @@ def prepare_kernel(
     total = tl.sum(o * do, 1)
     if dlse is not None:
         total -= tl.load(dlse + own, mask=exist, other=0.0)
-    target = tl.cast(matrix, tl.int64) * padded + rows
+    target = tl.cast(matrix, tl.int64) * padded + filled_up
     tl.store(exponents + target, tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E))
     tl.store(delta + target, total)
     tl.store(dq + target[:, None] * WIDTH + columns, tl.zeros([ROWS, WIDTH], tl.float32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_len", "sequences"])
 def finish_kernel(
     sums,
     dq,
+    starts,
     dq_strides,
     heads,
     q_len,
     padded,
+    sequences,
     scale,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
     ROWS: tl.constexpr,
+    FILLED_UP: tl.constexpr,
 ):
     """Grid as above. Scales the sums (matrices, padded, WIDTH) in float32 and writes them in dQ's dtype and layout.
 
     The sums of every 64 rows lie in parts of PART columns, in the order in which `tiles.add` adds to them.
     """
     tl.static_assert(ROWS == 64)
-    tiles = padded // ROWS
-    matrix = tl.program_id(0) // tiles
-    rows = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    matrix, _, rows, exist, _ = rows_of_program(starts, sequences, q_len, padded, ROWS, FILLED_UP)
     sums += tl.cast(tl.program_id(0), tl.int64) * ROWS * WIDTH
     dq += tl.cast(matrix // heads, tl.int64) * dq_strides[0] + tl.cast(matrix % heads, tl.int64) * dq_strides[1]
     places = dq + tl.cast(rows, tl.int64)[:, None] * dq_strides[2]
@@ -83,6 +109,6 @@ def finish_kernel(
         # Eight columns, sixteen rows, a row of eight, two columns, eight rows below, a column.
         values = tl.permute(tl.reshape(values, [PART // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
         columns = part * PART + tl.arange(0, PART)[None, :]
-        inside = (rows < q_len)[:, None] & (columns < HEAD_DIM)
+        inside = exist[:, None] & (columns < HEAD_DIM)
         values = tl.reshape(values, [ROWS, PART]) * scale
         tl.store(places + columns, values.to(dq.dtype.element_ty), mask=inside)

@@ -3,6 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .packing import Packing, corner
 from .versions import aggregate
 
 
@@ -41,6 +42,9 @@ class Schedule:
 
     Matrices are taken in sections whose keys and values the L2 cache holds; in a section, with a causal mask, the rows
     that see most come first, which leaves the short ones to fill the gaps at the end.
+
+    If sequences are packed, lengths and limits are those of one as if it had a matrix to itself, in what `work` returns;
+    before, lengths are those of matrices, and limits those of sequences whose lengths are equal.
     """
 
     matrices: gl.tensor
@@ -50,13 +54,14 @@ class Schedule:
     left: gl.tensor
     right: gl.tensor
     section: gl.tensor
+    packing: Packing
     TILE_Q: gl.constexpr
     TILE_K: gl.constexpr
     LEFT: gl.constexpr
     RIGHT: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, matrices, heads, q_len, k_len, left, right, section, TILE_Q, TILE_K, LEFT, RIGHT):
+    def __init__(self, matrices, heads, q_len, k_len, left, right, section, packing, TILE_Q, TILE_K, LEFT, RIGHT):
         self.matrices = matrices
         self.heads = heads
         self.q_len = q_len
@@ -64,20 +69,30 @@ class Schedule:
         self.left = left
         self.right = right
         self.section = section
+        self.packing = packing
         self.TILE_Q = gl.constexpr(TILE_Q)
         self.TILE_K = gl.constexpr(TILE_K)
         self.LEFT = gl.constexpr(LEFT)
         self.RIGHT = gl.constexpr(RIGHT)
 
     @gluon.jit
+    def tiles_of_a_matrix(self):
+        """How many there are; if sequences are packed, for as many as could be cut short, so some may be spare."""
+        if self.packing.PACKED:
+            tiles = self.q_len // self.TILE_Q + self.packing.count + 1
+        else:
+            tiles = gl.cdiv(self.q_len, self.TILE_Q)
+        return tiles
+
+    @gluon.jit
     def tiles(self):
         """How many tiles there are."""
-        return self.matrices * gl.cdiv(self.q_len, self.TILE_Q)
+        return self.matrices * self.tiles_of_a_matrix()
 
     @gluon.jit
     def work(self, index):
-        """What a tile, by its place in the order, asks for."""
-        tiles = gl.cdiv(self.q_len, self.TILE_Q)
+        """What a tile, by its place in the order, asks for, and the schedule of its sequence."""
+        tiles = self.tiles_of_a_matrix()
         first = index // (self.section * tiles) * self.section
         within = index - first * tiles
         width = gl.minimum(self.section, self.matrices - first)
@@ -85,7 +100,63 @@ class Schedule:
         matrix = first + within % width
         if self.RIGHT:
             tile = tiles - 1 - tile
-        return self.work_of(matrix // self.heads, matrix % self.heads, tile * self.TILE_Q)
+        own = self
+        if self.packing.PACKED:
+            packing, tile, q_len, k_len = self.packing.find(tile, self.q_len, self.k_len, self.TILE_Q)
+            own = self.of_sequence(packing, q_len, k_len)
+        return own.work_of(matrix // self.heads, matrix % self.heads, tile * self.TILE_Q), own
+
+    @gluon.jit
+    def of_sequence(self, packing, q_len, k_len):
+        """The schedule of one of packed sequences."""
+        shift = q_len * 0
+        if self.packing.TO_THE_END:
+            shift = k_len - q_len
+        return Schedule(
+            self.matrices, self.heads, q_len, k_len, self.left + shift, self.right + shift, self.section, packing,
+            self.TILE_Q, self.TILE_K, self.LEFT, self.RIGHT,
+        )  # fmt: skip
+
+    @gluon.jit
+    def has_rows(self, index):
+        """Whether there is a row at the place of a tile, which there is unless sequences are packed."""
+        has_rows = True
+        if self.packing.PACKED:
+            work, own = self.work(index)
+            has_rows = work.first_row < own.q_len
+        return has_rows
+
+    @gluon.jit
+    def is_spare(self, index):
+        """Whether there is a place, but no row at it."""
+        tiles = self.tiles()
+        return (index < tiles) & (not self.has_rows(gl.minimum(index, tiles - 1)))
+
+    @gluon.jit
+    def q_corner(self, batch, head, row, column):
+        """Where a copy of rows of q begins; rows after the last are zeros, and not written."""
+        return corner(batch, head, self.packing.q_start, self.q_len, row, column, self.packing.PACKED)
+
+    @gluon.jit
+    def k_corner(self, batch, head, row, column):
+        """The same of k."""
+        return corner(batch, head, self.packing.k_start, self.k_len, row, column, self.packing.PACKED)
+
+    @gluon.jit
+    def first_filled_up(self):
+        """Where the rows of k begin among those that are filled up for each sequence."""
+        first = 0
+        if self.packing.PACKED:
+            first = self.packing.first_filled_up()
+        return first
+
+    @gluon.jit
+    def row_numbers(self, pointer, work, own):
+        """Of numbers for all rows of matrices, those for a tile's sequence."""
+        pointer += work.matrix.to(gl.int64) * self.q_len
+        if self.packing.PACKED:
+            pointer += own.packing.q_start
+        return pointer
 
     @gluon.jit
     def work_of(self, batch, head, first_row):

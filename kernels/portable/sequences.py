@@ -48,8 +48,21 @@ def whole(length):
 @triton.jit
 def slot_of(starts, sequence, TILE: tl.constexpr):
     """The number of a sequence's first tile among those of its matrix; what tiles are cut short by is left free."""
-    start = tl.load(starts + sequence).to(tl.int32)
+    start = tl.maximum(tl.load(starts + sequence).to(tl.int32), 0)
     return tl.where(sequence == 0, 0, start // TILE + sequence)
+
+
+@triton.jit
+def sequence_of(starts, tile, sequences, TILE: tl.constexpr):
+    """The sequence, counted on after the last, that has a tile, by its number among those of the matrix."""
+    sequence = tile * 0
+    beyond = sequence + sequences + 1
+    while beyond - sequence > 1:
+        middle = (sequence + beyond) // 2
+        later = slot_of(starts, middle, TILE) > tile
+        beyond = tl.where(later, middle, beyond)
+        sequence = tl.where(later, sequence, middle)
+    return sequence
 
 
 @triton.jit
@@ -68,12 +81,7 @@ def tile_of_program(program, packed, OF: tl.constexpr, sequences, length, TILE: 
         tile = tiles - 1 - tile
     sequence = index * 0
     if packed is not None:
-        beyond = sequence + sequences + 1
-        while beyond - sequence > 1:
-            middle = (sequence + beyond) // 2
-            later = slot_of(packed[OF], middle, TILE) > tile
-            beyond = tl.where(later, middle, beyond)
-            sequence = tl.where(later, sequence, middle)
+        sequence = sequence_of(packed[OF], tile, sequences, TILE)
         tile -= slot_of(packed[OF], sequence, TILE)
     return index, sequence, tile * TILE
 

@@ -35,18 +35,25 @@ BANDS = {
 }
 
 
-def launch_of(name: str, head_dim: int, band: Window, dtype: torch.dtype, softcap: float | None) -> Launch:
-    """A pass on (2, 8, 1024, head_dim) queries and (2, 2, 1024, head_dim) keys."""
+def launch_of(
+    name: str, head_dim: int, band: Window, dtype: torch.dtype, softcap: float | None, is_packed: bool = False
+) -> Launch:
+    """A pass on (2, 8, 1024, head_dim) queries and (2, 2, 1024, head_dim) keys, or on a batch of one, packed."""
 
     def made(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    q, k, v, out = (made(2, heads, 1024, head_dim, dtype=dtype) for heads in (8, 2, 2, 8))
+    batch = 1 if is_packed else 2
+    q, k, v, out = (made(batch, heads, 1024, head_dim, dtype=dtype) for heads in (8, 2, 2, 8))
+    packed = describe.ALONE
+    if is_packed:
+        packed = describe.Packed(made(9, dtype=torch.int32), made(9, dtype=torch.int32), True)
     if name == "forward":
         counter = made(1, dtype=torch.int32)
-        return describe.describe_forward(q, k, v, out, made(2, 8, 1024), counter, band, 0.1, softcap, programs=132)
+        lse = made(batch, 8, 1024)
+        return describe.describe_forward(q, k, v, out, lse, counter, band, 0.1, softcap, 32, packed)
     rows = describe.Rows(made(16, 1024), made(16, 1024), made(16 * 1024 * head_dim))
-    return describe.describe_backward(q, k, v, out, rows, (k, v), band, 0.1, softcap)
+    return describe.describe_backward(q, k, v, out, rows, (k, v), band, 0.1, softcap, packed)
 
 
 def beside_a_product(sass: str) -> list[str]:
@@ -65,12 +72,12 @@ def beside_a_product(sass: str) -> list[str]:
 
 
 def compile_one(
-    name: str, head_dim: int, band: str, dtype: torch.dtype, softcap: float | None = None
+    name: str, head_dim: int, band: str, dtype: torch.dtype, softcap: float | None = None, is_packed: bool = False
 ) -> dict[str, Any]:
     kernel = KERNELS.get(head_dim)
     if name == "forward":
         kernel = forward_kernel if head_dim in config.WIDTHS else forward_more_kernel
-    launch = launch_of(name, head_dim, BANDS[band], dtype, softcap)
+    launch = launch_of(name, head_dim, BANDS[band], dtype, softcap, is_packed)
     report = compile_for(90, kernel, launch)
     step = beside_a_product(report.sass)
     # Those of a group's part of a tile, for each of its 128 threads.
@@ -83,6 +90,7 @@ def compile_one(
         "band": band,
         "dtype": str(dtype),
         "softcap": softcap,
+        "packed": is_packed,
         **report.as_row(),
         "exponentials": describe.ROWS * tile // 128,
         "exponentials_beside_a_product": sum("MUFU.EX2" in instruction for instruction in step),
@@ -112,6 +120,8 @@ def main(arguments: Iterable[str]) -> None:
     for name in options.passes:
         dims = config.WIDTHS if name == "forward" else config.BACKWARD
         compiled += [compile_one(name, head_dim, "causal", torch.bfloat16, 5.0) for head_dim in dims]
+        dims = {*dims, 192} if name == "forward" else dims
+        compiled += [compile_one(name, head_dim, "causal", torch.bfloat16, is_packed=True) for head_dim in dims]
     print(json.dumps(compiled))
 
 
