@@ -131,11 +131,7 @@ def attend(
     tile = work.end - 1
     if schedule.RIGHT:  # noqa: SIM114 - known when compiled, and then no branch
         scores = gl.where(visible(rows, tile * TILE_K, schedule, layout), scores, float("-inf"))
-    elif schedule.packing.PACKED:
-        # A sequence may have no keys.
-        if (work.whole_begin > tile) | (work.end * TILE_K > schedule.k_len):
-            scores = gl.where(visible(rows, tile * TILE_K, schedule, layout), scores, float("-inf"))
-    elif (work.whole_begin > tile) | (schedule.k_len % TILE_K != 0):
+    elif (work.whole_begin > tile) | schedule.is_cut_short(work):
         scores = gl.where(visible(rows, tile * TILE_K, schedule, layout), scores, float("-inf"))
     softmax, exact = first_fold(scores, exponents.scale)
     weights = packed(exact, dtype)

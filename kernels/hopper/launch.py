@@ -6,7 +6,7 @@ Arguments are taken as validated, as `portable.launch` takes them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,7 +129,7 @@ def forward(
     return out, lse
 
 
-def _starts_of(extras: Sequence[Tensor]) -> tuple[int | None, ...]:
+def _starts_of(extras: Sequence[Tensor]) -> tuple[Any, ...]:
     """As kernels take them."""
     return tuple([starts.data_ptr() for starts in extras]) if extras else (None, None)
 

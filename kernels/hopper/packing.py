@@ -84,8 +84,7 @@ def new_packing(q_starts, k_starts, sequences, TO_THE_END: gl.constexpr):
 @gluon.jit
 def corner(batch, head, start, length, row, column, PACKED: gl.constexpr):
     """Where the copying unit finds a tile: at a row of the sequence that begins at ``start``, if they are packed."""
+    found = [batch, head, row, column]
     if PACKED:
-        found = (BOUND, start + length, head, BOUND - length + row, column)
-    else:
-        found = (batch, head, row, column)
+        found = [BOUND, start + length, head, BOUND - length + row, column]
     return found

@@ -11,7 +11,7 @@ from ..portable.softmax import LOG2_E
 def rows_of_program(starts, sequences, q_len, padded, ROWS: tl.constexpr, FILLED_UP: tl.constexpr):
     """The matrix of a program, its rows among those that are filled up, where in the matrix they are, and which exist.
 
-    And which of these belong to a sequence. ``starts`` lists packed ones, each of which is filled up by itself; or None.
+    And which of these belong to a sequence. ``starts`` lists packed ones, each of which is filled up, or is None.
     """
     tiles = padded // ROWS
     matrix = tl.program_id(0) // tiles

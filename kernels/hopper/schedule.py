@@ -43,8 +43,8 @@ class Schedule:
     Matrices are taken in sections whose keys and values the L2 cache holds; in a section, with a causal mask, the rows
     that see most come first, which leaves the short ones to fill the gaps at the end.
 
-    If sequences are packed, lengths and limits are those of one as if it had a matrix to itself, in what `work` returns;
-    before, lengths are those of matrices, and limits those of sequences whose lengths are equal.
+    If sequences are packed, lengths are those of matrices, and limits hold for one whose lengths are equal; in what
+    `work` returns they are those of a tile's sequence, as if it had a matrix to itself.
     """
 
     matrices: gl.tensor
@@ -180,6 +180,15 @@ class Schedule:
             batch * self.heads + head, batch, head, first_row,
             gl.to_tensor(begin), gl.to_tensor(whole_begin), whole_end, end,
         )  # fmt: skip
+
+    @gluon.jit
+    def is_cut_short(self, work):
+        """Whether some of the last tile's keys do not exist, as none do where one of packed sequences has no keys."""
+        if self.packing.PACKED:
+            cut_short = work.end * self.TILE_K > self.k_len
+        else:
+            cut_short = self.k_len % self.TILE_K != 0
+        return cut_short
 
     @gluon.jit
     def whole_tiles(self, work):

@@ -51,7 +51,7 @@ def launch_of(
     if name == "forward":
         counter = made(1, dtype=torch.int32)
         lse = made(batch, 8, 1024)
-        return describe.describe_forward(q, k, v, out, lse, counter, band, 0.1, softcap, 32, packed)
+        return describe.describe_forward(q, k, v, out, lse, counter, band, 0.1, softcap, 132, packed)
     rows = describe.Rows(made(16, 1024), made(16, 1024), made(16 * 1024 * head_dim))
     return describe.describe_backward(q, k, v, out, rows, (k, v), band, 0.1, softcap, packed)
 
@@ -120,8 +120,8 @@ def main(arguments: Iterable[str]) -> None:
     for name in options.passes:
         dims = config.WIDTHS if name == "forward" else config.BACKWARD
         compiled += [compile_one(name, head_dim, "causal", torch.bfloat16, 5.0) for head_dim in dims]
-        dims = {*dims, 192} if name == "forward" else dims
-        compiled += [compile_one(name, head_dim, "causal", torch.bfloat16, is_packed=True) for head_dim in dims]
+        more = (192,) if name == "forward" else ()
+        compiled += [compile_one(name, head_dim, "causal", torch.bfloat16, None, True) for head_dim in (*dims, *more)]
     print(json.dumps(compiled))
 
 
