@@ -42,7 +42,9 @@ def test_what_they_compute(leading, head_dim):
         (tensors(), 0.1, Settings(dropout=0.5, sinks=True), "asked for sinks, dropout"),
         (tensors(), 0.1, Settings(scores=(softcap(5.0) + softcap(6.0)).expression), "asked for scores"),
         (tensors(), 0.1, Settings(scores=alibi(torch.ones(1, 4)).expression), "asked for scores"),
-        (tensors(), 0.1, Settings(packed=(None, None)), "asked for packed"),
+        (tensors(), 0.1, Settings(packed=(None, None)), "packed sequences of one entry of a batch; got 2"),
+        (tensors(4, 1 << 30, 64), 0.1, Settings(packed=(None, None)), f"at most {1 << 29} rows of packed sequences"),
+        (tensors(4, 9, 64), 0.1, Settings(packed=(None, None), sinks=True), "asked for sinks"),
         (tensors(2, 2, 2, 9, 64), 0.1, Settings(), "at most one batch axis before the heads'; got 2"),
         (tensors(2, 4, 0, 64), 0.1, Settings(), "there is nothing to compute"),
         ([x.expand(3, -1, -1, -1) for x in tensors(1, 4, 9, 64)], 0.1, Settings(), "strides of q"),
@@ -77,6 +79,12 @@ def test_v_may_be_narrower():
     q, k, _ = tensors(2, 4, 100, 192)
     v, *_ = tensors(2, 4, 100, 128)
     assert why_not_computed(q, k, v, 0.1, Settings()) is None
+
+
+@pytest.mark.parametrize("leading", [(4,), (1, 4)])
+def test_sequences_may_be_packed(leading):
+    for settings in (Settings(packed=(None, None)), Settings("bottom_right", (5, 0), packed=(7, 9))):
+        assert why_not_computed(*tensors(*leading, 100, 64), 0.1, settings) is None
 
 
 def test_strides_of_what_is_alone_do_not_matter():

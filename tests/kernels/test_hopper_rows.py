@@ -126,7 +126,7 @@ def test_packed_sums_become_gradients(flash_device):
 )
 def test_numbers_out_of_order_read_and_write_nothing_out_of_bounds(flash_device, numbers):
     """Of a matrix that is the middle one of three in memory."""
-    rows, packed, out, dout, dq = packed_rows(flash_device, numbers)
+    rows, packed, out, _, dq = packed_rows(flash_device, numbers)
     around = torch.full((3, *dq.shape[1:]), 7.0, device=flash_device, dtype=torch.float16)
     one = Rows.of(Rows.memory(1, rows.delta.shape[-1], 64, flash_device), 1, rows.delta.shape[-1], 64)
     spoilt = torch.full_like(around, math.nan)
