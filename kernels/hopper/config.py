@@ -10,6 +10,9 @@ from typing import NamedTuple
 VERSIONS = ("3.6.", "3.7.")
 """Of Triton, that the compile tests cover."""
 
+PACKED_COPY_REGISTERS = 56
+"""Of the forward's copying warp where sequences are packed."""
+
 
 class ForwardConfig(NamedTuple):
     """tile_k keys a step, a ring of `stages` such tiles of k and of v, `groups` warp groups of 64 rows of q.
@@ -27,9 +30,9 @@ class ForwardConfig(NamedTuple):
     own_room: bool
 
     def for_packed(self) -> ForwardConfig:
-        """The same where sequences are packed: the copying warp has more to keep, and gets it from the others."""
-        registers, more = self.registers - 8, self.copy_registers + 8 * self.groups
-        return self._replace(registers=registers, copy_registers=more)
+        """The same where sequences are packed: the copying warp keeps more, in registers that the others give up."""
+        given_up = (PACKED_COPY_REGISTERS - self.copy_registers) // self.groups
+        return self._replace(registers=self.registers - given_up, copy_registers=PACKED_COPY_REGISTERS)
 
 
 class Columns(NamedTuple):
