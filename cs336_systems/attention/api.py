@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Literal, overload
 
 import torch
@@ -14,7 +13,7 @@ from ..kernels.settings import Window
 from . import choose
 from .choose import Explanation, Implementation
 from .features import Features
-from .flash import kernels_of
+from .flash import with_kernels
 from .precision import autocast_inputs
 from .rules import Mask, Scores
 from .run import RUN, Options, Run
@@ -156,10 +155,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **opti
     window, deterministic = given.pop("window", None), given.pop("deterministic", None)
     features = Features(**given) if given else None
     problem = check(q, k, v, causal, scale, return_lse, window, features, deterministic)
-    explanation = choose.explain(problem, impl)
-    if explanation.choice is not Implementation.FLASH:
-        return explanation
-    return dataclasses.replace(explanation, kernels=kernels_of(q, k, v, problem.spec))
+    return with_kernels(choose.explain(problem, impl), q, k, v, problem.spec)
 
 
 def _prepare(

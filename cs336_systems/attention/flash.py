@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from ..kernels.hopper import coverage
 from . import ops
-from .choose import ARGUMENTS, Implementation, spec_for
+from .choose import ARGUMENTS, Explanation, Implementation, spec_for
 from .derivatives import differentiable_once
 from .precision import autocast_inputs
 from .spec import AttentionSpec
@@ -25,6 +26,13 @@ def kernels_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str:
     if backward is not None:
         return f"the kernels for Hopper forward and the portable ones backward, because of the others: {backward}"
     return "the kernels for Hopper"
+
+
+def with_kernels(explanation: Explanation, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Explanation:
+    """The same explanation, which says of these which of them compute the call."""
+    if explanation.choice is not Implementation.FLASH:
+        return explanation
+    return dataclasses.replace(explanation, kernels=kernels_of(q, k, v, spec))
 
 
 class FlashAttentionFunction(torch.autograd.Function):

@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 from . import choose
 from .choose import Explanation
 from .features import Features
+from .flash import with_kernels
 from .ops import must_dispatch
 from .precision import autocast_inputs
 from .run import RUN, Options
@@ -132,7 +133,9 @@ def explain_varlen(
     """Which implementation `attention_varlen` would use, and why not each other one. Computes nothing."""
     q, k, v = autocast_inputs(q, k, v)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return choose.explain(_check(q, k, v, *lengths, return_lse, {**options}), options.get("impl", "auto"))
+    problem = _check(q, k, v, *lengths, return_lse, {**options})
+    explanation = choose.explain(problem, options.get("impl", "auto"))
+    return with_kernels(explanation, *_as_matrices(q, k, v), problem.spec)
 
 
 def nested_attention(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, options: Options) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cs336_systems.attention import explain_varlen
 from cs336_systems.attention.flash import kernels_of
 from cs336_systems.attention.spec import AttentionSpec, Causal
 from cs336_systems.attention.variants import alibi, softcap
@@ -13,6 +14,7 @@ from cs336_systems.kernels.hopper import coverage
 from cs336_systems.kernels.hopper.config import columns_of
 from cs336_systems.kernels.hopper.coverage import is_aligned, why_not_computed, why_not_differentiated, why_not_forward
 from cs336_systems.kernels.settings import Settings
+from cs336_systems.testing import starts_of
 
 
 def tensors(*shape, dtype=torch.bfloat16, heads=4):
@@ -115,6 +117,16 @@ def test_which_kernels_compute_a_call_is_said_in_words(monkeypatch, head_dim, se
     said = kernels_of(*tensors(2, 4, 9, head_dim), AttentionSpec(Causal.NONE, 0.1, **settings))
     assert said.startswith(words)
     assert said == words or ":" in said
+
+
+def test_which_kernels_compute_packed_sequences_is_said_in_words(monkeypatch, flash_device):
+    monkeypatch.setattr(coverage, "_why_not_here", lambda device: None)
+    x = torch.empty(9, 4, 64, dtype=torch.float16, device=flash_device)
+    call = x, x, x, starts_of([5, 4], flash_device)
+    assert explain_varlen(*call, causal=True, impl="flash").kernels == "the kernels for Hopper"
+    assert explain_varlen(*call, impl="naive").kernels is None
+    said = str(explain_varlen(*call, sinks=torch.zeros(4, device=flash_device), impl="flash"))
+    assert said.startswith("flash: chosen, with the portable kernels, because of those for Hopper: they apply")
 
 
 def test_where_they_do_not_run(monkeypatch):
