@@ -1,9 +1,8 @@
 """Packed sequences, several in the rows of one matrix: which a tile belongs to, and how copies end where it does.
 
-The copying unit leaves out what lies outside of a tensor, and a sequence ends inside. So it is told of a tensor
-[big, end, head, row, column] of which `corner` gives the last BOUND rows before a sequence's end as all there are: the
-row x of those that end at y lies y + x - BOUND rows from the first, where BOUND times the stride of the first axis is a
-multiple of 2 ** 64 bytes, but for BOUND rows, and addresses are numbers modulo that.
+The copying unit leaves out what lies outside of a tensor, and a sequence ends inside. So it is told of another tensor
+[big, end, head, row, column] with BOUND rows, of which `corner` has the last ones be those of a sequence. Rows and ends
+are one row apart, and BOUND steps along the first axis lead back by BOUND rows, because addresses wrap around.
 """
 
 from triton.experimental import gluon
