@@ -16,6 +16,7 @@ class ForwardConfig(NamedTuple):
 
     registers: of a thread that computes; copy_registers: of the copying warp's; most_registers: what each starts with.
     own_room: whether the output is laid out beside q in shared memory, so that the next q can be copied before.
+    programs: how many a multiprocessor runs at once.
     """
 
     tile_k: int
@@ -25,6 +26,7 @@ class ForwardConfig(NamedTuple):
     copy_registers: int
     most_registers: int
     own_room: bool
+    programs: int = 1
 
 
 class Columns(NamedTuple):
@@ -50,16 +52,18 @@ class BackwardConfig(NamedTuple):
     most_registers: int
 
 
+SHORT_LENGTH = 1024
 FORWARD = {
-    # By width, and whether keys after a row's own are hidden. Three groups have 160 registers a thread each; without a
-    # mask they keep the tensor cores busier, with one 192 rows leave more of their first tiles hidden than 128 do.
+    # By width, and whether tiles of rows see unlike numbers of keys, or few. Then three programs of one group each are
+    # fastest, one's ends under another's steps; else three groups that read the same keys and values.
+    (64, True): ForwardConfig(64, 1, 3, 136, 24, 80, True, 3),
     (64, False): ForwardConfig(64, 3, 4, 160, 32, 128, True),
-    (64, True): ForwardConfig(128, 2, 2, 240, 24, 168, True),
-    (128, False): ForwardConfig(128, 2, 2, 240, 24, 168, True),
+    # From here on shared memory holds no more than one program.
     (128, True): ForwardConfig(128, 2, 2, 240, 24, 168, True),
+    (128, False): ForwardConfig(128, 2, 2, 240, 24, 168, True),
     # The output takes 128 registers; q and two tiles of k and v fill the shared memory.
-    (256, False): ForwardConfig(64, 2, 2, 240, 24, 168, False),
     (256, True): ForwardConfig(64, 2, 2, 240, 24, 168, False),
+    (256, False): ForwardConfig(64, 2, 2, 240, 24, 168, False),
 }
 FORWARD_MORE = {
     # By columns of q and k, with two groups. The tiles of 192 fill the shared memory with 64 keys a step.
@@ -79,6 +83,14 @@ WIDTHS = (64, 128, 256)
 def width_of(head_dim: int) -> int:
     """How many columns the tiles of a head dimension have."""
     return next(width for width in WIDTHS if width >= head_dim)
+
+
+def forward_config(columns: Columns, band: tuple[int | None, int | None], k_len: int) -> ForwardConfig:
+    """How the forward computes a call with so many keys."""
+    width, more, _ = columns
+    if more:
+        return FORWARD_MORE[width, more]
+    return FORWARD[width, band != (None, None) or k_len <= SHORT_LENGTH]
 
 
 def columns_of(head_dim: int, v_head_dim: int) -> Columns | None:

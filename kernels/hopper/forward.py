@@ -1,7 +1,7 @@
 """FlashAttention forward with warps that have roles, after FlashAttention-3 (Shah et al., 2024).
 
-One warp copies tiles of q, k and v into shared memory, ahead of those that compute. Each of two or three warp groups
-has 64 rows of q. It issues the product of q with the next keys before that of the weights with the values of this
+One warp copies tiles of q, k and v into shared memory, ahead of those that compute. Each of up to three warp groups has
+64 rows of q. It issues the product of q with the next keys before that of the weights with the values of this
 step, and computes the next weights while the tensor cores still work on the latter.
 """
 
@@ -253,7 +253,7 @@ def forward_kernel(
     COPY_REGISTERS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """Grid: as many programs as the GPU has multiprocessors, or fewer. See `Exponents`."""
+    """Grid: as many programs as the GPU runs at once, or fewer. See `Exponents`."""
     exponents = Exponents(scale, steepness, CAPPED)
     schedule = Schedule(matrices, heads, q_len, k_len, left, right, section, GROUPS * GROUP, TILE_K, LEFT, RIGHT)
     q_ring = Ring(new_tiles(q_desc, GROUPS), new_barriers(1, 1), new_barriers(1, GROUPS), 1)
@@ -269,7 +269,15 @@ def forward_kernel(
     memory = Memory(
         q_ring, k_ring, v_ring, room, queue, q_ring.tiles, k_ring.tiles, v_ring.tiles, room, 0, 0,
     )  # fmt: skip
-    if GROUPS == 2:
+    if GROUPS == 1:
+        gl.warp_specialize([
+            (compute, (0, out_desc, out_desc, lse, memory, schedule, exponents, HEAD_DIM, OWN_ROOM)),
+            (copy_ahead, (
+                (q_desc, k_desc, v_desc, q_desc, k_desc, v_desc), lse, memory, schedule, group,
+                HEAD_DIM, GROUPS, PERSISTENT,
+            )),
+        ], [1], [COPY_REGISTERS])  # fmt: skip
+    elif GROUPS == 2:
         gl.warp_specialize([
             (compute, (0, out_desc, out_desc, lse, memory, schedule, exponents, HEAD_DIM, OWN_ROOM)),
             (compute, (1, out_desc, out_desc, lse, memory, schedule, exponents, HEAD_DIM, OWN_ROOM)),

@@ -35,17 +35,17 @@ BANDS = {
 }
 
 
-def launch_of(name: str, head_dim: int, band: Window, dtype: torch.dtype, softcap: float | None) -> Launch:
-    """A pass on (2, 8, 1024, head_dim) queries and (2, 2, 1024, head_dim) keys."""
+def launch_of(name: str, head_dim: int, band: Window, dtype: torch.dtype, softcap: float | None, length: int) -> Launch:
+    """A pass on (2, 8, length, head_dim) queries and (2, 2, length, head_dim) keys, on eight multiprocessors."""
 
     def made(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    q, k, v, out = (made(2, heads, 1024, head_dim, dtype=dtype) for heads in (8, 2, 2, 8))
+    q, k, v, out = (made(2, heads, length, head_dim, dtype=dtype) for heads in (8, 2, 2, 8))
     if name == "forward":
         counter = made(1, dtype=torch.int32)
-        return describe.describe_forward(q, k, v, out, made(2, 8, 1024), counter, band, 0.1, softcap, programs=132)
-    rows = describe.Rows(made(16, 1024), made(16, 1024), made(16 * 1024 * head_dim))
+        return describe.describe_forward(q, k, v, out, made(2, 8, length), counter, band, 0.1, softcap, 8)
+    rows = describe.Rows(made(16, length), made(16, length), made(16 * length * head_dim))
     return describe.describe_backward(q, k, v, out, rows, (k, v), band, 0.1, softcap)
 
 
@@ -65,12 +65,12 @@ def beside_a_product(sass: str) -> list[str]:
 
 
 def compile_one(
-    name: str, head_dim: int, band: str, dtype: torch.dtype, softcap: float | None = None
+    name: str, head_dim: int, band: str, dtype: torch.dtype, softcap: float | None = None, length: int = 2048
 ) -> dict[str, Any]:
     kernel = KERNELS.get(head_dim)
     if name == "forward":
         kernel = forward_kernel if head_dim in config.WIDTHS else forward_more_kernel
-    launch = launch_of(name, head_dim, BANDS[band], dtype, softcap)
+    launch = launch_of(name, head_dim, BANDS[band], dtype, softcap, length)
     report = compile_for(90, kernel, launch)
     step = beside_a_product(report.sass)
     # Those of a group's part of a tile, for each of its 128 threads.
@@ -105,6 +105,7 @@ def main(arguments: Iterable[str]) -> None:
         if head_dim == 128 or dtype == torch.bfloat16
     ]
     if "forward" in options.passes:
+        compiled.append(compile_one("forward", 64, "none", torch.bfloat16, length=config.SHORT_LENGTH))
         with_more = [width + more for width, more in config.FORWARD_MORE]
         compiled += [
             compile_one("forward", dim, band, torch.bfloat16) for dim in with_more for band in ("none", "causal")
