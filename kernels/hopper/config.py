@@ -66,10 +66,14 @@ FORWARD = {
     (256, False): ForwardConfig(64, 2, 2, 240, 24, 168, False),
 }
 FORWARD_MORE = {
-    # By columns of q and k, with two groups. The tiles of 192 fill the shared memory with 64 keys a step.
-    (64, 16): ForwardConfig(128, 2, 2, 240, 24, 168, True),
-    (64, 32): ForwardConfig(128, 2, 2, 240, 24, 168, True),
-    (128, 64): ForwardConfig(64, 2, 2, 240, 24, 168, True),
+    # The same by columns of q and k, of which there are two tiles.
+    (64, 16, True): ForwardConfig(64, 1, 2, 136, 24, 80, True, 3),
+    (64, 16, False): ForwardConfig(128, 2, 2, 240, 24, 168, True),
+    (64, 32, True): ForwardConfig(64, 1, 2, 136, 24, 80, True, 3),
+    (64, 32, False): ForwardConfig(128, 2, 2, 240, 24, 168, True),
+    # These fill the shared memory with 64 keys a step.
+    (128, 64, True): ForwardConfig(64, 2, 2, 240, 24, 168, True),
+    (128, 64, False): ForwardConfig(64, 2, 2, 240, 24, 168, True),
 }
 BACKWARD = {
     64: BackwardConfig(128, 128, 64, 2, 240, 24, 168),
@@ -88,14 +92,13 @@ def width_of(head_dim: int) -> int:
 def forward_config(columns: Columns, band: tuple[int | None, int | None], k_len: int) -> ForwardConfig:
     """How the forward computes a call with so many keys."""
     width, more, _ = columns
-    if more:
-        return FORWARD_MORE[width, more]
-    return FORWARD[width, band != (None, None) or k_len <= SHORT_LENGTH]
+    uneven_or_few = band != (None, None) or k_len <= SHORT_LENGTH
+    return FORWARD_MORE[width, more, uneven_or_few] if more else FORWARD[width, uneven_or_few]
 
 
 def columns_of(head_dim: int, v_head_dim: int) -> Columns | None:
     """How the forward holds heads of these dimensions; None if it does not."""
-    for width, more in sorted(FORWARD_MORE):
+    for width, more, _ in sorted(FORWARD_MORE):
         if width < head_dim <= width + more:
             if v_head_dim == head_dim:
                 return Columns(width, more, more)

@@ -134,7 +134,6 @@ def describe_forward(
     programs = processors * config.programs
     more = {"KEY_MORE": mores[0], "VALUE_MORE": mores[1]}
     key_more, value_more = (more_columns or width for more_columns in mores)
-    constants = {"GROUPS": config.groups, "OWN_ROOM": config.own_room}
     return Launch(
         (min(programs, tiles), 1),
         (
@@ -159,7 +158,8 @@ def describe_forward(
             "TILE_K": config.tile_k,
             "STAGES": config.stages,
             **band_constants(band),
-            **(more if any(mores) else constants),
+            "GROUPS": config.groups,
+            **(more if any(mores) else {"OWN_ROOM": config.own_room}),
             "CAPPED": softcap is not None,
             "PERSISTENT": programs < tiles,
             "COPY_REGISTERS": config.copy_registers,

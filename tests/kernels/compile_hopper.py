@@ -106,7 +106,7 @@ def main(arguments: Iterable[str]) -> None:
     ]
     if "forward" in options.passes:
         compiled.append(compile_one("forward", 64, "none", torch.bfloat16, length=config.SHORT_LENGTH))
-        with_more = [width + more for width, more in config.FORWARD_MORE]
+        with_more = sorted({width + more for width, more, _ in config.FORWARD_MORE})
         compiled += [
             compile_one("forward", dim, band, torch.bfloat16) for dim in with_more for band in ("none", "causal")
         ]
