@@ -10,15 +10,13 @@ from typing import NamedTuple
 VERSIONS = ("3.6.", "3.7.")
 """Of Triton, that the compile tests cover."""
 
-PACKED_COPY_REGISTERS = 56
-"""Of the forward's copying warp where sequences are packed."""
-
 
 class ForwardConfig(NamedTuple):
     """tile_k keys a step, a ring of `stages` such tiles of k and of v, `groups` warp groups of 64 rows of q.
 
     registers: of a thread that computes; copy_registers: of the copying warp's; most_registers: what each starts with.
     own_room: whether the output is laid out beside q in shared memory, so that the next q can be copied before.
+    programs: how many a multiprocessor runs at once.
     """
 
     tile_k: int
@@ -28,11 +26,7 @@ class ForwardConfig(NamedTuple):
     copy_registers: int
     most_registers: int
     own_room: bool
-
-    def for_packed(self) -> ForwardConfig:
-        """The same where sequences are packed: the copying warp keeps more, in registers that the others give up."""
-        given_up = (PACKED_COPY_REGISTERS - self.copy_registers) // self.groups
-        return self._replace(registers=self.registers - given_up, copy_registers=PACKED_COPY_REGISTERS)
+    programs: int = 1
 
 
 class Columns(NamedTuple):
@@ -58,22 +52,38 @@ class BackwardConfig(NamedTuple):
     most_registers: int
 
 
+SHORT_LENGTH = 1024
 FORWARD = {
-    # By width, and whether keys after a row's own are hidden. Three groups have 160 registers a thread each; without a
-    # mask they keep the tensor cores busier, with one 192 rows leave more of their first tiles hidden than 128 do.
+    # By width, and whether tiles of rows see unlike numbers of keys, or few. Then three programs of one group each are
+    # fastest, one's ends under another's steps; else three groups that read the same keys and values.
+    (64, True): ForwardConfig(64, 1, 3, 136, 24, 80, True, 3),
     (64, False): ForwardConfig(64, 3, 4, 160, 32, 128, True),
-    (64, True): ForwardConfig(128, 2, 2, 240, 24, 168, True),
-    (128, False): ForwardConfig(128, 2, 2, 240, 24, 168, True),
+    # From here on shared memory holds no more than one program.
     (128, True): ForwardConfig(128, 2, 2, 240, 24, 168, True),
+    (128, False): ForwardConfig(128, 2, 2, 240, 24, 168, True),
     # The output takes 128 registers; q and two tiles of k and v fill the shared memory.
-    (256, False): ForwardConfig(64, 2, 2, 240, 24, 168, False),
     (256, True): ForwardConfig(64, 2, 2, 240, 24, 168, False),
+    (256, False): ForwardConfig(64, 2, 2, 240, 24, 168, False),
 }
 FORWARD_MORE = {
-    # By columns of q and k, with two groups. The tiles of 192 fill the shared memory with 64 keys a step.
-    (64, 16): ForwardConfig(128, 2, 2, 240, 24, 168, True),
-    (64, 32): ForwardConfig(128, 2, 2, 240, 24, 168, True),
-    (128, 64): ForwardConfig(64, 2, 2, 240, 24, 168, True),
+    # The same by columns of q and k, of which there are two tiles.
+    (64, 16, True): ForwardConfig(64, 1, 2, 136, 24, 80, True, 3),
+    (64, 16, False): ForwardConfig(128, 2, 2, 240, 24, 168, True),
+    (64, 32, True): ForwardConfig(64, 1, 2, 136, 24, 80, True, 3),
+    (64, 32, False): ForwardConfig(128, 2, 2, 240, 24, 168, True),
+    # These fill the shared memory with 64 keys a step.
+    (128, 64, True): ForwardConfig(64, 2, 2, 240, 24, 168, True),
+    (128, 64, False): ForwardConfig(64, 2, 2, 240, 24, 168, True),
+}
+FORWARD_PACKED = {
+    # By columns of q and k in both tiles, where sequences are packed. The copying warp keeps more, in registers that
+    # the others give up, which at 96 columns one of three programs cannot.
+    (64, 0): ForwardConfig(64, 1, 3, 120, 40, 80, True, 3),
+    (64, 16): ForwardConfig(64, 1, 2, 120, 40, 80, True, 3),
+    (64, 32): ForwardConfig(128, 2, 2, 224, 56, 168, True),
+    (128, 0): ForwardConfig(128, 2, 2, 224, 56, 168, True),
+    (128, 64): ForwardConfig(64, 2, 2, 224, 56, 168, True),
+    (256, 0): ForwardConfig(64, 2, 2, 232, 40, 168, False),
 }
 BACKWARD = {
     64: BackwardConfig(128, 128, 64, 2, 240, 24, 168),
@@ -89,9 +99,20 @@ def width_of(head_dim: int) -> int:
     return next(width for width in WIDTHS if width >= head_dim)
 
 
+def forward_config(
+    columns: Columns, band: tuple[int | None, int | None], k_len: int, *, is_packed: bool
+) -> ForwardConfig:
+    """How the forward computes a call with so many keys."""
+    width, more, _ = columns
+    if is_packed:
+        return FORWARD_PACKED[width, more]
+    uneven_or_few = band != (None, None) or k_len <= SHORT_LENGTH
+    return FORWARD_MORE[width, more, uneven_or_few] if more else FORWARD[width, uneven_or_few]
+
+
 def columns_of(head_dim: int, v_head_dim: int) -> Columns | None:
     """How the forward holds heads of these dimensions; None if it does not."""
-    for width, more in sorted(FORWARD_MORE):
+    for width, more, _ in sorted(FORWARD_MORE):
         if width < head_dim <= width + more:
             if v_head_dim == head_dim:
                 return Columns(width, more, more)

@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..launching import Launch
 from ..portable.softmax import LOG2_E
 from ..settings import Window
-from .config import BACKWARD, FORWARD, FORWARD_MORE, columns_of, width_of
+from .config import BACKWARD, columns_of, forward_config, width_of
 from .coverage import ALIGNMENT
 from .packing import BOUND, FILLED_UP
 from .tiles import GROUP
@@ -154,25 +154,26 @@ def describe_forward(
     band: Window,
     scale: float,
     softcap: float | None,
-    programs: int,
+    processors: int,
     packed: Packed = ALONE,
 ) -> Launch:
-    """The launch of `forward_kernel` on tensors ([batch,] heads, rows, d), with at most so many programs.
+    """The launch of `forward_kernel` on tensors ([batch,] heads, rows, d), for a GPU of so many multiprocessors.
 
     ``counter`` is an int32 that is 0, and 0 again after it.
     """
     q, k, v, out = as_heads(q, k, v, out)
     batch, heads, q_len, head_dim = q.shape
-    width, *mores = columns_of(head_dim, v.shape[-1])  # type: ignore[misc]
-    config = FORWARD_MORE[width, mores[0]] if any(mores) else FORWARD[width, band[1] is not None]
-    config = config.for_packed() if packed.sequences else config
+    columns = columns_of(head_dim, v.shape[-1])
+    assert columns is not None
+    width, *mores = columns
+    config = forward_config(columns, band, k.shape[2], is_packed=packed.sequences > 0)
     group = heads // k.shape[1]
     tiles = batch * heads * tiles_of(q_len, config.groups * ROWS, packed.sequences)
+    programs = processors * config.programs
     more = {"KEY_MORE": mores[0], "VALUE_MORE": mores[1]}
     described = (q, ROWS), (k, config.tile_k), (v, config.tile_k), (out, ROWS)
-    of_keys, of_values = (columns or width for columns in mores)
+    of_keys, of_values = (more_columns or width for more_columns in mores)
     beyond = (of_keys, of_keys, of_values, of_values) if any(mores) else ()
-    constants = {"GROUPS": config.groups, "OWN_ROOM": config.own_room}
     return Launch(
         (min(programs, tiles), 1),
         (
@@ -189,7 +190,8 @@ def describe_forward(
             "TILE_K": config.tile_k,
             "STAGES": config.stages,
             **band_constants(band),
-            **(more if any(mores) else constants),
+            "GROUPS": config.groups,
+            **(more if any(mores) else {"OWN_ROOM": config.own_room}),
             "CAPPED": softcap is not None,
             "TO_THE_END": packed.to_the_end,
             "PERSISTENT": programs < tiles,

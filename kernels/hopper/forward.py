@@ -1,58 +1,25 @@
 """FlashAttention forward with warps that have roles, after FlashAttention-3 (Shah et al., 2024).
 
-One warp copies tiles of q, k and v into shared memory, ahead of those that compute. Each of two or three warp groups
-has 64 rows of q. It issues the product of q with the next keys before that of the weights with the values of this
+One warp copies tiles of q, k and v into shared memory, ahead of those that compute. Each of up to three warp groups has
+64 rows of q. It issues the product of q with the next keys before that of the weights with the values of this
 step, and computes the next weights while the tensor cores still work on the latter.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 
 from .copying import Memory, copy_ahead
 from .packing import new_packing
+from .products import add_values, finished, scores_of
 from .queue import CAREFUL, NONE, new_queue
 from .ring import Ring, new_barriers, new_tiles
 from .schedule import Schedule
 from .softmax import Exponents, first_fold
-from .tiles import GROUP, as_matrix, packed, unpacked
+from .tiles import GROUP, as_matrix, packed
 
 NUMBERS = ("matrices", "heads", "group", "q_len", "k_len", "left", "right", "section", "sequences")
 """Arguments that one compiled kernel takes any values of."""
-
-
-@gluon.jit
-def scores_of(memory, number, layout: gl.constexpr, MEMBER: gl.constexpr, HEAD_DIM: gl.constexpr, TILE_K: gl.constexpr):
-    """Begin the product of q with a tile of keys."""
-    q_tile = as_matrix(memory.q.tiles.index(MEMBER), GROUP, HEAD_DIM)
-    k_tile = as_matrix(memory.k.tile(number), TILE_K, HEAD_DIM)
-    nothing = gl.zeros([GROUP, TILE_K], gl.float32, layout)
-    scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
-    if memory.KEY_MORE > 0:
-        q_tile = as_matrix(memory.q_more.index(MEMBER), GROUP, memory.KEY_MORE)
-        k_tile = as_matrix(memory.k_more.index(number % memory.k.stages), TILE_K, memory.KEY_MORE)
-        scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), scores, is_async=True)
-    return scores
-
-
-@gluon.jit
-def add_values(weights, out, out_more, memory, number, HEAD_DIM: gl.constexpr, TILE_K: gl.constexpr):
-    """Begin adding a tile of values to the output, and to its columns beyond; and the operand, which has to stay."""
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    v_tile = as_matrix(memory.v.tile(number), TILE_K, HEAD_DIM)
-    operand = unpacked(weights, v_tile.dtype, out_layout, TILE_K)
-    out = warpgroup_mma(operand, v_tile, out, is_async=True)
-    if memory.VALUE_MORE > 0:
-        more_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, memory.VALUE_MORE, 16])
-        v_tile = as_matrix(memory.v_more.index(number % memory.v.stages), TILE_K, memory.VALUE_MORE)
-        operand_of_more = gl.convert_layout(operand, gl.DotOperandLayout(0, more_layout, 2), assert_trivial=True)
-        out_more = warpgroup_mma(operand_of_more, v_tile, out_more, is_async=True)
-    return out, out_more, operand
 
 
 @gluon.jit
@@ -99,16 +66,6 @@ def step(
         if memory.VALUE_MORE > 0:
             out_more = out_more * gl.convert_layout(rescale, gl.SliceLayout(1, out_more.type.layout))[:, None]
     return softmax, packed(exact, memory.k.tiles.dtype), out, out_more
-
-
-@gluon.jit
-def finished(out, out_more, operand, VALUE_MORE: gl.constexpr):
-    """Wait for what `add_values` began."""
-    if VALUE_MORE > 0:
-        out, out_more, _ = warpgroup_mma_wait(0, [out, out_more, operand])
-    else:
-        out, _ = warpgroup_mma_wait(0, [out, operand])
-    return out, out_more
 
 
 @gluon.jit
@@ -259,7 +216,7 @@ def forward_kernel(
     COPY_REGISTERS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """Grid: as many programs as the GPU has multiprocessors, or fewer. See `Exponents` and `packing`."""
+    """Grid: as many programs as the GPU runs at once, or fewer. See `Exponents` and `packing`."""
     exponents = Exponents(scale, steepness, CAPPED)
     packing = new_packing(q_starts, k_starts, sequences, TO_THE_END)
     schedule = Schedule(
@@ -278,7 +235,15 @@ def forward_kernel(
     memory = Memory(
         q_ring, k_ring, v_ring, room, queue, q_ring.tiles, k_ring.tiles, v_ring.tiles, room, 0, 0,
     )  # fmt: skip
-    if GROUPS == 2:
+    if GROUPS == 1:
+        gl.warp_specialize([
+            (compute, (0, out_desc, out_desc, lse, memory, schedule, exponents, HEAD_DIM, OWN_ROOM)),
+            (copy_ahead, (
+                (q_desc, k_desc, v_desc, q_desc, k_desc, v_desc), lse, memory, schedule, group,
+                HEAD_DIM, GROUPS, PERSISTENT,
+            )),
+        ], [1], [COPY_REGISTERS])  # fmt: skip
+    elif GROUPS == 2:
         gl.warp_specialize([
             (compute, (0, out_desc, out_desc, lse, memory, schedule, exponents, HEAD_DIM, OWN_ROOM)),
             (compute, (1, out_desc, out_desc, lse, memory, schedule, exponents, HEAD_DIM, OWN_ROOM)),

@@ -43,6 +43,7 @@ def forward_more_kernel(
     KEY_MORE: gl.constexpr,
     VALUE_MORE: gl.constexpr,
     TILE_K: gl.constexpr,
+    GROUPS: gl.constexpr,
     STAGES: gl.constexpr,
     LEFT: gl.constexpr,
     RIGHT: gl.constexpr,
@@ -52,33 +53,42 @@ def forward_more_kernel(
     COPY_REGISTERS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """Grid and arguments as of `forward_kernel`, with two warp groups. VALUE_MORE may be 0, with any descriptors."""
+    """Grid and arguments as of `forward_kernel`, with one or two groups. VALUE_MORE may be 0, with any descriptors."""
     exponents = Exponents(scale, steepness, CAPPED)
     packing = new_packing(q_starts, k_starts, sequences, TO_THE_END)
     schedule = Schedule(
-        matrices, heads, q_len, k_len, left, right, section, packing, 2 * GROUP, TILE_K, LEFT, RIGHT
+        matrices, heads, q_len, k_len, left, right, section, packing, GROUPS * GROUP, TILE_K, LEFT, RIGHT
     )  # fmt: skip
-    q_ring = Ring(new_tiles(q_desc, 2), new_barriers(1, 1), new_barriers(1, 2), 1)
-    released = new_barriers(STAGES, 2)
+    q_ring = Ring(new_tiles(q_desc, GROUPS), new_barriers(1, 1), new_barriers(1, GROUPS), 1)
+    released = new_barriers(STAGES, GROUPS)
     k_ring = Ring(new_tiles(k_desc, STAGES), new_barriers(STAGES, 1), released, STAGES)
     v_ring = Ring(new_tiles(v_desc, STAGES), new_barriers(STAGES, 1), released, STAGES)
-    room = new_tiles(out_desc, 2)
+    room = new_tiles(out_desc, GROUPS)
     v_more = v_ring.tiles
     out_more = room
     if VALUE_MORE > 0:
         v_more = new_tiles(v_more_desc, STAGES)
-        out_more = new_tiles(out_more_desc, 2)
-    queue = new_queue(counter, 2, packing.PACKED)
+        out_more = new_tiles(out_more_desc, GROUPS)
+    queue = new_queue(counter, GROUPS, packing.PACKED)
     memory = Memory(
         q_ring, k_ring, v_ring, room, queue,
-        new_tiles(q_more_desc, 2), new_tiles(k_more_desc, STAGES), v_more, out_more, KEY_MORE, VALUE_MORE,
+        new_tiles(q_more_desc, GROUPS), new_tiles(k_more_desc, STAGES), v_more, out_more, KEY_MORE, VALUE_MORE,
     )  # fmt: skip
     fence_async_shared()
-    gl.warp_specialize([
-        (compute, (0, out_desc, out_more_desc, lse, memory, schedule, exponents, HEAD_DIM, True)),
-        (compute, (1, out_desc, out_more_desc, lse, memory, schedule, exponents, HEAD_DIM, True)),
-        (copy_ahead, (
-            (q_desc, k_desc, v_desc, q_more_desc, k_more_desc, v_more_desc), lse, memory, schedule, group,
-            HEAD_DIM, 2, PERSISTENT,
-        )),
-    ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
+    if GROUPS == 1:
+        gl.warp_specialize([
+            (compute, (0, out_desc, out_more_desc, lse, memory, schedule, exponents, HEAD_DIM, True)),
+            (copy_ahead, (
+                (q_desc, k_desc, v_desc, q_more_desc, k_more_desc, v_more_desc), lse, memory, schedule, group,
+                HEAD_DIM, GROUPS, PERSISTENT,
+            )),
+        ], [1], [COPY_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (compute, (0, out_desc, out_more_desc, lse, memory, schedule, exponents, HEAD_DIM, True)),
+            (compute, (1, out_desc, out_more_desc, lse, memory, schedule, exponents, HEAD_DIM, True)),
+            (copy_ahead, (
+                (q_desc, k_desc, v_desc, q_more_desc, k_more_desc, v_more_desc), lse, memory, schedule, group,
+                HEAD_DIM, GROUPS, PERSISTENT,
+            )),
+        ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip

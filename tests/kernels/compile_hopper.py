@@ -36,23 +36,31 @@ BANDS = {
 
 
 def launch_of(
-    name: str, head_dim: int, band: Window, dtype: torch.dtype, softcap: float | None, is_packed: bool = False
+    name: str,
+    head_dim: int,
+    band: Window,
+    dtype: torch.dtype,
+    softcap: float | None,
+    length: int,
+    is_packed: bool = False,
 ) -> Launch:
-    """A pass on (2, 8, 1024, head_dim) queries and (2, 2, 1024, head_dim) keys, or on a batch of one, packed."""
+    """A pass on (2, 8, length, head_dim) queries and (2, 2, length, head_dim) keys, on eight multiprocessors.
+
+    Or on a batch of one, packed.
+    """
 
     def made(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     batch = 1 if is_packed else 2
-    q, k, v, out = (made(batch, heads, 1024, head_dim, dtype=dtype) for heads in (8, 2, 2, 8))
+    q, k, v, out = (made(batch, heads, length, head_dim, dtype=dtype) for heads in (8, 2, 2, 8))
     packed = describe.ALONE
     if is_packed:
         packed = describe.Packed(made(9, dtype=torch.int32), made(9, dtype=torch.int32), True)
     if name == "forward":
-        counter = made(1, dtype=torch.int32)
-        lse = made(batch, 8, 1024)
-        return describe.describe_forward(q, k, v, out, lse, counter, band, 0.1, softcap, 132, packed)
-    rows = describe.Rows(made(16, 1024), made(16, 1024), made(16 * 1024 * head_dim))
+        counter, lse = made(1, dtype=torch.int32), made(batch, 8, length)
+        return describe.describe_forward(q, k, v, out, lse, counter, band, 0.1, softcap, 8, packed)
+    rows = describe.Rows(made(16, length), made(16, length), made(16 * length * head_dim))
     return describe.describe_backward(q, k, v, out, rows, (k, v), band, 0.1, softcap, packed)
 
 
@@ -72,12 +80,18 @@ def beside_a_product(sass: str) -> list[str]:
 
 
 def compile_one(
-    name: str, head_dim: int, band: str, dtype: torch.dtype, softcap: float | None = None, is_packed: bool = False
+    name: str,
+    head_dim: int,
+    band: str,
+    dtype: torch.dtype,
+    softcap: float | None = None,
+    length: int = 2048,
+    is_packed: bool = False,
 ) -> dict[str, Any]:
     kernel = KERNELS.get(head_dim)
     if name == "forward":
         kernel = forward_kernel if head_dim in config.WIDTHS else forward_more_kernel
-    launch = launch_of(name, head_dim, BANDS[band], dtype, softcap, is_packed)
+    launch = launch_of(name, head_dim, BANDS[band], dtype, softcap, length, is_packed)
     report = compile_for(90, kernel, launch)
     step = beside_a_product(report.sass)
     # Those of a group's part of a tile, for each of its 128 threads.
@@ -113,15 +127,16 @@ def main(arguments: Iterable[str]) -> None:
         if head_dim == 128 or dtype == torch.bfloat16
     ]
     if "forward" in options.passes:
-        with_more = [width + more for width, more in config.FORWARD_MORE]
+        compiled.append(compile_one("forward", 64, "none", torch.bfloat16, length=config.SHORT_LENGTH))
+        with_more = sorted({width + more for width, more, _ in config.FORWARD_MORE})
         compiled += [
             compile_one("forward", dim, band, torch.bfloat16) for dim in with_more for band in ("none", "causal")
         ]
     for name in options.passes:
         dims = config.WIDTHS if name == "forward" else config.BACKWARD
         compiled += [compile_one(name, head_dim, "causal", torch.bfloat16, 5.0) for head_dim in dims]
-        more = (192,) if name == "forward" else ()
-        compiled += [compile_one(name, head_dim, "causal", torch.bfloat16, None, True) for head_dim in (*dims, *more)]
+        more = (80, 192) if name == "forward" else ()
+        compiled += [compile_one(name, dim, "causal", torch.bfloat16, is_packed=True) for dim in (*dims, *more)]
     print(json.dumps(compiled))
 
 
