@@ -138,7 +138,7 @@ def _results(instruction: Instruction) -> int:
     name, operands = instruction.name, instruction.operands
     if name in _WRITES_NOTHING or not operands:
         return 0
-    if name == "SHFL" or name in _COMPARISONS:
+    if name in ("SHFL", "ELECT") or name in _COMPARISONS:
         return 2
     if name in ("LOP3", "ULOP3") and _PREDICATE.fullmatch(operands[0]):
         return 2
