@@ -70,7 +70,7 @@ def copy_ahead(descriptors, memory, schedule, group, HEAD_DIM: gl.constexpr, TIL
         corner = own.q_corner(work.batch, work.head, work.first_row + member * GROUP, 0)
         tma.async_copy_global_to_shared(v_desc, corner, memory.kv_full, memory.v.index(member))
     number = 0
-    for member in range(group):
+    for member in range(own.visits(group)):
         head = work.head * group + member
         matrix = work.matrix * group + member
         for tile in range(work.begin, work.end):
@@ -185,7 +185,7 @@ def compute(
     left, right = own.whole_tiles(work)
     mbarrier.wait(memory.kv_full, 0)
     number = 0
-    for _ in range(group):
+    for _ in range(own.visits(group)):
         for tile in range(work.begin, left):
             dk, dv = step(
                 dk, dv, k_tile, v_own, memory, own, columns, number, tile, dq_ptr, exponents,

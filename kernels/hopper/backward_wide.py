@@ -96,7 +96,7 @@ def compute(
     left, right = own.whole_tiles(work)
     mbarrier.wait(memory.kv_full, 0)
     number = 0
-    for _ in range(group):
+    for _ in range(own.visits(group)):
         for tile in range(work.begin, left):
             dk, dv = step(
                 dk, dv, k_tile, v_tile, memory, weights_tiles, own, columns, number, tile, dq_ptr,

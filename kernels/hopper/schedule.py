@@ -151,6 +151,13 @@ class Schedule:
         return first
 
     @gluon.jit
+    def visits(self, times):
+        """So many, or none if sequences are packed and this one has no keys: a backward need not visit any."""
+        if self.packing.PACKED:
+            times = gl.where(self.k_len > 0, times, 0)
+        return times
+
+    @gluon.jit
     def row_numbers(self, pointer, work, own):
         """Of numbers for all rows of matrices, those for a tile's sequence."""
         pointer += work.matrix.to(gl.int64) * self.q_len

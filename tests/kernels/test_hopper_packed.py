@@ -99,6 +99,8 @@ def test_scores_may_be_capped(width):
 @pytest.mark.parametrize("integers", [torch.int32, torch.int64], ids=["int32", "int64"])
 def test_rows_after_the_last_sequence_see_nothing(integers, dtype, beyond):
     inputs = made(LENGTHS["long"], 64, dtype, beyond=beyond)
+    for x in (*inputs[:4], inputs.dlse.T):
+        x[len(x) - beyond :] = math.nan
     actual = results(inputs, LENGTHS["long"], integers=integers)
     assert_right(actual, inputs, LENGTHS["long"])
     if beyond:
