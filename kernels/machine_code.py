@@ -140,7 +140,7 @@ def _results(instruction: Instruction) -> int:
         return 0
     if name in ("SHFL", "ELECT") or name in _COMPARISONS:
         return 2
-    if name in ("LOP3", "ULOP3") and _PREDICATE.fullmatch(operands[0]):
+    if name in ("LOP3", "ULOP3", "R2UR") and _PREDICATE.fullmatch(operands[0]):
         return 2
     count = 1
     if name in _MAY_CARRY_OUT:

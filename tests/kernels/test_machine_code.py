@@ -45,6 +45,7 @@ def test_what_no_path_has_written(lines, culprit):
         ),
         pytest.param(["MOV R2, R3", "MOV R2, RZ", "FADD R4, R2, R2"], id="a_copy_that_is_overwritten"),
         pytest.param(["STL [R1], R3"], id="a_spill"),
+        pytest.param(["S2R R0, SR_TID.X", "R2UR P1, UR10, R0", "@P1 UMOV UR4, UR10"], id="a_uniform_copy"),
         pytest.param(["ELECT P0, UR62, PT", "MOV R2, UR62", "@P0 STS [R2], R2"], id="who_is_elected"),
         pytest.param(
             ["MOV R2, RZ", "SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [R2+URZ+0x10], R2", "@!P1 BRA 0x10"],
