@@ -132,9 +132,13 @@ def band_constants(band: Window) -> dict[str, bool]:
 def section(x: Tensor, matrices: int, group: int = 1) -> int:
     """How many of so many matrices are taken together: those whose keys and values, or q and dout, the L2 cache holds.
 
-    ``x`` (..., rows, d) is one of the two; so many matrices read the same of them.
+    ``x`` (..., rows, d) is one of the two; ``group`` matrices read the same of them. Fewer, if sections are alike then:
+    a last one of few matrices leaves most programs idle, while some compute its longest tiles.
     """
-    return min(matrices, group * max(1, SECTION_BYTES // (4 * x.shape[-2] * x.shape[-1])))
+    different = matrices // group
+    count = triton.cdiv(different, max(1, SECTION_BYTES // (4 * x.shape[-2] * x.shape[-1])))
+    count = next((number for number in range(count, 2 * count + 1) if different % number == 0), count)
+    return group * (different // count)
 
 
 def exponents(scale: float, softcap: float | None) -> tuple[float, float]:

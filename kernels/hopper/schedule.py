@@ -93,9 +93,14 @@ class Schedule:
     def work(self, index):
         """What a tile, by its place in the order, asks for, and the schedule of its sequence."""
         tiles = self.tiles_of_a_matrix()
-        first = index // (self.section * tiles) * self.section
+        # What is left over goes with the last section: one of its own would have tiles for few programs.
+        last = self.matrices // self.section - 1
+        number = gl.minimum(index // (self.section * tiles), last)
+        first = number * self.section
         within = index - first * tiles
-        width = gl.minimum(self.section, self.matrices - first)
+        width = self.section
+        if number == last:
+            width = self.matrices - first
         tile = within // width
         matrix = first + within % width
         if self.RIGHT:

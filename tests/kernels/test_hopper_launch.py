@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from cs336_systems.kernels.hopper import coverage, launch
+from cs336_systems.kernels.hopper import coverage, describe, launch
 from cs336_systems.kernels.hopper.describe import Rows
 from cs336_systems.kernels.settings import Settings
 
@@ -197,3 +197,18 @@ def test_rows_lie_where_their_addresses_say():
     assert Rows.addresses(memory.data_ptr(), *sizes) == tuple(x.data_ptr() for x in rows)
     assert sum(x.numel() for x in rows) == memory.numel()
     assert rows.sums.numel() == math.prod(sizes)
+
+
+@pytest.mark.parametrize(
+    ("matrices", "group", "length", "d", "together"),
+    [
+        (32, 1, 4096, 256, 4),
+        (16, 1, 16384, 128, 2),
+        (32, 4, 16384, 128, 8),
+        (31, 1, 8192, 256, 2),
+        (3, 1, 128, 64, 3),
+        (6, 1, 1 << 20, 128, 1),
+    ],
+)
+def test_sections_are_alike_where_they_can_be(matrices, group, length, d, together):
+    assert describe.section(torch.empty(length, d, device="meta"), matrices, group) == together
