@@ -58,7 +58,7 @@ FORWARD = {
     # fastest, one's ends under another's steps; else three groups that read the same keys and values.
     (64, True): ForwardConfig(64, 1, 3, 136, 24, 80, True, 3),
     (64, False): ForwardConfig(64, 3, 4, 160, 32, 128, True),
-    # From here on shared memory holds no more than one program.
+    # From here on one program's tiles fill the shared memory; with two smaller ones it is slower.
     (128, True): ForwardConfig(128, 2, 2, 240, 24, 168, True),
     (128, False): ForwardConfig(128, 2, 2, 240, 24, 168, True),
     # The output takes 128 registers; q and two tiles of k and v fill the shared memory.
