@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .queue import CAREFUL, NONE, NORMAL, Queue
-from .ring import Ring
+from .ring import Ring, new_barriers, new_tiles
 from .tiles import GROUP
 from .versions import aggregate
 
@@ -46,6 +46,17 @@ class Memory:
         self.out_more = out_more
         self.KEY_MORE = gl.constexpr(KEY_MORE)
         self.VALUE_MORE = gl.constexpr(VALUE_MORE)
+
+
+@gluon.jit
+def new_rings(q_desc, k_desc, v_desc, GROUPS: gl.constexpr, STAGES: gl.constexpr):
+    """One of a tile of q for each warp group, and those of so many tiles of k and of v."""
+    q_ring = Ring(new_tiles(q_desc, GROUPS), new_barriers(1, 1), new_barriers(1, GROUPS), 1)
+    # A release is of the keys of one step and of the values of the step before.
+    released = new_barriers(STAGES, GROUPS)
+    k_ring = Ring(new_tiles(k_desc, STAGES), new_barriers(STAGES, 1), released, STAGES)
+    v_ring = Ring(new_tiles(v_desc, STAGES), new_barriers(STAGES, 1), released, STAGES)
+    return q_ring, k_ring, v_ring
 
 
 @gluon.jit

@@ -9,11 +9,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 
-from .copying import Memory, copy_ahead
+from .copying import Memory, copy_ahead, new_rings
 from .packing import new_packing
 from .products import add_values, finished, scores_of
 from .queue import CAREFUL, NONE, new_queue
-from .ring import Ring, new_barriers, new_tiles
+from .ring import new_tiles
 from .schedule import Schedule
 from .softmax import Exponents, first_fold
 from .tiles import GROUP, as_matrix, packed
@@ -222,11 +222,7 @@ def forward_kernel(
     schedule = Schedule(
         matrices, heads, q_len, k_len, left, right, section, packing, GROUPS * GROUP, TILE_K, LEFT, RIGHT
     )  # fmt: skip
-    q_ring = Ring(new_tiles(q_desc, GROUPS), new_barriers(1, 1), new_barriers(1, GROUPS), 1)
-    # A release is of the keys of one step and of the values of the step before.
-    released = new_barriers(STAGES, GROUPS)
-    k_ring = Ring(new_tiles(k_desc, STAGES), new_barriers(STAGES, 1), released, STAGES)
-    v_ring = Ring(new_tiles(v_desc, STAGES), new_barriers(STAGES, 1), released, STAGES)
+    q_ring, k_ring, v_ring = new_rings(q_desc, k_desc, v_desc, GROUPS, STAGES)
     room = q_ring.tiles
     if OWN_ROOM:
         room = new_tiles(q_desc, GROUPS)

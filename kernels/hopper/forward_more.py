@@ -4,11 +4,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from .copying import Memory, copy_ahead
+from .copying import Memory, copy_ahead, new_rings
 from .forward import NUMBERS, compute
 from .packing import new_packing
 from .queue import new_queue
-from .ring import Ring, new_barriers, new_tiles
+from .ring import new_tiles
 from .schedule import Schedule
 from .softmax import Exponents
 from .tiles import GROUP
@@ -59,10 +59,7 @@ def forward_more_kernel(
     schedule = Schedule(
         matrices, heads, q_len, k_len, left, right, section, packing, GROUPS * GROUP, TILE_K, LEFT, RIGHT
     )  # fmt: skip
-    q_ring = Ring(new_tiles(q_desc, GROUPS), new_barriers(1, 1), new_barriers(1, GROUPS), 1)
-    released = new_barriers(STAGES, GROUPS)
-    k_ring = Ring(new_tiles(k_desc, STAGES), new_barriers(STAGES, 1), released, STAGES)
-    v_ring = Ring(new_tiles(v_desc, STAGES), new_barriers(STAGES, 1), released, STAGES)
+    q_ring, k_ring, v_ring = new_rings(q_desc, k_desc, v_desc, GROUPS, STAGES)
     room = new_tiles(out_desc, GROUPS)
     v_more = v_ring.tiles
     out_more = room
