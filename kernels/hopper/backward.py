@@ -1,9 +1,9 @@
 """FlashAttention backward with warps that have roles: one program for each tile of keys, dQ added up in global memory.
 
 K and V of the tile stay in shared memory; tiles of q and dout, with numbers for each of their rows, come through rings.
-Each of two warp groups owns 64 keys and computes with the transposed scores, so that the weights and their gradients
-are left operands in registers for dV and dK. For dQ both groups' gradients have to meet in shared memory; each group
-then computes one half of a tile of dQ and adds it to a float32 buffer, from registers.
+Each of one or two warp groups owns 64 keys and computes with the transposed scores, so that the weights and their
+gradients are left operands in registers for dV and dK. For dQ the gradients of all keys have to meet in shared memory;
+each group then computes its part of a tile of dQ and adds it to a float32 buffer, from registers.
 """
 
 from triton.experimental import gluon
@@ -16,75 +16,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .backward_copying import Memory, copy_ahead
 from .packing import new_packing
 from .ring import Ring, new_barriers, new_tiles
 from .schedule import Schedule
 from .softmax import Exponents
 from .tiles import GROUP, add, as_matrix
-from .versions import aggregate
 
 NUMBERS = ("matrices", "heads", "group", "q_len", "k_len", "padded", "left", "right", "section", "sequences")
 """Arguments that one compiled kernel takes any values of."""
-
-
-@aggregate
-class Memory:
-    """What the warps share.
-
-    k, v: the program's tile, that of v in one piece for each warp group. q, dout, lse, delta: rings; lse comes with q
-    and delta with dout. slopes: the gradients of scores, two tiles of (keys, rows of q), full when both groups have
-    written theirs.
-    """
-
-    k: gl.shared_memory_descriptor
-    v: gl.shared_memory_descriptor
-    kv_full: gl.shared_memory_descriptor
-    q: Ring
-    dout: Ring
-    lse: gl.shared_memory_descriptor
-    delta: gl.shared_memory_descriptor
-    slopes: Ring
-
-    @gluon.constexpr_function
-    def __init__(self, k, v, kv_full, q, dout, lse, delta, slopes):
-        self.k = k
-        self.v = v
-        self.kv_full = kv_full
-        self.q = q
-        self.dout = dout
-        self.lse = lse
-        self.delta = delta
-        self.slopes = slopes
-
-
-@gluon.jit
-def copy_ahead(descriptors, memory, schedule, group, HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr):
-    """The copying warp: the tile of k and v, then all of q and dout that sees it, for each query head of the group."""
-    q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc = descriptors
-    work, own = schedule.work(gl.program_id(0))
-    corner = own.q_corner(work.batch, work.head, work.first_row, 0)
-    KEYS: gl.constexpr = schedule.TILE_Q
-    mbarrier.expect(memory.kv_full, 2 * KEYS * HEAD_DIM * 2)
-    tma.async_copy_global_to_shared(k_desc, corner, memory.kv_full, memory.k)
-    for member in gl.static_range(KEYS // GROUP):
-        corner = own.q_corner(work.batch, work.head, work.first_row + member * GROUP, 0)
-        tma.async_copy_global_to_shared(v_desc, corner, memory.kv_full, memory.v.index(member))
-    number = 0
-    for member in range(own.visits(group)):
-        head = work.head * group + member
-        matrix = work.matrix * group + member
-        for tile in range(work.begin, work.end):
-            corner = own.k_corner(work.batch, head, tile * TILE_Q, 0)
-            stage = number % memory.q.stages
-            memory.q.wait_empty(number)
-            mbarrier.expect(memory.q.arrival(number), TILE_Q * HEAD_DIM * 2 + TILE_Q * 4)
-            tma.async_copy_global_to_shared(q_desc, corner, memory.q.arrival(number), memory.q.tile(number))
-            of_rows = [matrix, own.first_filled_up() + tile * TILE_Q]
-            tma.async_copy_global_to_shared(lse_desc, of_rows, memory.q.arrival(number), memory.lse.index(stage))
-            mbarrier.expect(memory.dout.arrival(number), TILE_Q * HEAD_DIM * 2 + TILE_Q * 4)
-            tma.async_copy_global_to_shared(dout_desc, corner, memory.dout.arrival(number), memory.dout.tile(number))
-            tma.async_copy_global_to_shared(delta_desc, of_rows, memory.dout.arrival(number), memory.delta.index(stage))
-            number += 1
 
 
 @gluon.jit
@@ -104,8 +44,8 @@ def visible(columns, rows, schedule):
 
 @gluon.jit
 def slopes_product(slopes_tile, k_tile, MEMBER: gl.constexpr, HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr):
-    """Begin a group's part of a tile of dQ: half of its columns if the tile has 64 rows, or else 64 of its 128 rows."""
-    WIDTH: gl.constexpr = HEAD_DIM * TILE_Q // (2 * GROUP)
+    """Begin a group's part of a tile of dQ: of its columns if the tile has 64 rows, or else 64 of its 128 rows."""
+    WIDTH: gl.constexpr = HEAD_DIM * TILE_Q // k_tile.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     nothing = gl.zeros([GROUP, WIDTH], gl.float32, layout)
     if TILE_Q == GROUP:
@@ -149,8 +89,9 @@ def step(
     slopes_tile = memory.slopes.tile(number)
     slopes_tile.slice(MEMBER * GROUP, GROUP, dim=0).store(slopes)
     fence_async_shared()
-    mbarrier.arrive(memory.slopes.arrival(number), count=1)
-    memory.slopes.wait_full(number)
+    if k_tile.shape[0] > GROUP:
+        mbarrier.arrive(memory.slopes.arrival(number), count=1)
+        memory.slopes.wait_full(number)
     dq = slopes_product(slopes_tile, k_tile, MEMBER, HEAD_DIM, TILE_Q)
     operand_of_dk = gl.convert_layout(slopes, operand)
     dk = warpgroup_mma(operand_of_dk, q_tile, dk, is_async=True)
@@ -172,13 +113,14 @@ def compute(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_Q, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     work, own = schedule.work(gl.program_id(0))
-    k_tile = as_matrix(memory.k, 2 * GROUP, HEAD_DIM)
+    KEYS: gl.constexpr = schedule.TILE_Q
+    k_tile = as_matrix(memory.k, KEYS, HEAD_DIM)
     v_own = as_matrix(memory.v.index(MEMBER), GROUP, HEAD_DIM)
     dk = gl.zeros([GROUP, HEAD_DIM], gl.float32, wide)
     dv = gl.zeros([GROUP, HEAD_DIM], gl.float32, wide)
     first_column = work.first_row + MEMBER * GROUP
     columns = first_column + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
-    part: gl.constexpr = MEMBER * GROUP * HEAD_DIM * TILE_Q // (2 * GROUP)
+    part: gl.constexpr = MEMBER * GROUP * HEAD_DIM * TILE_Q // KEYS
     dq_ptr += (work.matrix * group).to(gl.int64) * padded * HEAD_DIM + part
     if own.packing.PACKED:
         dq_ptr += own.first_filled_up().to(gl.int64) * HEAD_DIM
@@ -246,6 +188,7 @@ def backward_kernel(
     steepness,
     sequences,
     HEAD_DIM: gl.constexpr,
+    GROUPS: gl.constexpr,
     TILE_Q: gl.constexpr,
     STAGES: gl.constexpr,
     LEFT: gl.constexpr,
@@ -255,7 +198,7 @@ def backward_kernel(
     COPY_REGISTERS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """Grid: a program for each tile of 128 keys of each matrix of k.
+    """Grid: a program for each tile of keys, 64 for each group, of each matrix of k.
 
     ``matrices`` and ``heads`` are k's. lse, in exponents of 2, and delta are (matrices of q, padded), and dq has room
     for (matrices of q, padded, HEAD_DIM), laid out as `add` does; ``padded`` is a multiple of TILE_Q, and lse is +inf
@@ -265,30 +208,42 @@ def backward_kernel(
     # Of a key at column c the rows c - right to c - left see it: the same schedule with the roles exchanged.
     packing = new_packing(k_starts, q_starts, sequences, TO_THE_END)
     schedule = Schedule(
-        matrices, heads, k_len, q_len, -right, -left, section, packing, 2 * GROUP, TILE_Q, RIGHT, LEFT
+        matrices, heads, k_len, q_len, -right, -left, section, packing, GROUPS * GROUP, TILE_Q, RIGHT, LEFT
     )  # fmt: skip
     exponents = Exponents(exponent_scale, steepness, CAPPED)
     dtype: gl.constexpr = q_desc.dtype
-    slopes_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * GROUP, TILE_Q], dtype)
-    slopes = gl.allocate_shared_memory(dtype, [2, 2 * GROUP, TILE_Q], slopes_layout)
-    released = new_barriers(STAGES, 2)
+    slopes_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUPS * GROUP, TILE_Q], dtype)
+    slopes = gl.allocate_shared_memory(dtype, [2, GROUPS * GROUP, TILE_Q], slopes_layout)
+    released = new_barriers(STAGES, GROUPS)
     memory = Memory(
-        new_tiles(k_desc, 1).index(0), new_tiles(v_desc, 2), new_barriers(1, 1).index(0),
+        new_tiles(k_desc, 1).index(0), new_tiles(v_desc, GROUPS), new_barriers(1, 1).index(0),
         Ring(new_tiles(q_desc, STAGES), new_barriers(STAGES, 1), released, STAGES),
         Ring(new_tiles(dout_desc, STAGES), new_barriers(STAGES, 1), released, STAGES),
         new_tiles(lse_desc, STAGES), new_tiles(delta_desc, STAGES),
-        Ring(slopes, new_barriers(2, 2), new_barriers(2, 1), 2),
+        Ring(slopes, new_barriers(2, GROUPS), new_barriers(2, 1), 2),
     )  # fmt: skip
     fence_async_shared()
     if schedule.has_rows(gl.program_id(0)):
-        gl.warp_specialize([
-            (compute, (
-                0, dk_desc, dv_desc, dq, memory, schedule, group, padded, scale, exponents, HEAD_DIM, TILE_Q,
-            )),
-            (compute, (
-                1, dk_desc, dv_desc, dq, memory, schedule, group, padded, scale, exponents, HEAD_DIM, TILE_Q,
-            )),
-            (copy_ahead, (
-                (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), memory, schedule, group, HEAD_DIM, TILE_Q,
-            )),
-        ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
+        if GROUPS == 1:
+            gl.warp_specialize([
+                (compute, (
+                    0, dk_desc, dv_desc, dq, memory, schedule, group, padded, scale, exponents, HEAD_DIM, TILE_Q,
+                )),
+                (copy_ahead, (
+                    (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), memory, schedule, group,
+                    HEAD_DIM, TILE_Q,
+                )),
+            ], [1], [COPY_REGISTERS])  # fmt: skip
+        else:
+            gl.warp_specialize([
+                (compute, (
+                    0, dk_desc, dv_desc, dq, memory, schedule, group, padded, scale, exponents, HEAD_DIM, TILE_Q,
+                )),
+                (compute, (
+                    1, dk_desc, dv_desc, dq, memory, schedule, group, padded, scale, exponents, HEAD_DIM, TILE_Q,
+                )),
+                (copy_ahead, (
+                    (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), memory, schedule, group,
+                    HEAD_DIM, TILE_Q,
+                )),
+            ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip

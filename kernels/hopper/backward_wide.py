@@ -13,7 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward import NUMBERS, Memory, copy_ahead, store_tile, visible
+from .backward import NUMBERS, store_tile, visible
+from .backward_copying import Memory, copy_ahead
 from .packing import new_packing
 from .ring import Ring, new_barriers, new_tiles
 from .schedule import Schedule

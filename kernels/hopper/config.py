@@ -38,12 +38,14 @@ class Columns(NamedTuple):
 
 
 class BackwardConfig(NamedTuple):
-    """`keys` a program, tile_q rows a step, and a ring of `stages` such tiles of q and of dout.
+    """`keys` a program of so many `groups` that compute, tile_q rows a step, and a ring of `stages` such tiles.
 
-    part: the columns of a tile of dK, dV or dQ that a warp group stores or adds at a time.
+    Each group has 64 keys, or both have the same. part: the columns of a tile of dK, dV or dQ that a group stores or
+    adds at a time.
     """
 
     keys: int
+    groups: int
     tile_q: int
     part: int
     stages: int
@@ -86,9 +88,15 @@ FORWARD_PACKED = {
     (256, 0): ForwardConfig(64, 2, 2, 232, 40, 168, False),
 }
 BACKWARD = {
-    64: BackwardConfig(128, 128, 64, 2, 240, 24, 168),
-    128: BackwardConfig(128, 64, 64, 2, 240, 24, 168),
-    256: BackwardConfig(64, 64, 128, 2, 240, 24, 168),
+    64: BackwardConfig(128, 2, 128, 64, 2, 240, 24, 168),
+    128: BackwardConfig(128, 2, 64, 64, 2, 240, 24, 168),
+    256: BackwardConfig(64, 2, 64, 128, 2, 240, 24, 168),
+}
+FEW_ROWS = 4096
+BACKWARD_OF_FEW = {
+    # With a causal mask, and so many rows at most. Two programs of one group each share a multiprocessor, as in the
+    # forward; of wider gradients one group's fill the registers of one program.
+    64: BackwardConfig(64, 1, 64, 64, 2, 232, 24, 128),
 }
 WIDTHS = (64, 128, 256)
 """Columns that tiles have; head dimensions between are filled up with zeros as they are copied."""
@@ -108,6 +116,12 @@ def forward_config(
         return FORWARD_PACKED[width, more]
     uneven_or_few = band != (None, None) or k_len <= SHORT_LENGTH
     return FORWARD_MORE[width, more, uneven_or_few] if more else FORWARD[width, uneven_or_few]
+
+
+def backward_config(width: int, band: tuple[int | None, int | None], q_len: int, *, is_packed: bool) -> BackwardConfig:
+    """How the backward computes a call with so many queries."""
+    few = band[1] is not None and q_len <= FEW_ROWS and not is_packed
+    return BACKWARD_OF_FEW[width] if few and width in BACKWARD_OF_FEW else BACKWARD[width]
 
 
 def columns_of(head_dim: int, v_head_dim: int) -> Columns | None:

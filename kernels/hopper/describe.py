@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..launching import Launch
 from ..portable.softmax import LOG2_E
 from ..settings import Window
-from .config import BACKWARD, columns_of, forward_config, width_of
+from .config import BACKWARD, backward_config, columns_of, forward_config, width_of
 from .coverage import ALIGNMENT
 from .packing import BOUND, FILLED_UP
 from .tiles import GROUP
@@ -221,11 +221,12 @@ def describe_backward(
     """The launch of the width's kernel on tensors ([batch,] heads, rows, d); ``gradients`` are those of k and v."""
     q, k, v, dout = as_heads(q, k, v, dout)
     width = width_of(q.shape[-1])
-    config = BACKWARD[width]
+    config = backward_config(width, band, q.shape[2], is_packed=packed.sequences > 0)
     batch, heads, k_len, _ = k.shape
     group = q.shape[1] // heads
     lengths = batch * heads, heads, group, q.shape[2], k_len, rows.delta.shape[-1]
-    columns = width if config.keys == 2 * ROWS else config.part
+    is_shared = config.keys < config.groups * ROWS
+    columns = config.part if is_shared else width
     return Launch(
         (batch * heads * tiles_of(k_len, config.keys, packed.sequences), 1),
         (
@@ -241,6 +242,7 @@ def describe_backward(
         ),
         {
             "HEAD_DIM": width,
+            **({} if is_shared else {"GROUPS": config.groups}),
             "TILE_Q": config.tile_q,
             "STAGES": config.stages,
             **band_constants(band),

@@ -85,7 +85,7 @@ def compile_one(
     band: str,
     dtype: torch.dtype,
     softcap: float | None = None,
-    length: int = 2048,
+    length: int = 8192,
     is_packed: bool = False,
 ) -> dict[str, Any]:
     kernel = KERNELS.get(head_dim)
@@ -96,7 +96,7 @@ def compile_one(
     step = beside_a_product(report.sass)
     # Those of a group's part of a tile, for each of its 128 threads.
     tile = launch.constants["TILE_K" if name == "forward" else "TILE_Q"]
-    if name == "backward" and config.BACKWARD[head_dim].keys == describe.ROWS:
+    if name == "backward" and "GROUPS" not in launch.constants:
         tile //= 2
     return {
         "pass": name,
@@ -131,6 +131,10 @@ def main(arguments: Iterable[str]) -> None:
         with_more = sorted({width + more for width, more, _ in config.FORWARD_MORE})
         compiled += [
             compile_one("forward", dim, band, torch.bfloat16) for dim in with_more for band in ("none", "causal")
+        ]
+    if "backward" in options.passes:
+        compiled += [
+            compile_one("backward", dim, "causal", torch.bfloat16, length=64) for dim in config.BACKWARD_OF_FEW
         ]
     for name in options.passes:
         dims = config.WIDTHS if name == "forward" else config.BACKWARD
