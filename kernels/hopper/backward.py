@@ -104,6 +104,43 @@ def step(
 
 
 @gluon.jit
+def over_tiles(
+    STEP: gl.constexpr, dk, dv, k_tile, v_tile, memory, work, own, columns, group, padded, dq_ptr, exponents,
+    MEMBER: gl.constexpr, HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr,
+):  # fmt: skip
+    """dK and dV after a `step` for each tile of q and dout that sees the keys, of each query head of the group.
+
+    ``dq_ptr`` is where the warp group's part of dQ of the first head is added.
+    """
+    if own.packing.PACKED:
+        dq_ptr += own.first_filled_up().to(gl.int64) * HEAD_DIM
+    left, right = own.whole_tiles(work)
+    mbarrier.wait(memory.kv_full, 0)
+    number = 0
+    for _ in range(own.visits(group)):
+        for tile in range(work.begin, left):
+            dk, dv = STEP(
+                dk, dv, k_tile, v_tile, memory, own, columns, number, tile, dq_ptr, exponents,
+                True, MEMBER, HEAD_DIM, TILE_Q,
+            )  # fmt: skip
+            number += 1
+        for tile in range(left, right):
+            dk, dv = STEP(
+                dk, dv, k_tile, v_tile, memory, own, columns, number, tile, dq_ptr, exponents,
+                False, MEMBER, HEAD_DIM, TILE_Q,
+            )  # fmt: skip
+            number += 1
+        for tile in range(right, work.end):
+            dk, dv = STEP(
+                dk, dv, k_tile, v_tile, memory, own, columns, number, tile, dq_ptr, exponents,
+                True, MEMBER, HEAD_DIM, TILE_Q,
+            )  # fmt: skip
+            number += 1
+        dq_ptr += padded * HEAD_DIM
+    return dk, dv
+
+
+@gluon.jit
 def compute(
     MEMBER: gl.constexpr, dk_desc, dv_desc, dq_ptr, memory, schedule, group, padded, scale, exponents,
     HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr,
@@ -122,31 +159,10 @@ def compute(
     columns = first_column + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
     part: gl.constexpr = MEMBER * GROUP * HEAD_DIM * TILE_Q // KEYS
     dq_ptr += (work.matrix * group).to(gl.int64) * padded * HEAD_DIM + part
-    if own.packing.PACKED:
-        dq_ptr += own.first_filled_up().to(gl.int64) * HEAD_DIM
-    left, right = own.whole_tiles(work)
-    mbarrier.wait(memory.kv_full, 0)
-    number = 0
-    for _ in range(own.visits(group)):
-        for tile in range(work.begin, left):
-            dk, dv = step(
-                dk, dv, k_tile, v_own, memory, own, columns, number, tile, dq_ptr, exponents,
-                True, MEMBER, HEAD_DIM, TILE_Q,
-            )  # fmt: skip
-            number += 1
-        for tile in range(left, right):
-            dk, dv = step(
-                dk, dv, k_tile, v_own, memory, own, columns, number, tile, dq_ptr, exponents,
-                False, MEMBER, HEAD_DIM, TILE_Q,
-            )  # fmt: skip
-            number += 1
-        for tile in range(right, work.end):
-            dk, dv = step(
-                dk, dv, k_tile, v_own, memory, own, columns, number, tile, dq_ptr, exponents,
-                True, MEMBER, HEAD_DIM, TILE_Q,
-            )  # fmt: skip
-            number += 1
-        dq_ptr += padded * HEAD_DIM
+    dk, dv = over_tiles(
+        step, dk, dv, k_tile, v_own, memory, work, own, columns, group, padded, dq_ptr, exponents,
+        MEMBER, HEAD_DIM, TILE_Q,
+    )  # fmt: skip
     room = memory.v.index(MEMBER)
     store_tile(dv_desc, own, work, first_column, 0, room, dv.to(dtype))
     store_tile(dk_desc, own, work, first_column, 0, room, (dk * scale).to(dtype))
@@ -220,7 +236,7 @@ def backward_kernel(
         Ring(new_tiles(q_desc, STAGES), new_barriers(STAGES, 1), released, STAGES),
         Ring(new_tiles(dout_desc, STAGES), new_barriers(STAGES, 1), released, STAGES),
         new_tiles(lse_desc, STAGES), new_tiles(delta_desc, STAGES),
-        Ring(slopes, new_barriers(2, GROUPS), new_barriers(2, 1), 2),
+        Ring(slopes, new_barriers(2, GROUPS), new_barriers(2, 1), 2), slopes,
     )  # fmt: skip
     fence_async_shared()
     if schedule.has_rows(gl.program_id(0)):

@@ -15,7 +15,7 @@ class Memory:
 
     k, v: the program's tile, that of v in one piece for each warp group. q, dout, lse, delta: rings; lse comes with q
     and delta with dout. slopes: the gradients of scores, two tiles of (keys, rows of q), full when all groups have
-    written theirs.
+    written theirs. weights: two such tiles, where groups share keys.
     """
 
     k: gl.shared_memory_descriptor
@@ -26,9 +26,10 @@ class Memory:
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
     slopes: Ring
+    weights: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, k, v, kv_full, q, dout, lse, delta, slopes):
+    def __init__(self, k, v, kv_full, q, dout, lse, delta, slopes, weights):
         self.k = k
         self.v = v
         self.kv_full = kv_full
@@ -37,6 +38,7 @@ class Memory:
         self.lse = lse
         self.delta = delta
         self.slopes = slopes
+        self.weights = weights
 
 
 @gluon.jit

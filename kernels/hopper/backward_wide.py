@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward import NUMBERS, store_tile, visible
+from .backward import NUMBERS, over_tiles, store_tile, visible
 from .backward_copying import Memory, copy_ahead
 from .packing import new_packing
 from .ring import Ring, new_barriers, new_tiles
@@ -27,8 +27,8 @@ ROWS = gl.constexpr(GROUP.value // 2)
 
 @gluon.jit
 def step(
-    dk, dv, k_tile, v_tile, memory, weights_tiles, schedule, columns, number, tile, dq_ptr, exponents,
-    MASKED: gl.constexpr, MEMBER: gl.constexpr, HEAD_DIM: gl.constexpr,
+    dk, dv, k_tile, v_tile, memory, schedule, columns, number, tile, dq_ptr, exponents,
+    MASKED: gl.constexpr, MEMBER: gl.constexpr, HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr,
 ):  # fmt: skip
     """What one tile of q and dout adds to this group's columns of dK, dV and dQ."""
     HALF: gl.constexpr = HEAD_DIM // 2
@@ -51,7 +51,7 @@ def step(
     if MASKED:
         rows = tile * GROUP + MEMBER * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
         weights = gl.where(visible(columns, rows, schedule), weights, 0.0)
-    weights_tile = weights_tiles.index(number % 2)
+    weights_tile = memory.weights.index(number % 2)
     weights_tile.slice(MEMBER * ROWS, ROWS, dim=1).store(weights.to(dtype))
     if exponents.CAPPED:
         weights *= 1.0 - scores * scores
@@ -77,8 +77,8 @@ def step(
 
 @gluon.jit
 def compute(
-    MEMBER: gl.constexpr, dk_desc, dv_desc, dq_ptr, memory, weights_tiles, schedule, group, padded, scale,
-    exponents, HEAD_DIM: gl.constexpr,
+    MEMBER: gl.constexpr, dk_desc, dv_desc, dq_ptr, memory, schedule, group, padded, scale, exponents,
+    HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """A computing warp group: half of the columns of dK, dV and every tile of dQ."""
     HALF: gl.constexpr = HEAD_DIM // 2
@@ -92,31 +92,10 @@ def compute(
     dv = gl.zeros([GROUP, HALF], gl.float32, wide)
     columns = work.first_row + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
     dq_ptr += (work.matrix * group).to(gl.int64) * padded * HEAD_DIM + MEMBER * GROUP * HALF
-    if own.packing.PACKED:
-        dq_ptr += own.first_filled_up().to(gl.int64) * HEAD_DIM
-    left, right = own.whole_tiles(work)
-    mbarrier.wait(memory.kv_full, 0)
-    number = 0
-    for _ in range(own.visits(group)):
-        for tile in range(work.begin, left):
-            dk, dv = step(
-                dk, dv, k_tile, v_tile, memory, weights_tiles, own, columns, number, tile, dq_ptr,
-                exponents, True, MEMBER, HEAD_DIM,
-            )  # fmt: skip
-            number += 1
-        for tile in range(left, right):
-            dk, dv = step(
-                dk, dv, k_tile, v_tile, memory, weights_tiles, own, columns, number, tile, dq_ptr,
-                exponents, False, MEMBER, HEAD_DIM,
-            )  # fmt: skip
-            number += 1
-        for tile in range(right, work.end):
-            dk, dv = step(
-                dk, dv, k_tile, v_tile, memory, weights_tiles, own, columns, number, tile, dq_ptr,
-                exponents, True, MEMBER, HEAD_DIM,
-            )  # fmt: skip
-            number += 1
-        dq_ptr += padded * HEAD_DIM
+    dk, dv = over_tiles(
+        step, dk, dv, k_tile, v_tile, memory, work, own, columns, group, padded, dq_ptr, exponents,
+        MEMBER, HEAD_DIM, GROUP,
+    )  # fmt: skip
     # Both groups have read v by now: each waited for the other's last gradients of scores.
     shape: gl.constexpr = [2] + dv_desc.block_shape  # noqa: RUF005 - Gluon knows no starred lists
     rooms = memory.v._reinterpret(dtype, shape, dv_desc.layout)
@@ -168,7 +147,7 @@ def backward_wide_kernel(
     exponents = Exponents(exponent_scale, steepness, CAPPED)
     dtype: gl.constexpr = q_desc.dtype
     pairs_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP, TILE_Q], dtype)
-    weights_tiles = gl.allocate_shared_memory(dtype, [2, GROUP, TILE_Q], pairs_layout)
+    weights = gl.allocate_shared_memory(dtype, [2, GROUP, TILE_Q], pairs_layout)
     slopes = gl.allocate_shared_memory(dtype, [2, GROUP, TILE_Q], pairs_layout)
     released = new_barriers(STAGES, 2)
     memory = Memory(
@@ -176,16 +155,16 @@ def backward_wide_kernel(
         Ring(new_tiles(q_desc, STAGES), new_barriers(STAGES, 1), released, STAGES),
         Ring(new_tiles(dout_desc, STAGES), new_barriers(STAGES, 1), released, STAGES),
         new_tiles(lse_desc, STAGES), new_tiles(delta_desc, STAGES),
-        Ring(slopes, new_barriers(2, 2), new_barriers(2, 1), 2),
+        Ring(slopes, new_barriers(2, 2), new_barriers(2, 1), 2), weights,
     )  # fmt: skip
     fence_async_shared()
     if schedule.has_rows(gl.program_id(0)):
         gl.warp_specialize([
             (compute, (
-                0, dk_desc, dv_desc, dq, memory, weights_tiles, schedule, group, padded, scale, exponents, HEAD_DIM,
+                0, dk_desc, dv_desc, dq, memory, schedule, group, padded, scale, exponents, HEAD_DIM,
             )),
             (compute, (
-                1, dk_desc, dv_desc, dq, memory, weights_tiles, schedule, group, padded, scale, exponents, HEAD_DIM,
+                1, dk_desc, dv_desc, dq, memory, schedule, group, padded, scale, exponents, HEAD_DIM,
             )),
             (copy_ahead, (
                 (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), memory, schedule, group, HEAD_DIM, TILE_Q,
