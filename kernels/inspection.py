@@ -6,6 +6,8 @@ configuration can be checked on a laptop. The kernels must not have been defined
 
 from __future__ import annotations
 
+import contextlib
+import io
 import pathlib
 import re
 import subprocess
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -84,14 +87,14 @@ def compile_for(capability: int, kernel: Any, launch: Launch) -> Report:
         )
     make_source = GluonASTSource if kernel.is_gluon() else triton.compiler.ASTSource
     source = make_source(kernel, signature, constant_values, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
-    suffix = "a" if capability >= 90 else ""
-    with tempfile.TemporaryDirectory() as folder:
-        ptx, cubin = pathlib.Path(folder, "kernel.ptx"), pathlib.Path(folder, "kernel.cubin")
-        ptx.write_text(compiled.asm["ptx"])
-        # The wheel carries a newer assembler for the architectures that came after Hopper.
-        assembler = "ptxas" if capability < 100 else "ptxas-blackwell"
-        log = _run(assembler, f"-arch=sm_{capability}{suffix}", "-v", str(ptx), "-o", str(cubin)).stderr
+    target = GPUTarget("cuda", capability, 32)
+    said = io.StringIO()
+    with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(said):
+        knobs.nvidia.dump_ptxas_log = True
+        # What is in Triton's cache is not assembled, and then the assembler says nothing.
+        knobs.compilation.always_compile = True
+        compiled = triton.compile(source, target=target, options=launch.options)
+    log = said.getvalue()
     return Report(
         registers=_number(r"Used (\d+) registers", log),
         spill_stores=_number(r"(\d+) bytes spill stores", log),

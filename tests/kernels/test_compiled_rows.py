@@ -38,7 +38,7 @@ MORE_SPILLS_ALLOWED: dict[str, dict[tuple[str, str, int], int]] = {
     },
     "sm_100": {
         ("dkdv", "float32", 64): 128,
-        ("dkdv", "float32", 256): 256,
+        ("dkdv", "float32", 256): 384,
     },
 }
 
