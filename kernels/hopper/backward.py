@@ -3,7 +3,7 @@
 K and V of the tile stay in shared memory; tiles of q and dout, with numbers for each of their rows, come through rings.
 Each of one or two warp groups owns 64 keys and computes with the transposed scores, so that the weights and their
 gradients are left operands in registers for dV and dK. For dQ the gradients of all keys have to meet in shared memory;
-each group then computes its part of a tile of dQ and adds it to a float32 buffer, from registers.
+each group then computes its part of a tile of dQ, which a warp of its own adds to a float32 buffer.
 """
 
 from triton.experimental import gluon
@@ -16,12 +16,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward_copying import Memory, copy_ahead
+from . import named
+from .backward_copying import Memory, add_up, copy_ahead
 from .packing import new_packing
-from .ring import Ring, new_barriers, new_tiles
+from .ring import NamedRing, new_barriers, new_tiles
 from .schedule import Schedule
 from .softmax import Exponents
-from .tiles import GROUP, add, as_matrix
+from .tiles import GROUP, as_matrix
 
 NUMBERS = ("matrices", "heads", "group", "q_len", "k_len", "padded", "left", "right", "section", "sequences")
 """Arguments that one compiled kernel takes any values of."""
@@ -56,12 +57,27 @@ def slopes_product(slopes_tile, k_tile, MEMBER: gl.constexpr, HEAD_DIM: gl.const
 
 
 @gluon.jit
+def hand_over(dq, room, MEMBER: gl.constexpr):
+    """Give a group's part of a tile of dQ to the adding warp, in the order in which threads hold it, as `tiles.add`."""
+    THREADS: gl.constexpr = named.GROUP + named.WARP
+    WIDTH: gl.constexpr = dq.shape[1]
+    named.meet(named.TAKEN + MEMBER, THREADS)
+    # Four warps, two rows eight apart, eight rows; columns by eights, four threads, two in a row.
+    values = gl.permute(gl.reshape(dq, [4, 2, 8, WIDTH // 8, 4, 2]), [3, 0, 2, 4, 1, 5])
+    room.store(gl.reshape(values, [room.shape[0], room.shape[1]]))
+    fence_async_shared()
+    named.arrive(named.FULL + MEMBER, THREADS)
+
+
+@gluon.jit
 def step(
-    dk, dv, k_tile, v_own, memory, schedule, columns, number, tile, dq_ptr, exponents,
+    dk, dv, k_tile, v_own, memory, schedule, columns, number, tile, sums, exponents,
     MASKED: gl.constexpr, MEMBER: gl.constexpr, HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr,
 ):  # fmt: skip
-    """What one tile of q and dout adds to dK, dV and dQ; ``dq_ptr`` is where the group's part of tile 0 is added."""
+    """What one tile of q and dout adds to dK, dV and dQ."""
     dtype: gl.constexpr = memory.k.dtype
+    # Numbers of rows wait in registers, as many as there are of a tile of 64.
+    EARLY: gl.constexpr = TILE_Q == GROUP
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_Q, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
@@ -72,32 +88,41 @@ def step(
     dout_tile = as_matrix(memory.dout.tile(number), TILE_Q, HEAD_DIM)
     memory.q.wait_full(number)
     scores = warpgroup_mma(k_own, q_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    if EARLY:
+        lse = memory.lse.index(stage).load(layout)
     memory.dout.wait_full(number)
     dweights = warpgroup_mma(v_own, dout_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
     scores = exponents.cap(warpgroup_mma_wait(1, [scores]))
-    weights = gl.exp2(scores * exponents.scale - memory.lse.index(stage).load(layout))
+    if not EARLY:
+        lse = memory.lse.index(stage).load(layout)
+    weights = gl.exp2(scores * exponents.scale - lse)
+    if EARLY:
+        delta = memory.delta.index(stage).load(layout)
     if MASKED:
         rows = tile * TILE_Q + gl.arange(0, TILE_Q, layout=gl.SliceLayout(0, layout))
         weights = gl.where(visible(columns, rows, schedule), weights, 0.0)
     operand_of_dv = gl.convert_layout(weights.to(dtype), operand)
-    dv = warpgroup_mma(operand_of_dv, dout_tile, dv, is_async=True)
     if exponents.CAPPED:
         # The derivative of the cap.
         weights *= 1.0 - scores * scores
-    dweights = warpgroup_mma_wait(1, [dweights])
-    slopes = (weights * (dweights - memory.delta.index(stage).load(layout))).to(dtype)
-    slopes_tile = memory.slopes.tile(number)
+    dweights = warpgroup_mma_wait(0, [dweights])
+    if not EARLY:
+        delta = memory.delta.index(stage).load(layout)
+    slopes = (weights * (dweights - delta)).to(dtype)
+    slopes_tile = memory.slopes.index(number % 2)
     slopes_tile.slice(MEMBER * GROUP, GROUP, dim=0).store(slopes)
+    # Begun before, this would hold the warps up until the tensor cores had read all its weights from their registers.
+    dv = warpgroup_mma(operand_of_dv, dout_tile, dv, is_async=True)
     fence_async_shared()
     if k_tile.shape[0] > GROUP:
-        mbarrier.arrive(memory.slopes.arrival(number), count=1)
-        memory.slopes.wait_full(number)
+        named.meet(named.MET, k_tile.shape[0] // GROUP * named.GROUP)
     dq = slopes_product(slopes_tile, k_tile, MEMBER, HEAD_DIM, TILE_Q)
     operand_of_dk = gl.convert_layout(slopes, operand)
     dk = warpgroup_mma(operand_of_dk, q_tile, dk, is_async=True)
-    # dQ is added while the tensor cores compute the product for dK.
+    # dQ is handed over while the tensor cores compute the product for dK.
     dq, dv, _ = warpgroup_mma_wait(1, [dq, dv, operand_of_dv])
-    add(dq_ptr + tile * (TILE_Q * HEAD_DIM), dq)
+    memory.dout.release(number)
+    hand_over(dq, memory.more.index(MEMBER), MEMBER)
     dk, _ = warpgroup_mma_wait(0, [dk, operand_of_dk])
     memory.q.release(number)
     return dk, dv
@@ -105,44 +130,45 @@ def step(
 
 @gluon.jit
 def over_tiles(
-    STEP: gl.constexpr, dk, dv, k_tile, v_tile, memory, work, own, columns, group, padded, dq_ptr, exponents,
+    STEP: gl.constexpr, dk, dv, k_tile, v_tile, memory, work, own, columns, group, padded, sums, exponents,
     MEMBER: gl.constexpr, HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr,
 ):  # fmt: skip
     """dK and dV after a `step` for each tile of q and dout that sees the keys, of each query head of the group.
 
-    ``dq_ptr`` is where the warp group's part of dQ of the first head is added.
+    ``sums`` is where the warp group adds its part of dQ of the first head, if it does that itself.
     """
-    if own.packing.PACKED:
-        dq_ptr += own.first_filled_up().to(gl.int64) * HEAD_DIM
+    if sums is not None and own.packing.PACKED:
+        sums += own.first_filled_up().to(gl.int64) * HEAD_DIM
     left, right = own.whole_tiles(work)
     mbarrier.wait(memory.kv_full, 0)
     number = 0
     for _ in range(own.visits(group)):
         for tile in range(work.begin, left):
             dk, dv = STEP(
-                dk, dv, k_tile, v_tile, memory, own, columns, number, tile, dq_ptr, exponents,
+                dk, dv, k_tile, v_tile, memory, own, columns, number, tile, sums, exponents,
                 True, MEMBER, HEAD_DIM, TILE_Q,
             )  # fmt: skip
             number += 1
         for tile in range(left, right):
             dk, dv = STEP(
-                dk, dv, k_tile, v_tile, memory, own, columns, number, tile, dq_ptr, exponents,
+                dk, dv, k_tile, v_tile, memory, own, columns, number, tile, sums, exponents,
                 False, MEMBER, HEAD_DIM, TILE_Q,
             )  # fmt: skip
             number += 1
         for tile in range(right, work.end):
             dk, dv = STEP(
-                dk, dv, k_tile, v_tile, memory, own, columns, number, tile, dq_ptr, exponents,
+                dk, dv, k_tile, v_tile, memory, own, columns, number, tile, sums, exponents,
                 True, MEMBER, HEAD_DIM, TILE_Q,
             )  # fmt: skip
             number += 1
-        dq_ptr += padded * HEAD_DIM
+        if sums is not None:
+            sums += padded * HEAD_DIM
     return dk, dv
 
 
 @gluon.jit
 def compute(
-    MEMBER: gl.constexpr, dk_desc, dv_desc, dq_ptr, memory, schedule, group, padded, scale, exponents,
+    MEMBER: gl.constexpr, dk_desc, dv_desc, memory, schedule, group, scale, exponents,
     HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr,
 ):  # fmt: skip
     """A computing warp group: dK and dV of its 64 keys, and its part of every tile of dQ."""
@@ -157,12 +183,9 @@ def compute(
     dv = gl.zeros([GROUP, HEAD_DIM], gl.float32, wide)
     first_column = work.first_row + MEMBER * GROUP
     columns = first_column + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
-    part: gl.constexpr = MEMBER * GROUP * HEAD_DIM * TILE_Q // KEYS
-    dq_ptr += (work.matrix * group).to(gl.int64) * padded * HEAD_DIM + part
     dk, dv = over_tiles(
-        step, dk, dv, k_tile, v_own, memory, work, own, columns, group, padded, dq_ptr, exponents,
-        MEMBER, HEAD_DIM, TILE_Q,
-    )  # fmt: skip
+        step, dk, dv, k_tile, v_own, memory, work, own, columns, group, None, None, exponents, MEMBER, HEAD_DIM, TILE_Q
+    )
     room = memory.v.index(MEMBER)
     store_tile(dv_desc, own, work, first_column, 0, room, dv.to(dtype))
     store_tile(dk_desc, own, work, first_column, 0, room, (dk * scale).to(dtype))
@@ -187,7 +210,7 @@ def backward_kernel(
     delta_desc,
     dk_desc,
     dv_desc,
-    dq,
+    dq_desc,
     q_starts,
     k_starts,
     matrices,
@@ -216,9 +239,9 @@ def backward_kernel(
 ):
     """Grid: a program for each tile of keys, 64 for each group, of each matrix of k.
 
-    ``matrices`` and ``heads`` are k's. lse, in exponents of 2, and delta are (matrices of q, padded), and dq has room
-    for (matrices of q, padded, HEAD_DIM), laid out as `add` does; ``padded`` is a multiple of TILE_Q, and lse is +inf
-    beyond q_len. For packed sequences see `packing`.
+    ``matrices`` and ``heads`` are k's. lse, in exponents of 2, and delta are (matrices of q, padded); ``padded`` is a
+    multiple of TILE_Q, and lse is +inf beyond q_len. dq_desc describes the sums (matrices of q, padded, HEAD_DIM), laid
+    out as `hand_over` does, as rows of 32 numbers. For packed sequences see `packing`.
     ``exponent_scale`` and ``steepness`` make `Exponents`.
     """
     # Of a key at column c the rows c - right to c - left see it: the same schedule with the roles exchanged.
@@ -229,37 +252,38 @@ def backward_kernel(
     exponents = Exponents(exponent_scale, steepness, CAPPED)
     dtype: gl.constexpr = q_desc.dtype
     slopes_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUPS * GROUP, TILE_Q], dtype)
-    slopes = gl.allocate_shared_memory(dtype, [2, GROUPS * GROUP, TILE_Q], slopes_layout)
-    released = new_barriers(STAGES, GROUPS)
+    READERS: gl.constexpr = GROUPS * named.GROUP
     memory = Memory(
         new_tiles(k_desc, 1).index(0), new_tiles(v_desc, GROUPS), new_barriers(1, 1).index(0),
-        Ring(new_tiles(q_desc, STAGES), new_barriers(STAGES, 1), released, STAGES),
-        Ring(new_tiles(dout_desc, STAGES), new_barriers(STAGES, 1), released, STAGES),
+        NamedRing(new_tiles(q_desc, STAGES), new_barriers(STAGES, 1), named.Q_FREE, READERS, STAGES),
+        NamedRing(new_tiles(dout_desc, STAGES), new_barriers(STAGES, 1), named.DOUT_FREE, READERS, STAGES),
         new_tiles(lse_desc, STAGES), new_tiles(delta_desc, STAGES),
-        Ring(slopes, new_barriers(2, GROUPS), new_barriers(2, 1), 2), slopes,
+        gl.allocate_shared_memory(dtype, [2, GROUPS * GROUP, TILE_Q], slopes_layout), new_tiles(dq_desc, GROUPS),
     )  # fmt: skip
     fence_async_shared()
     if schedule.has_rows(gl.program_id(0)):
         if GROUPS == 1:
             gl.warp_specialize([
                 (compute, (
-                    0, dk_desc, dv_desc, dq, memory, schedule, group, padded, scale, exponents, HEAD_DIM, TILE_Q,
+                    0, dk_desc, dv_desc, memory, schedule, group, scale, exponents, HEAD_DIM, TILE_Q,
                 )),
                 (copy_ahead, (
                     (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), memory, schedule, group,
                     HEAD_DIM, TILE_Q,
                 )),
-            ], [1], [COPY_REGISTERS])  # fmt: skip
+                (add_up, (dq_desc, memory, schedule, group, padded, GROUPS, HEAD_DIM, TILE_Q)),
+            ], [1, 1], [COPY_REGISTERS, COPY_REGISTERS])  # fmt: skip
         else:
             gl.warp_specialize([
                 (compute, (
-                    0, dk_desc, dv_desc, dq, memory, schedule, group, padded, scale, exponents, HEAD_DIM, TILE_Q,
+                    0, dk_desc, dv_desc, memory, schedule, group, scale, exponents, HEAD_DIM, TILE_Q,
                 )),
                 (compute, (
-                    1, dk_desc, dv_desc, dq, memory, schedule, group, padded, scale, exponents, HEAD_DIM, TILE_Q,
+                    1, dk_desc, dv_desc, memory, schedule, group, scale, exponents, HEAD_DIM, TILE_Q,
                 )),
                 (copy_ahead, (
                     (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), memory, schedule, group,
                     HEAD_DIM, TILE_Q,
                 )),
-            ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
+                (add_up, (dq_desc, memory, schedule, group, padded, GROUPS, HEAD_DIM, TILE_Q)),
+            ], [4, 1, 1], [REGISTERS, COPY_REGISTERS, COPY_REGISTERS])  # fmt: skip

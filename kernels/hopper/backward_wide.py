@@ -8,15 +8,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from . import named
 from .backward import NUMBERS, over_tiles, store_tile, visible
 from .backward_copying import Memory, copy_ahead
 from .packing import new_packing
-from .ring import Ring, new_barriers, new_tiles
+from .ring import NamedRing, new_barriers, new_tiles
 from .schedule import Schedule
 from .softmax import Exponents
 from .tiles import GROUP, add, as_matrix
@@ -27,7 +27,7 @@ ROWS = gl.constexpr(GROUP.value // 2)
 
 @gluon.jit
 def step(
-    dk, dv, k_tile, v_tile, memory, schedule, columns, number, tile, dq_ptr, exponents,
+    dk, dv, k_tile, v_tile, memory, schedule, columns, number, tile, sums, exponents,
     MASKED: gl.constexpr, MEMBER: gl.constexpr, HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr,
 ):  # fmt: skip
     """What one tile of q and dout adds to this group's columns of dK, dV and dQ."""
@@ -42,26 +42,25 @@ def step(
     memory.q.wait_full(number)
     q_own = q_tile.slice(MEMBER * ROWS, ROWS, dim=0)
     scores = warpgroup_mma(k_tile, q_own.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    lse = memory.lse.index(stage).slice(MEMBER * ROWS, ROWS, dim=1).load(layout)
     memory.dout.wait_full(number)
     dout_own = dout_tile.slice(MEMBER * ROWS, ROWS, dim=0)
     dweights = warpgroup_mma(v_tile, dout_own.permute((1, 0)), nothing, use_acc=False, is_async=True)
     scores = exponents.cap(warpgroup_mma_wait(1, [scores]))
-    lse = memory.lse.index(stage).slice(MEMBER * ROWS, ROWS, dim=1).load(layout)
     weights = gl.exp2(scores * exponents.scale - lse)
     if MASKED:
         rows = tile * GROUP + MEMBER * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
         weights = gl.where(visible(columns, rows, schedule), weights, 0.0)
-    weights_tile = memory.weights.index(number % 2)
+    weights_tile = memory.more.index(number % 2)
     weights_tile.slice(MEMBER * ROWS, ROWS, dim=1).store(weights.to(dtype))
     if exponents.CAPPED:
         weights *= 1.0 - scores * scores
     delta = memory.delta.index(stage).slice(MEMBER * ROWS, ROWS, dim=1).load(layout)
     dweights = warpgroup_mma_wait(0, [dweights])
-    slopes_tile = memory.slopes.tile(number)
+    slopes_tile = memory.slopes.index(number % 2)
     slopes_tile.slice(MEMBER * ROWS, ROWS, dim=1).store((weights * (dweights - delta)).to(dtype))
     fence_async_shared()
-    mbarrier.arrive(memory.slopes.arrival(number), count=1)
-    memory.slopes.wait_full(number)
+    named.meet(named.MET, 2 * named.GROUP)
     no_dq = gl.zeros([GROUP, HALF], gl.float32, wide)
     k_half = k_tile.slice(MEMBER * HALF, HALF, dim=1)
     dq = warpgroup_mma(slopes_tile.permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
@@ -69,15 +68,16 @@ def step(
     dk = warpgroup_mma(slopes_tile, q_tile.slice(MEMBER * HALF, HALF, dim=1), dk, is_async=True)
     # dQ is added while the tensor cores compute the products for dV and dK.
     dq = warpgroup_mma_wait(2, [dq])
-    add(dq_ptr + tile * (GROUP * HEAD_DIM), dq)
+    add(sums + tile * (GROUP * HEAD_DIM), dq)
     dk, dv = warpgroup_mma_wait(0, [dk, dv])
+    memory.dout.release(number)
     memory.q.release(number)
     return dk, dv
 
 
 @gluon.jit
 def compute(
-    MEMBER: gl.constexpr, dk_desc, dv_desc, dq_ptr, memory, schedule, group, padded, scale, exponents,
+    MEMBER: gl.constexpr, dk_desc, dv_desc, sums, memory, schedule, group, padded, scale, exponents,
     HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """A computing warp group: half of the columns of dK, dV and every tile of dQ."""
@@ -91,9 +91,9 @@ def compute(
     dk = gl.zeros([GROUP, HALF], gl.float32, wide)
     dv = gl.zeros([GROUP, HALF], gl.float32, wide)
     columns = work.first_row + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
-    dq_ptr += (work.matrix * group).to(gl.int64) * padded * HEAD_DIM + MEMBER * GROUP * HALF
+    sums += (work.matrix * group).to(gl.int64) * padded * HEAD_DIM + MEMBER * GROUP * HALF
     dk, dv = over_tiles(
-        step, dk, dv, k_tile, v_tile, memory, work, own, columns, group, padded, dq_ptr, exponents,
+        step, dk, dv, k_tile, v_tile, memory, work, own, columns, group, padded, sums, exponents,
         MEMBER, HEAD_DIM, GROUP,
     )  # fmt: skip
     # Both groups have read v by now: each waited for the other's last gradients of scores.
@@ -113,7 +113,7 @@ def backward_wide_kernel(
     delta_desc,
     dk_desc,
     dv_desc,
-    dq,
+    sums,
     q_starts,
     k_starts,
     matrices,
@@ -139,7 +139,10 @@ def backward_wide_kernel(
     COPY_REGISTERS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """Grid: a program for each tile of 64 keys of each matrix of k. Arguments as of `backward_kernel`; TILE_Q: 64."""
+    """Grid: a program for each tile of 64 keys of each matrix of k. Arguments as of `backward_kernel`; TILE_Q: 64.
+
+    ``sums`` (matrices of q, padded, HEAD_DIM) are laid out as `add` does.
+    """
     packing = new_packing(k_starts, q_starts, sequences, TO_THE_END)
     schedule = Schedule(
         matrices, heads, k_len, q_len, -right, -left, section, packing, GROUP, TILE_Q, RIGHT, LEFT
@@ -147,24 +150,23 @@ def backward_wide_kernel(
     exponents = Exponents(exponent_scale, steepness, CAPPED)
     dtype: gl.constexpr = q_desc.dtype
     pairs_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP, TILE_Q], dtype)
-    weights = gl.allocate_shared_memory(dtype, [2, GROUP, TILE_Q], pairs_layout)
-    slopes = gl.allocate_shared_memory(dtype, [2, GROUP, TILE_Q], pairs_layout)
-    released = new_barriers(STAGES, 2)
+    READERS: gl.constexpr = 2 * named.GROUP
     memory = Memory(
         new_tiles(k_desc, 1).index(0), new_tiles(v_desc, 1), new_barriers(1, 1).index(0),
-        Ring(new_tiles(q_desc, STAGES), new_barriers(STAGES, 1), released, STAGES),
-        Ring(new_tiles(dout_desc, STAGES), new_barriers(STAGES, 1), released, STAGES),
+        NamedRing(new_tiles(q_desc, STAGES), new_barriers(STAGES, 1), named.Q_FREE, READERS, STAGES),
+        NamedRing(new_tiles(dout_desc, STAGES), new_barriers(STAGES, 1), named.DOUT_FREE, READERS, STAGES),
         new_tiles(lse_desc, STAGES), new_tiles(delta_desc, STAGES),
-        Ring(slopes, new_barriers(2, 2), new_barriers(2, 1), 2), weights,
+        gl.allocate_shared_memory(dtype, [2, GROUP, TILE_Q], pairs_layout),
+        gl.allocate_shared_memory(dtype, [2, GROUP, TILE_Q], pairs_layout),
     )  # fmt: skip
     fence_async_shared()
     if schedule.has_rows(gl.program_id(0)):
         gl.warp_specialize([
             (compute, (
-                0, dk_desc, dv_desc, dq, memory, schedule, group, padded, scale, exponents, HEAD_DIM,
+                0, dk_desc, dv_desc, sums, memory, schedule, group, padded, scale, exponents, HEAD_DIM,
             )),
             (compute, (
-                1, dk_desc, dv_desc, dq, memory, schedule, group, padded, scale, exponents, HEAD_DIM,
+                1, dk_desc, dv_desc, sums, memory, schedule, group, padded, scale, exponents, HEAD_DIM,
             )),
             (copy_ahead, (
                 (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), memory, schedule, group, HEAD_DIM, TILE_Q,

@@ -14,6 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..launching import Launch
 from ..portable.softmax import LOG2_E
 from ..settings import Window
+from .backward_copying import NUMBERS_A_ROW
 from .config import BACKWARD, backward_config, columns_of, forward_config, width_of
 from .coverage import ALIGNMENT
 from .packing import BOUND, FILLED_UP
@@ -115,6 +116,13 @@ def tiles_of(length: int, tile: int, sequences: int) -> int:
 def of_rows(x: Tensor, rows: int) -> TensorDescriptor:
     """The same for numbers (matrices, padded), a tile being those of some rows."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows], gl.NVMMASharedLayout(0, 32, 2))
+
+
+def _of_sums(sums: Tensor, count: int) -> TensorDescriptor:
+    """The same for the sums of dQ, a tile being so many of them in the order in which they are added."""
+    width = NUMBERS_A_ROW.value
+    layout = gl.NVMMASharedLayout(0, 32, 2)
+    return TensorDescriptor(sums, [sums.numel() // width, width], [width, 1], [count // width, width], layout)
 
 
 def band_arguments(band: Window) -> tuple[int, int]:
@@ -234,7 +242,7 @@ def describe_backward(
             *(descriptor(k, config.keys, width, packed), descriptor(v, ROWS, width, packed)),
             *(of_rows(rows.exponents, config.tile_q), of_rows(rows.delta, config.tile_q)),
             *(descriptor(x, ROWS, columns, packed) for x in as_heads(*gradients)),
-            *(rows.sums, *packed.starts),
+            *(rows.sums if is_shared else _of_sums(rows.sums, width * config.tile_q // config.groups), *packed.starts),
         ),
         (
             *(*lengths, *band_arguments(band), section(q, batch * heads), scale, *exponents(scale, softcap)),

@@ -119,8 +119,7 @@ def forward(
     counter = _counter(device)
     described = (*addresses, out.data_ptr())
     plan.launcher(
-        described * 2 if plan.has_more else described,
-        (lse.data_ptr(), counter.data_ptr(), *_starts_of(extras)),
+        (*described, *(described if plan.has_more else ()), lse.data_ptr(), counter.data_ptr(), *_starts_of(extras)),
         lambda: describe_forward(
             *(q, k, v, out, lse, counter, plan.band, scale, plan.softcap, processors_of(device)),
             _packed(extras, plan.to_the_end),
@@ -201,8 +200,7 @@ def backward(
         lambda: describe_prepare(out, dout, lse, dlse, Rows.of(memory, *sizes), packed),
     )
     plan.launcher(
-        (*addresses, *numbers_of_rows, dk.data_ptr(), dv.data_ptr()),
-        (sums, *starts),
+        (*addresses, *numbers_of_rows, dk.data_ptr(), dv.data_ptr(), sums, *starts),
         lambda: describe_backward(
             q, k, v, dout, Rows.of(memory, *sizes), (dk, dv), plan.band, scale, plan.softcap, packed
         ),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..launching import Launch
 from .versions import runner_of
@@ -28,30 +29,30 @@ class At:
 
 
 class TiledLauncher:
-    """A kernel on tensors of fixed metadata, at addresses that are multiples of 16 bytes.
-
-    The kernel's first arguments are descriptors.
-    """
+    """A kernel on tensors of fixed metadata, the first of them described, at addresses that are multiples of 16."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self._run: Callable[..., None] | None = None
         self._encoded: dict[tuple[int, int], list[Any]] = {}
 
-    def __call__(self, described: tuple[int, ...], others: tuple[int, ...], describe: Callable[[], Launch]) -> None:
-        """Run on the current stream, on what lies at the addresses of descriptors, and at other ones."""
+    def __call__(self, addresses: tuple[Any, ...], describe: Callable[[], Launch]) -> None:
+        """Run on the current stream, on what lies at these addresses; none where a tensor may be missing."""
         if self._run is None:
-            self._first(len(described), describe())
+            self._first(describe())
             return
+        count = len(self._descriptors)
         arguments: list[Any] = []
-        for number, address in enumerate(described):
-            arguments += self._encoded.get((number, address)) or self._encode(number, address)
-        self._run(*arguments, *others, *self._rest)
+        for key in enumerate(addresses[:count]):
+            arguments += self._encoded.get(key) or self._encode(*key)
+        self._run(*arguments, *addresses[count:], *self._rest)
 
-    def _first(self, count: int, launch: Launch) -> None:
+    def _first(self, launch: Launch) -> None:
         compiled = launch.of(self._kernel)
         self._descriptors = [
-            dataclasses.replace(descriptor, base=At(0, descriptor.base.dtype)) for descriptor in launch.tensors[:count]
+            dataclasses.replace(tensor, base=At(0, tensor.base.dtype))
+            for tensor in launch.tensors
+            if isinstance(tensor, TensorDescriptor)
         ]
         self._rest = launch.after_tensors(self._kernel)
         self._run, self._make = runner_of(compiled, launch.grid)

@@ -4,27 +4,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from . import named
 from .versions import aggregate
 
 
-@aggregate
-class Ring:
-    """``stages`` tiles, each with a barrier that says it is full and one that says it is empty.
+class Arrivals:
+    """``stages`` tiles, each with a barrier that says it is full.
 
     Tiles are numbered from 0 over all that a program loads; tile n lies in stage n % stages.
     """
 
     tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
     stages: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, tiles, full, empty, stages):
-        self.tiles = tiles
-        self.full = full
-        self.empty = empty
-        self.stages = gl.constexpr(stages)
 
     @gluon.jit
     def tile(self, number):
@@ -41,6 +33,23 @@ class Ring:
         """Until a tile has arrived; not at all unless it is ``wanted``."""
         mbarrier.wait(self.arrival(number), (number // self.stages) & 1, pred=wanted)
 
+
+@aggregate
+class Ring(Arrivals):
+    """Each tile has a barrier, too, that says it is empty."""
+
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    stages: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, full, empty, stages):
+        self.tiles = tiles
+        self.full = full
+        self.empty = empty
+        self.stages = gl.constexpr(stages)
+
     @gluon.jit
     def wait_released(self, number):
         """Until the ``number``-th release of all; not at all for one before the first."""
@@ -55,6 +64,42 @@ class Ring:
     def release(self, number):
         """Say that the calling warps read a tile no more."""
         mbarrier.arrive(self.empty.index(number % self.stages), count=1)
+
+
+@aggregate
+class NamedRing(Arrivals):
+    """That tiles are empty is said at `named` barriers from number ``free`` on, by ``readers`` threads."""
+
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    free: gl.constexpr
+    readers: gl.constexpr
+    stages: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, full, free, readers, stages):
+        self.tiles = tiles
+        self.full = full
+        self.free = gl.constexpr(free)
+        self.readers = gl.constexpr(readers)
+        self.stages = gl.constexpr(stages)
+
+    @gluon.jit
+    def wait_empty(self, number):
+        """Until the tile that lay where this one will is released. One warp calls it, for each tile in turn."""
+        if number >= self.stages:
+            named.meet(self.free + number % self.stages, self.readers + named.WARP)
+
+    @gluon.jit
+    def wait_all(self, number):
+        """Until all of so many tiles are released: a barrier that others came to alone is not to be left."""
+        for late in range(max(number - self.stages, 0), number):
+            named.meet(self.free + late % self.stages, self.readers + named.WARP)
+
+    @gluon.jit
+    def release(self, number):
+        """Say that the calling warps read a tile no more."""
+        named.arrive(self.free + number % self.stages, self.readers + named.WARP)
 
 
 @gluon.jit

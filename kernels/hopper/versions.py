@@ -6,17 +6,29 @@ from collections.abc import Callable
 from typing import Any
 
 import triton
+from triton._C.libtriton import ir
 from triton.backends.nvidia.driver import make_tensordesc_arg
+from triton.experimental.gluon.language._core import builtin
 from triton.language.core import _aggregate as aggregate
 
 from .config import VERSIONS
 
-__all__ = ["aggregate", "is_supported", "runner_of"]
+__all__ = ["aggregate", "is_supported", "runner_of", "tma_add"]
 
 
 def is_supported() -> bool:
     """Whether the installed Triton is one of these."""
     return triton.__version__.startswith(VERSIONS)
+
+
+@builtin
+def tma_add(desc, coord, src, _semantic=None):
+    """Begin adding a tile in shared memory to one in global memory; the copying unit adds.
+
+    Neither version has a public name for it.
+    """
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
 def runner_of(compiled: Any, grid: tuple[int, int]) -> tuple[Callable[..., None], Callable[[Any, int], list[Any]]]:

@@ -199,9 +199,9 @@ def test_descriptors_are_made_once_for_an_address(monkeypatch):
     descriptor = TensorDescriptor(x, [64, 64], [64, 1], [64, 64], layout)
     kernel = FakeKernel()
     launch = launcher.TiledLauncher(kernel)
-    launch((x.data_ptr(),), (16,), lambda: Launch((3, 1), (descriptor, x), (5,), {"TILE": 64}, {"num_warps": 4}))
+    launch((x.data_ptr(), 16), lambda: Launch((3, 1), (descriptor, x), (5,), {"TILE": 64}, {"num_warps": 4}))
     for address in (32, 48, 32):
-        launch((address,), (16,), lambda: pytest.fail("it was described already"))
+        launch((address, 16), lambda: pytest.fail("it was described already"))
     assert kernel.compiled == 1
     assert made == [(32, 0), (48, 0)]
     assert launched == [(f"map of {address}", 64, 64, 16, 5, 64) for address in (32, 48, 32)]
