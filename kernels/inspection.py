@@ -66,7 +66,7 @@ class Report:
             "shared": self.shared,
             "warnings": list(self.warnings),
             "multiplies": re.search(MATRIX_INSTRUCTIONS, self.ptx) is not None,
-            "stores": any(way in self.ptx for way in ("st.global", "red.global")),
+            "stores": any(way in self.ptx for way in ("st.global", "red.global", "cp.reduce.async.bulk")),
             "reads_single_elements": "ld.global.b16" in self.ptx,
             # Blackwell's instructions are not among those that the analysis knows.
             "unset_reads": unset_reads(self.sass) if self.capability < 100 else [],

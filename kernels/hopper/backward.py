@@ -10,7 +10,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -135,12 +134,12 @@ def over_tiles(
 ):  # fmt: skip
     """dK and dV after a `step` for each tile of q and dout that sees the keys, of each query head of the group.
 
-    ``sums`` is where the warp group adds its part of dQ of the first head, if it does that itself.
+    And how many steps there were. ``sums`` is where the warp group adds its part of dQ of the first head, if it does
+    that itself.
     """
     if sums is not None and own.packing.PACKED:
         sums += own.first_filled_up().to(gl.int64) * HEAD_DIM
     left, right = own.whole_tiles(work)
-    mbarrier.wait(memory.kv_full, 0)
     number = 0
     for _ in range(own.visits(group)):
         for tile in range(work.begin, left):
@@ -163,7 +162,7 @@ def over_tiles(
             number += 1
         if sums is not None:
             sums += padded * HEAD_DIM
-    return dk, dv
+    return dk, dv, number
 
 
 @gluon.jit
@@ -183,20 +182,39 @@ def compute(
     dv = gl.zeros([GROUP, HEAD_DIM], gl.float32, wide)
     first_column = work.first_row + MEMBER * GROUP
     columns = first_column + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
-    dk, dv = over_tiles(
+    dk, dv, number = over_tiles(
         step, dk, dv, k_tile, v_own, memory, work, own, columns, group, None, None, exponents, MEMBER, HEAD_DIM, TILE_Q
     )
-    room = memory.v.index(MEMBER)
-    store_tile(dv_desc, own, work, first_column, 0, room, dv.to(dtype))
-    store_tile(dk_desc, own, work, first_column, 0, room, (dk * scale).to(dtype))
+    store_gradients(
+        dk_desc, dv_desc, own, work, first_column, 0,
+        memory.v.index(MEMBER), free_room(dk_desc, memory, number, MEMBER), (dk * scale).to(dtype), dv.to(dtype),
+    )  # fmt: skip
 
 
 @gluon.jit
-def store_tile(desc, own, work, first_row, first_column, room, values):
-    """Write 64 rows of so many columns, which need not all exist, through shared memory."""
-    as_matrix(room, values.shape[0], values.shape[1]).store(values)
+def free_room(desc, memory, number, MEMBER: gl.constexpr):
+    """Room for one described tile, of each of two groups, where a tile of q or dout would come next if there were more.
+
+    All groups have finished the step that read the tile before in its place: each waited for the others in the last.
+    """
+    if MEMBER == 0:
+        tile = memory.q.tile(number)
+    else:
+        tile = memory.dout.tile(number)
+    TIMES: gl.constexpr = tile.numel // (desc.block_shape[2] * desc.block_shape[3])
+    shape: gl.constexpr = [TIMES] + desc.block_shape  # noqa: RUF005 - Gluon knows no starred lists
+    return tile._reinterpret(tile.dtype, shape, desc.layout).index(0)
+
+
+@gluon.jit
+def store_gradients(dk_desc, dv_desc, own, work, first_row, first_column, room_of_dv, room_of_dk, dk, dv):
+    """Write 64 rows of so many columns, which need not all exist, of both gradients, through shared memory."""
+    as_matrix(room_of_dv, dv.shape[0], dv.shape[1]).store(dv)
+    as_matrix(room_of_dk, dk.shape[0], dk.shape[1]).store(dk)
     fence_async_shared()
-    tma.async_copy_shared_to_global(desc, own.q_corner(work.batch, work.head, first_row, first_column), room)
+    corner = own.q_corner(work.batch, work.head, first_row, first_column)
+    tma.async_copy_shared_to_global(dv_desc, corner, room_of_dv)
+    tma.async_copy_shared_to_global(dk_desc, corner, room_of_dk)
     tma.store_wait(0)
 
 
@@ -254,7 +272,7 @@ def backward_kernel(
     slopes_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUPS * GROUP, TILE_Q], dtype)
     READERS: gl.constexpr = GROUPS * named.GROUP
     memory = Memory(
-        new_tiles(k_desc, 1).index(0), new_tiles(v_desc, GROUPS), new_barriers(1, 1).index(0),
+        new_tiles(k_desc, 1).index(0), new_tiles(v_desc, GROUPS),
         NamedRing(new_tiles(q_desc, STAGES), new_barriers(STAGES, 1), named.Q_FREE, READERS, STAGES),
         NamedRing(new_tiles(dout_desc, STAGES), new_barriers(STAGES, 1), named.DOUT_FREE, READERS, STAGES),
         new_tiles(lse_desc, STAGES), new_tiles(delta_desc, STAGES),

@@ -14,14 +14,14 @@ from .versions import aggregate, tma_add
 class Memory:
     """What the warps share.
 
-    k, v: the program's tile, that of v in one piece for each warp group. q, dout, lse, delta: rings; lse comes with q
-    and delta with dout. slopes: the gradients of scores, two tiles of (keys, rows of q). more: two such tiles of
-    weights, where groups share keys; else room for each group's part of a tile of dQ.
+    k, v: the program's tile, that of v in one piece for each warp group; k comes with the first q, v with the first
+    dout. q, dout, lse, delta: rings; lse comes with q and delta with dout. slopes: the gradients of scores, two tiles
+    of (keys, rows of q). more: two such tiles of weights, where groups share keys; else room for each group's part of
+    a tile of dQ.
     """
 
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
-    kv_full: gl.shared_memory_descriptor
     q: NamedRing
     dout: NamedRing
     lse: gl.shared_memory_descriptor
@@ -30,10 +30,9 @@ class Memory:
     more: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, k, v, kv_full, q, dout, lse, delta, slopes, more):
+    def __init__(self, k, v, q, dout, lse, delta, slopes, more):
         self.k = k
         self.v = v
-        self.kv_full = kv_full
         self.q = q
         self.dout = dout
         self.lse = lse
@@ -47,29 +46,37 @@ def copy_ahead(descriptors, memory, schedule, group, HEAD_DIM: gl.constexpr, TIL
     """The copying warp: the tile of k and v, then all of q and dout that sees it, for each query head of the group."""
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc = descriptors
     work, own = schedule.work(gl.program_id(0))
-    corner = own.q_corner(work.batch, work.head, work.first_row, 0)
     KEYS: gl.constexpr = schedule.TILE_Q
-    mbarrier.expect(memory.kv_full, 2 * KEYS * HEAD_DIM * 2)
-    tma.async_copy_global_to_shared(k_desc, corner, memory.kv_full, memory.k)
-    for member in gl.static_range(KEYS // GROUP):
-        corner = own.q_corner(work.batch, work.head, work.first_row + member * GROUP, 0)
-        tma.async_copy_global_to_shared(v_desc, corner, memory.kv_full, memory.v.index(member))
+    BYTES: gl.constexpr = TILE_Q * HEAD_DIM * 2 + TILE_Q * 4
     number = 0
     for member in range(own.visits(group)):
         head = work.head * group + member
         matrix = work.matrix * group + member
         for tile in range(work.begin, work.end):
             corner = own.k_corner(work.batch, head, tile * TILE_Q, 0)
+            of_rows = [matrix, own.first_filled_up() + tile * TILE_Q]
             stage = number % memory.q.stages
             memory.q.wait_empty(number)
-            mbarrier.expect(memory.q.arrival(number), TILE_Q * HEAD_DIM * 2 + TILE_Q * 4)
-            tma.async_copy_global_to_shared(q_desc, corner, memory.q.arrival(number), memory.q.tile(number))
-            of_rows = [matrix, own.first_filled_up() + tile * TILE_Q]
-            tma.async_copy_global_to_shared(lse_desc, of_rows, memory.q.arrival(number), memory.lse.index(stage))
+            arrival = memory.q.arrival(number)
+            if number == 0:
+                mbarrier.expect(arrival, BYTES + KEYS * HEAD_DIM * 2)
+                corner_of_k = own.q_corner(work.batch, work.head, work.first_row, 0)
+                tma.async_copy_global_to_shared(k_desc, corner_of_k, arrival, memory.k)
+            else:
+                mbarrier.expect(arrival, BYTES)
+            tma.async_copy_global_to_shared(q_desc, corner, arrival, memory.q.tile(number))
+            tma.async_copy_global_to_shared(lse_desc, of_rows, arrival, memory.lse.index(stage))
             memory.dout.wait_empty(number)
-            mbarrier.expect(memory.dout.arrival(number), TILE_Q * HEAD_DIM * 2 + TILE_Q * 4)
-            tma.async_copy_global_to_shared(dout_desc, corner, memory.dout.arrival(number), memory.dout.tile(number))
-            tma.async_copy_global_to_shared(delta_desc, of_rows, memory.dout.arrival(number), memory.delta.index(stage))
+            arrival = memory.dout.arrival(number)
+            if number == 0:
+                mbarrier.expect(arrival, BYTES + KEYS * HEAD_DIM * 2)
+                for part in gl.static_range(KEYS // GROUP):
+                    corner_of_v = own.q_corner(work.batch, work.head, work.first_row + part * GROUP, 0)
+                    tma.async_copy_global_to_shared(v_desc, corner_of_v, arrival, memory.v.index(part))
+            else:
+                mbarrier.expect(arrival, BYTES)
+            tma.async_copy_global_to_shared(dout_desc, corner, arrival, memory.dout.tile(number))
+            tma.async_copy_global_to_shared(delta_desc, of_rows, arrival, memory.delta.index(stage))
             number += 1
     memory.q.wait_all(number)
     memory.dout.wait_all(number)

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import named
-from .backward import NUMBERS, over_tiles, store_tile, visible
+from .backward import NUMBERS, free_room, over_tiles, store_gradients, visible
 from .backward_copying import Memory, copy_ahead
 from .packing import new_packing
 from .ring import NamedRing, new_barriers, new_tiles
@@ -92,15 +92,17 @@ def compute(
     dv = gl.zeros([GROUP, HALF], gl.float32, wide)
     columns = work.first_row + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
     sums += (work.matrix * group).to(gl.int64) * padded * HEAD_DIM + MEMBER * GROUP * HALF
-    dk, dv = over_tiles(
+    dk, dv, number = over_tiles(
         step, dk, dv, k_tile, v_tile, memory, work, own, columns, group, padded, sums, exponents,
         MEMBER, HEAD_DIM, GROUP,
     )  # fmt: skip
     # Both groups have read v by now: each waited for the other's last gradients of scores.
     shape: gl.constexpr = [2] + dv_desc.block_shape  # noqa: RUF005 - Gluon knows no starred lists
     rooms = memory.v._reinterpret(dtype, shape, dv_desc.layout)
-    store_tile(dv_desc, own, work, work.first_row, MEMBER * HALF, rooms.index(MEMBER), dv.to(dtype))
-    store_tile(dk_desc, own, work, work.first_row, MEMBER * HALF, rooms.index(MEMBER), (dk * scale).to(dtype))
+    store_gradients(
+        dk_desc, dv_desc, own, work, work.first_row, MEMBER * HALF, rooms.index(MEMBER),
+        free_room(dk_desc, memory, number, MEMBER), (dk * scale).to(dtype), dv.to(dtype),
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
@@ -152,7 +154,7 @@ def backward_wide_kernel(
     pairs_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP, TILE_Q], dtype)
     READERS: gl.constexpr = 2 * named.GROUP
     memory = Memory(
-        new_tiles(k_desc, 1).index(0), new_tiles(v_desc, 1), new_barriers(1, 1).index(0),
+        new_tiles(k_desc, 1).index(0), new_tiles(v_desc, 1),
         NamedRing(new_tiles(q_desc, STAGES), new_barriers(STAGES, 1), named.Q_FREE, READERS, STAGES),
         NamedRing(new_tiles(dout_desc, STAGES), new_barriers(STAGES, 1), named.DOUT_FREE, READERS, STAGES),
         new_tiles(lse_desc, STAGES), new_tiles(delta_desc, STAGES),

@@ -23,13 +23,11 @@ class Recorder:
     def __init__(self, kernel):
         self.kernel = kernel
 
-    def __call__(self, *arguments):
-        *addresses, describe = arguments
+    def __call__(self, addresses, describe):
         described = describe()
         of_tensors = [getattr(tensor, "base", tensor) for tensor in described.tensors]
         pointers = tuple(None if tensor is None else tensor.data_ptr() for tensor in of_tensors)
-        flat = tuple(address for group in addresses for address in group)
-        Recorder.launches.append((self.kernel.__name__, flat, pointers, described))
+        Recorder.launches.append((self.kernel.__name__, addresses, pointers, described))
 
 
 @pytest.fixture
