@@ -135,6 +135,17 @@ def _seed(request: pytest.FixtureRequest) -> None:
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
+MOST_KEPT = 2**30
+
+
+@pytest.fixture(autouse=True)
+def _gpu_memory_for_others() -> Iterator[None]:
+    """A worker keeps little of the memory of a GPU that it needs no more: others share it."""
+    yield
+    if HAS_CUDA and torch.cuda.memory_reserved() > MOST_KEPT:
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def matmul_precision(request: pytest.FixtureRequest) -> Iterator[str]:
     """Indirectly parametrised: torch's setting for products of float32 matrices, for the time of the test."""

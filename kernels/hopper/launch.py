@@ -6,6 +6,7 @@ Arguments are taken as validated, as `portable.launch` takes them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -245,5 +246,20 @@ def _counter(device: torch.device) -> Tensor:
     key = device, torch._C._cuda_getCurrentRawStream(device.index)
     counter = _counters.get(key)
     if counter is None:
-        counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+        counter = _counters[key] = _kept_counter(device)
+    return counter
+
+
+def _kept_counter(device: torch.device) -> Tensor:
+    """One to keep. Another thread makes it: graphs that torch.compile records own what the calling one allocates."""
+
+    def make() -> tuple[Tensor, torch.cuda.Event]:
+        with torch.cuda.device(device):
+            counter, is_zero = torch.zeros(1, dtype=torch.int32, device=device), torch.cuda.Event()
+            is_zero.record()
+        return counter, is_zero
+
+    with ThreadPoolExecutor(1) as another:
+        counter, is_zero = another.submit(make).result()
+    torch.cuda.current_stream(device).wait_event(is_zero)
     return counter

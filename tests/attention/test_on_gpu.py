@@ -30,10 +30,15 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 for_each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
-def same(results, expected):
+def same(results, expected, *, dq_in_any_order=False):
+    """To the bit; but the kernels for Hopper may add up dQ in any order."""
     assert results.keys() == expected.keys()
     for name, x in expected.items():
-        assert torch.equal(results[name].to(x.device), x), name
+        result = results[name].to(x.device)
+        if name == "dq" and dq_in_any_order:
+            torch.testing.assert_close(result, x, rtol=2**-6, atol=2**-7)
+        else:
+            assert torch.equal(result, x), name
 
 
 @for_each_dtype
@@ -120,7 +125,7 @@ def test_memory_at_the_peak_is_linear(dtype):
 @for_each_dtype
 def test_repeated_calls_give_the_same_bits(dtype):
     inputs = make_inputs(Shapes.of(4, q_len=1027, d=64, q_heads=8, kv_heads=2), dtype=dtype, device="cuda")
-    attend = partial(attention, causal=True, impl="flash", return_lse=True)
+    attend = partial(attention, causal=True, impl="flash", return_lse=True, deterministic=True)
     first = evaluate(attend, inputs)
     for _ in range(5):
         same(evaluate(attend, inputs), first)
@@ -128,9 +133,10 @@ def test_repeated_calls_give_the_same_bits(dtype):
 
 @for_each_dtype
 @pytest.mark.parametrize("return_lse", [False, True])
-def test_a_cuda_graph_replays_forward_and_backward(dtype, return_lse):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_cuda_graph_replays_forward_and_backward(dtype, deterministic, return_lse):
     shapes = Shapes.of(2, q_len=130, k_len=200, d=64, q_heads=4, kv_heads=2)
-    attend = partial(attention, causal=True, impl="flash", return_lse=return_lse)
+    attend = partial(attention, causal=True, impl="flash", return_lse=return_lse, deterministic=deterministic)
     static = make_inputs(shapes, dtype=dtype, device="cuda")
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -146,7 +152,7 @@ def test_a_cuda_graph_replays_forward_and_backward(dtype, return_lse):
         for target, source in zip(static, fresh, strict=True):
             target.copy_(source)
         graph.replay()
-        same(captured, evaluate(attend, fresh))
+        same(captured, evaluate(attend, fresh), dq_in_any_order=not deterministic)
 
 
 # torch captures an empty graph of its own, to begin with.
@@ -158,7 +164,7 @@ def test_a_compiled_model_with_cuda_graphs():
         torch.compiler.cudagraph_mark_step_begin()
         inputs = make_inputs(Shapes.of(2, q_len=130, d=64, q_heads=4), dtype=torch.bfloat16, device="cuda")
         results = {name: x.clone() for name, x in evaluate(attend, inputs).items()}
-        same(results, evaluate(partial(attention, **settings), inputs))
+        same(results, evaluate(partial(attention, **settings), inputs), dq_in_any_order=True)
 
 
 def test_kernels_run_on_the_current_stream():
