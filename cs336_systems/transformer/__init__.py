@@ -1,0 +1,29 @@
+"""A Transformer whose attention is this library's: layers, model, presets, generation, and others' weights."""
+
+from .cache import KVCache
+from .config import TransformerConfig
+from .generate import generate, stream
+from .layers import Embedding, Linear, MultiHeadAttention, RMSNorm, RotaryEmbedding, SwiGLU
+from .loss import head_cross_entropy
+from .model import Transformer, TransformerBlock
+from .presets import PRESETS, preset
+from .sampling import Sampling
+
+__all__ = [
+    "PRESETS",
+    "Embedding",
+    "KVCache",
+    "Linear",
+    "MultiHeadAttention",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "Sampling",
+    "SwiGLU",
+    "Transformer",
+    "TransformerBlock",
+    "TransformerConfig",
+    "generate",
+    "head_cross_entropy",
+    "preset",
+    "stream",
+]

@@ -1,0 +1,311 @@
+"""The layers of a Transformer without biases, each usable alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from ..attention import Attention, Implementation
+from .cache import LayerCache
+from .config import check_heads, check_positive, check_size
+
+Place = torch.device | str | None
+"""Where a new parameter lies; None for torch's default."""
+
+STANDARD_DEVIATIONS = 3
+"""Where normal distributions are cut off."""
+
+
+def draw_truncated_normal(weight: Tensor, std: float) -> None:
+    """Fill with a normal distribution of mean 0, cut off at three standard deviations."""
+    nn.init.trunc_normal_(weight, std=std, a=-STANDARD_DEVIATIONS * std, b=STANDARD_DEVIATIONS * std)
+
+
+def linear_std(d_in: int, d_out: int) -> float:
+    """Glorot and Bengio (2010): between what keeps the variance forward, 1 / d_in, and backward, 1 / d_out."""
+    return math.sqrt(2 / (d_in + d_out))
+
+
+class Linear(nn.Module):
+    """y = W x, without a bias.
+
+    Args:
+        d_in, d_out: the widths of x and y.
+        device, dtype: of ``weight`` (d_out, d_in), which is drawn by `reset_parameters`.
+
+    Raises:
+        TypeError, ValueError: a width is not a positive int.
+    """
+
+    def __init__(self, d_in: int, d_out: int, device: Place = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        check_size("d_in", d_in)
+        check_size("d_out", d_out)
+        self.weight = nn.Parameter(torch.empty(d_out, d_in, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight anew: a truncated normal of `linear_std`."""
+        d_out, d_in = self.weight.shape
+        draw_truncated_normal(self.weight, linear_std(d_in, d_out))
+
+    def forward(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
+        """W x, in x's dtype, or autocast's."""
+        return F.linear(x, self.weight)
+
+    def extra_repr(self) -> str:
+        """The widths, for printing."""
+        return f"{self.weight.shape[1]}, {self.weight.shape[0]}"
+
+
+class Embedding(nn.Module):
+    """A vector for each token.
+
+    Args:
+        vocab_size, d_model: how many vectors, and how wide.
+        std: of the truncated normal that `reset_parameters` draws from.
+        device, dtype: of ``weight`` (vocab_size, d_model).
+
+    Raises:
+        TypeError, ValueError: a size is not a positive int, or ``std`` not a positive number.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int,
+        std: float = 1.0,
+        device: Place = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_size("vocab_size", vocab_size)
+        check_size("d_model", d_model)
+        check_positive("std", std)
+        self.std = std
+        self.weight = nn.Parameter(torch.empty(vocab_size, d_model, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight anew."""
+        draw_truncated_normal(self.weight, self.std)
+
+    def forward(self, token_ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch d_model"]:
+        """The vectors of these tokens; they are from 0 up to ``vocab_size``, or torch raises."""
+        return F.embedding(token_ids, self.weight)
+
+    def extra_repr(self) -> str:
+        """The sizes, for printing."""
+        return f"{self.weight.shape[0]}, {self.weight.shape[1]}, std={self.std:.3g}"
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight, over the last axis: Zhang and Sennrich (2019).
+
+    Args:
+        d_model: the length of that axis.
+        eps: keeps a vector of zeros from being divided by zero.
+        device, dtype: of ``weight`` (d_model,).
+
+    Raises:
+        TypeError, ValueError: ``d_model`` is not a positive int, or ``eps`` not a positive number.
+    """
+
+    def __init__(self, d_model: int, eps: float = 1e-5, device: Place = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        check_size("d_model", d_model)
+        check_positive("eps", eps)
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(d_model, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the weight to ones."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """The normalised x in x's dtype, computed in float32, or float64 where x has it."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """The width and eps, for printing."""
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary position embedding, RoPE: Su et al., "RoFormer" (2021).
+
+    Elements 2i and 2i + 1 of a vector at position p are rotated by the angle p · theta^(-2i / d_head), so that the
+    product of a query and a key depends on their distance. (Llama in transformers pairs i with i + d_head / 2 instead: see
+    `cs336_systems.transformer.weights`.)
+
+    Args:
+        d_head: the width of the vectors; even.
+        context_length: how many positions there are.
+        theta: the base of the wavelengths.
+        device, dtype: of the sines and cosines, in ``table`` (2, context_length, d_head / 2): float32, or float64 for
+            a model of that dtype. It is no part of the state dict. Whatever the module is moved or cast to, the table
+            is computed anew, so that neither a narrow dtype nor ``to_empty`` leaves wrong angles in it.
+
+    Raises:
+        TypeError, ValueError: a size is not a positive int, ``d_head`` is odd, or ``theta`` not a positive number.
+    """
+
+    table: Tensor
+
+    def __init__(
+        self,
+        d_head: int,
+        context_length: int,
+        theta: float = 10_000.0,
+        device: Place = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_size("d_head", d_head)
+        check_size("context_length", context_length)
+        check_positive("theta", theta)
+        if d_head % 2:
+            raise ValueError(f"d_head must be even; got {d_head}")
+        self.theta = theta
+        wide = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+        table = torch.empty(2, context_length, d_head // 2, device=device, dtype=wide)
+        self.register_buffer("table", table, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Compute the table anew, in float64 on the CPU whatever its own dtype and device."""
+        _, positions, pairs = self.table.shape
+        frequencies = self.theta ** -(torch.arange(pairs, dtype=torch.float64, device="cpu") / pairs)
+        angles = torch.outer(torch.arange(positions, dtype=torch.float64, device="cpu"), frequencies)
+        self.table.copy_(torch.stack((angles.cos(), angles.sin())))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
+        before = self.table
+        super()._apply(fn, recurse)
+        if self.table is not before:
+            self.table = self.table.to(torch.promote_types(self.table.dtype, torch.float32))
+            self.reset_parameters()
+        return self
+
+    def forward(
+        self, x: Float[Tensor, "*batch length d_head"], positions: Int[Tensor, "*batch length"] | None = None
+    ) -> Float[Tensor, "*batch length d_head"]:
+        """x rotated, in its dtype.
+
+        Args:
+            x: vectors, the axis before the last one being the position.
+            positions: from 0 up to ``context_length``, of any shape that broadcasts; 0, 1, 2, ... if None.
+
+        Raises:
+            ValueError: x is longer than ``context_length``, or of another width than ``d_head``.
+        """
+        _, most, pairs = self.table.shape
+        if x.shape[-1] != 2 * pairs:
+            raise ValueError(f"x must have vectors of {2 * pairs} elements, d_head; got {x.shape[-1]}")
+        if positions is None and x.shape[-2] > most:
+            raise ValueError(f"x must have a length of at most {most}, the context length; got {x.shape[-2]}")
+        cos, sin = self.table[:, : x.shape[-2]] if positions is None else self.table[:, positions]
+        even, odd = rearrange(x, "... (pair two) -> two ... pair", two=2)
+        rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+        return rearrange(rotated, "... pair two -> ... (pair two)").to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """The sizes and theta, for printing."""
+        return f"{2 * self.table.shape[2]}, context_length={self.table.shape[1]}, theta={self.theta}"
+
+
+class SwiGLU(nn.Module):
+    """w2 (silu(w1 x) ⊙ w3 x): Shazeer, "GLU variants improve Transformer" (2020).
+
+    Args:
+        d_model: the width of what comes in and goes out.
+        d_ff: the inner width.
+        device, dtype: of the three weights.
+
+    Raises:
+        TypeError, ValueError: a width is not a positive int.
+    """
+
+    def __init__(self, d_model: int, d_ff: int, device: Place = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.w1 = Linear(d_model, d_ff, device, dtype)
+        self.w2 = Linear(d_ff, d_model, device, dtype)
+        self.w3 = Linear(d_model, d_ff, device, dtype)
+
+    def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
+        """Each position by itself, in x's dtype, or autocast's."""
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class MultiHeadAttention(nn.Module):
+    """Causal self-attention of several heads: Vaswani et al. (2017), with any implementation of this library.
+
+    Args:
+        d_model: the width of what comes in and goes out.
+        num_heads: of queries; divides d_model.
+        num_kv_heads: of keys and values, each of which serves a group of query heads (Ainslie et al., 2023); divides
+            num_heads, which it is if None.
+        rope: rotates queries and keys; None for no positions. Layers may share one.
+        window: how many tokens a query sees, its own among them; None for all before it.
+        attn: an ``impl`` of `cs336_systems.attention.attention`. A named one computes every call but those of a cache
+            that is not empty.
+        device, dtype: of the weights.
+
+    Raises:
+        TypeError, ValueError: sizes do not divide one another, or an argument is not what it has to be.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        rope: RotaryEmbedding | None = None,
+        window: int | None = None,
+        attn: str | Implementation = "auto",
+        device: Place = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        for name, size in {"d_model": d_model, "num_heads": num_heads, "num_kv_heads": kv_heads}.items():
+            check_size(name, size)
+        check_heads(d_model, num_heads, kv_heads)
+        if window is not None:
+            check_size("window", window)
+        self.d_head = d_model // num_heads
+        self.rope = rope
+        self.attend = Attention(causal=True, window=None if window is None else (window - 1, 0), impl=attn)
+        self.q_proj = Linear(d_model, num_heads * self.d_head, device, dtype)
+        self.k_proj = Linear(d_model, kv_heads * self.d_head, device, dtype)
+        self.v_proj = Linear(d_model, kv_heads * self.d_head, device, dtype)
+        self.output_proj = Linear(num_heads * self.d_head, d_model, device, dtype)
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch length d_model"],
+        positions: Int[Tensor, "#batch length"] | None = None,
+        cache: LayerCache | None = None,
+    ) -> Float[Tensor, "batch length d_model"]:
+        """What each position gathers from those before it and from itself, in x's dtype, or autocast's.
+
+        Args:
+            x: what queries, keys and values are made of.
+            positions: for RoPE alone; 0, 1, 2, ... if None. Which keys a query sees follows from the order in x.
+            cache: holds the keys and values of earlier tokens, which queries see too; those of x are written to it.
+        """
+        projected = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        q, k, v = (rearrange(y, "batch length (heads d) -> batch heads length d", d=self.d_head) for y in projected)
+        if self.rope is not None:
+            of_all_heads = None if positions is None else rearrange(positions, "batch length -> batch 1 length")
+            q, k = self.rope(q, of_all_heads), self.rope(k, of_all_heads)
+        out = self.attend(q, k, v) if cache is None else cache.attend(self.attend, q, k, v)
+        return self.output_proj(rearrange(out, "batch heads length d -> batch length (heads d)"))

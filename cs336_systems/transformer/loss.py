@@ -1,0 +1,55 @@
+"""Cross-entropy of a language model's head, whose logits need not lie in memory all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .config import check_size
+
+IGNORED = -100
+"""The target of a token that does not count, as torch has it."""
+
+
+def head_cross_entropy(
+    head: Callable[[Tensor], Tensor],
+    hidden: Float[Tensor, "batch length d_model"],
+    targets: Int[Tensor, "batch length"],
+    chunk: int | None = None,
+) -> Float[Tensor, ""]:
+    """The mean of -log softmax(head(hidden))[target] over the targets that are not -100.
+
+    Args:
+        head: gives logits (tokens, vocab_size) of hidden (tokens, d_model).
+        hidden: what the last norm gave.
+        targets: the token that follows each.
+        chunk: how many tokens have their logits in memory at a time; None for all. The backward pass computes those
+            of each chunk again, which costs one more product with the head's matrix.
+
+    Returns:
+        The loss, in float32 (float64 for float64 logits).
+
+    Raises:
+        TypeError, ValueError: ``chunk`` is not a positive int, or the shapes of hidden and targets do not fit.
+    """
+    if targets.shape != hidden.shape[:-1]:
+        raise ValueError(f"targets must have shape {tuple(hidden.shape[:-1])}; got {tuple(targets.shape)}")
+    rows, wanted = hidden.flatten(0, -2), targets.flatten()
+    if chunk is None:
+        return _summed(head, rows, wanted) / (wanted != IGNORED).sum()
+    check_size("chunk", chunk)
+    parts = zip(rows.split(chunk), wanted.split(chunk), strict=True)
+    # Nothing in the head is random, so there is no state of a generator to restore.
+    sums = [checkpoint(_summed, head, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    return torch.stack(sums).sum() / (wanted != IGNORED).sum()
+
+
+def _summed(head: Callable[[Tensor], Tensor], rows: Tensor, wanted: Tensor) -> Tensor:
+    logits = head(rows)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.to(wide), wanted, ignore_index=IGNORED, reduction="sum")
