@@ -8,6 +8,7 @@ from .loss import head_cross_entropy
 from .model import Transformer, TransformerBlock
 from .presets import PRESETS, preset
 from .sampling import Sampling
+from .weights import from_llama, llama_config, load_llama, load_weights
 
 __all__ = [
     "PRESETS",
@@ -22,8 +23,12 @@ __all__ = [
     "Transformer",
     "TransformerBlock",
     "TransformerConfig",
+    "from_llama",
     "generate",
     "head_cross_entropy",
+    "llama_config",
+    "load_llama",
+    "load_weights",
     "preset",
     "stream",
 ]

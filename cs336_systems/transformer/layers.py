@@ -143,8 +143,8 @@ class RotaryEmbedding(nn.Module):
     """Rotary position embedding, RoPE: Su et al., "RoFormer" (2021).
 
     Elements 2i and 2i + 1 of a vector at position p are rotated by the angle p · theta^(-2i / d_head), so that the
-    product of a query and a key depends on their distance. (Llama in transformers pairs i with i + d_head / 2 instead: see
-    `cs336_systems.transformer.weights`.)
+    product of a query and a key depends on their distance. (Llama in transformers pairs i with i + d_head / 2 instead:
+    see `cs336_systems.transformer.weights`.)
 
     Args:
         d_head: the width of the vectors; even.
