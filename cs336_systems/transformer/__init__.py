@@ -1,9 +1,10 @@
 """A Transformer whose attention is this library's: layers, model, presets, generation, and others' weights."""
 
+from .attention import MultiHeadAttention
 from .cache import KVCache
 from .config import TransformerConfig
 from .generate import generate, stream
-from .layers import Embedding, Linear, MultiHeadAttention, RMSNorm, RotaryEmbedding, SwiGLU
+from .layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU
 from .loss import head_cross_entropy
 from .model import Transformer, TransformerBlock
 from .presets import PRESETS, preset

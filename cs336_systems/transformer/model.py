@@ -16,9 +16,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .attention import MultiHeadAttention
 from .cache import KVCache, LayerCache
 from .config import TransformerConfig, check_size
-from .layers import Embedding, Linear, MultiHeadAttention, Place, RMSNorm, RotaryEmbedding, SwiGLU, linear_std
+from .layers import Embedding, Linear, Place, RMSNorm, RotaryEmbedding, SwiGLU, linear_std
 from .loss import head_cross_entropy
 
 
@@ -185,8 +186,8 @@ class Transformer(nn.Module):
         if cache is not None and positions is not None:
             raise ValueError("positions must be None with a cache, which gives them; got a tensor")
         if targets is not None and (cache is not None or logits_at is not None):
-            other = "cache" if cache is not None else "logits_at"
-            raise ValueError(f"{other} must be None with targets; got {type(other).__name__}")
+            name, other = ("logits_at", logits_at) if cache is None else ("cache", cache)
+            raise ValueError(f"{name} must be None with targets; got {type(other).__name__}")
         if chunk is not None and targets is None:
             raise ValueError(f"chunk must be None without targets; got {chunk}")
 

@@ -1,0 +1,181 @@
+"""Generation: with and without a cache, of prompts of different lengths, as a stream."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cs336_systems.transformer import KVCache, Transformer, generate, stream
+
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [1, 2, 3]]
+
+
+@pytest.fixture
+def model(tiny, device):
+    return Transformer(tiny(), device=device)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0}, {"seed": 1, "top_k": 5, "top_p": 0.8}], ids=["greedy", "drawn"]
+)
+@pytest.mark.parametrize("prompts", [PROMPTS, [[1, 2], [3, 4]]], ids=["of_different_lengths", "of_one_length"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"window": 3}, {"num_kv_heads": 1, "tie_embeddings": True, "attn": "tiled"}, {"attn": "sdpa"}],
+    ids=["plain", "window", "shared_and_tied", "sdpa"],
+)
+def test_the_same_tokens_as_without_a_cache(tiny, device, changes, prompts, settings):
+    model = Transformer(tiny(**changes), device=device, dtype=torch.float64)
+    new = generate(model, prompts, 10, **settings)
+    assert [len(tokens) for tokens in new] == [10] * len(prompts)
+    assert new == generate(model, prompts, 10, use_cache=False, **settings)
+
+
+@pytest.mark.parametrize("impl", ["flash"])
+def test_the_same_tokens_with_the_kernels(tiny, device, impl):
+    model = Transformer(tiny(attn=impl, num_layers=1), device=device)
+    new = generate(model, PROMPTS, 3, temperature=0)
+    assert new == generate(model, PROMPTS, 3, temperature=0, use_cache=False)
+
+
+def test_greedy_tokens_are_the_likeliest(model, device):
+    (new,) = generate(model, [[1, 2, 3]], 8, temperature=0)
+    sequence = torch.tensor([[1, 2, 3, *new]], device=device)
+    assert model(sequence).argmax(-1)[0, 2:-1].tolist() == new
+
+
+def test_others_in_the_batch_change_nothing(model):
+    together = generate(model, PROMPTS, 10, temperature=0)
+    assert together == [generate(model, [prompt], 10, temperature=0)[0] for prompt in PROMPTS]
+
+
+def test_cached_logits_are_those_of_the_whole_sequence(tiny, device):
+    """Several tokens at a time, and sequences of different lengths."""
+    model = Transformer(tiny(window=4), device=device, dtype=torch.float64)
+    token_ids = torch.randint(40, (2, 20), device=device)
+    cache = KVCache(2, 20, 2, window=4)
+    whole = model(token_ids)
+    lengths = [0, 0]
+    for counts in ([4, 4], [3, 3], [2, 5], [4, 1], [1, 1], [3, 3]):
+        new = max(counts)
+        part = torch.stack([token_ids[i, length : length + new] for i, length in enumerate(lengths)])
+        logits = model(part, cache=cache)
+        cache.advance(counts)
+        for i, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            torch.testing.assert_close(logits[i, :count], whole[i, length : length + count])
+        lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
+    assert cache.lengths == tuple(lengths) == (17, 17)
+
+
+def test_the_cache_is_allocated_once(model, device):
+    cache = KVCache(2, 24, 2)
+    token_ids = torch.zeros(2, 3, dtype=torch.long, device=device)
+    places = set()
+    for _ in range(4):
+        model(token_ids, cache=cache)
+        cache.advance([3, 3])
+        places.add(tuple(tensor.data_ptr() for layer in cache.layers for tensor in layer))
+    assert len(places) == 1
+    assert cache.layers[1][0].shape == (2, 2, 24, 8)
+
+
+def test_a_tensor_of_prompts(model, device):
+    prompts = torch.tensor([[1, 2, 3], [4, 5, 6]], device=device)
+    assert generate(model, prompts, 5, seed=0) == generate(model, prompts.tolist(), 5, seed=0)
+
+
+def test_seeds_repeat(model, device):
+    first = generate(model, PROMPTS, 12, seed=7)
+    torch.rand(5, device=device)
+    assert generate(model, PROMPTS, 12, seed=7) == first
+    assert generate(model, PROMPTS, 12, generator=torch.Generator(device).manual_seed(7)) == first
+    assert generate(model, PROMPTS, 12, seed=8) != first
+    torch.manual_seed(7)
+    unseeded = generate(model, PROMPTS, 12)
+    torch.manual_seed(7)
+    assert generate(model, PROMPTS, 12) == unseeded
+
+
+def test_stop_tokens_end_their_sequence_alone(model):
+    whole = generate(model, PROMPTS, 12, temperature=0)
+    stop = {whole[0][2], whole[2][4]}
+    expected = []
+    for tokens in whole:
+        ends = [place for place, token in enumerate(tokens) if token in stop]
+        expected.append(tokens[: ends[0] + 1] if ends else tokens)
+    assert len(expected[0]) <= 3
+    assert generate(model, PROMPTS, 12, temperature=0, stop_tokens=stop) == expected
+
+
+def test_nothing_is_computed_after_all_have_ended(model):
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    new = generate(model, PROMPTS, 12, seed=0, stop_tokens=range(40))
+    assert [len(tokens) for tokens in new] == [1] * 4
+    assert len(calls) == 1
+
+
+def test_a_stream_gives_tokens_as_they_come(model):
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    whole = generate(model, PROMPTS, 6, temperature=0)
+    stop = whole[1][2]
+    calls.clear()
+    streamed = [[] for _ in PROMPTS]
+    for number, tokens in enumerate(stream(model, PROMPTS, 6, temperature=0, stop_tokens=[stop])):
+        assert len(calls) == number + 1
+        for row, token in zip(streamed, tokens, strict=True):
+            row.append(token)
+    assert streamed[1][:3] == whole[1][: whole[1].index(stop) + 1] + [None] * (2 - whole[1].index(stop))
+    assert streamed[1][3:] == [None] * (len(streamed[1]) - 3)
+    assert [[token for token in row if token is not None] for row in streamed] == generate(
+        model, PROMPTS, 6, temperature=0, stop_tokens=[stop]
+    )
+
+
+def test_a_stream_leaves_gradients_on_for_others(model):
+    steps = stream(model, [[1]], 3)
+    next(steps)
+    assert torch.is_grad_enabled()
+    assert not any(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_the_whole_context_can_be_used(model):
+    assert len(generate(model, [[1] * 20], 5, seed=0)[0]) == 5
+    with pytest.raises(ValueError, match=r"context length, 24; got a prompt of 20 tokens and max_new_tokens=6$"):
+        stream(model, [[1] * 20], 6)
+
+
+def test_generation_under_autocast(model, device):
+    with torch.autocast(device.type, torch.bfloat16):
+        new = generate(model, PROMPTS, 4, temperature=0)
+    assert [len(tokens) for tokens in new] == [4] * 4
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "error", "message"),
+    [
+        ([], {}, ValueError, "prompts must be at least one sequence; got none"),
+        ([[1], []], {}, ValueError, r"prompts must have at least one token each; got none in prompts\[1\]"),
+        ([[1, 40]], {}, ValueError, r"prompts must have tokens from 0 up to 40; got 40 in prompts\[0\]"),
+        ([[-1, 4]], {}, ValueError, r"prompts must have tokens from 0 up to 40; got -1 in prompts\[0\]"),
+        ([[1.0]], {}, TypeError, r"prompts must be sequences of ints, or a tensor \(batch, length\); got \[1.0\]"),
+        (torch.tensor([1, 2]), {}, TypeError, r"prompts must be sequences of ints, or .*; got 1"),
+        ([[1]], {"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1; got 0"),
+        ([[1]], {"top_k": -1}, ValueError, "top_k must be at least 1; got -1"),
+        (
+            [[1]],
+            {"seed": 1, "generator": torch.Generator()},
+            ValueError,
+            "generator must be None where seed is given; got both",
+        ),
+    ],
+)
+def test_what_is_refused_at_the_call(tiny, prompts, settings, error, message):
+    with pytest.raises(error, match=f"^{message}$"):
+        stream(Transformer(tiny()), prompts, **{"max_new_tokens": 3} | settings)
+
+
+def test_counts_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"^counts must be 2 numbers from 0 on; got \[1\]$"):
+        KVCache(2, 4, 1).advance([1])
