@@ -50,7 +50,7 @@ def test_a_model_is_made_of_its_blocks(tiny, device, tokens):
     for block in model.layers:
         x = x + block.attn(block.ln1(x))
         x = x + block.ffn(block.ln2(x))
-    torch.testing.assert_close(model(tokens[0]), model.ln_final(x) @ model.lm_head.weight.T)
+    torch.testing.assert_close(model(tokens[0]), model.ln_final(x) @ model.get_parameter("lm_head.weight").T)
 
 
 def test_no_token_sees_a_later_one(tiny, device, tokens):
@@ -198,8 +198,8 @@ def test_bfloat16_autocast(tiny, device, tokens, every):
     torch.manual_seed(1)
     model = Transformer(tiny(attn="tiled"), checkpoint_every=every, device=device)
     seen = {}
-    block = model.layers[0]
-    for name, module in {"norm": block.ln1, "q": block.attn.q_proj, "rope": block.attn.rope, "block": block}.items():
+    for name, path in {"norm": ".ln1", "q": ".attn.q_proj", "rope": ".attn.rope", "block": ""}.items():
+        module = model.get_submodule(f"layers.0{path}")
         module.register_forward_hook(lambda module, inputs, output, name=name: seen.update({name: output.dtype}))
     with torch.autocast(device.type, torch.bfloat16):
         logits = model(tokens[0])
