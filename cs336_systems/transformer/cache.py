@@ -21,33 +21,34 @@ class KVCache:
     Args:
         batch: how many sequences.
         capacity: the longest of them, in tokens.
-        num_layers: of the model.
-        window: the model's; None for none.
 
-    ``layers`` has each layer's keys and values, (batch, kv_heads, capacity, d); None where nothing was written yet.
+    ``layers`` has the keys and values (batch, kv_heads, capacity, d) of every layer that wrote some, by its number.
 
     Raises:
         TypeError, ValueError: a size is not a positive int.
     """
 
-    def __init__(self, batch: int, capacity: int, num_layers: int, window: int | None = None) -> None:
-        sizes = {"batch": batch, "capacity": capacity, "num_layers": num_layers}
-        for name, size in (sizes if window is None else sizes | {"window": window}).items():
-            check_size(name, size)
+    def __init__(self, batch: int, capacity: int) -> None:
+        check_size("batch", batch)
+        check_size("capacity", capacity)
         self.batch = batch
         self.capacity = capacity
-        self.window = window
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._lengths: list[int] = [0] * batch
         self._on_device: Int[Tensor, " batch"] = torch.zeros(batch, dtype=torch.long, device="cpu")
-        self.layers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """How many tokens each sequence has."""
         return tuple(self._lengths)
 
-    def begin(self, new: int, device: torch.device) -> Step:
+    def begin(self, new: int, device: torch.device, window: int | None = None) -> Step:
         """The places of ``new`` further tokens of every sequence, to be written layer by layer.
+
+        Args:
+            new: how many.
+            device: of the model.
+            window: how many tokens a query sees, its own among them; None for all before it.
 
         Raises:
             ValueError: they do not fit in.
@@ -58,7 +59,7 @@ class KVCache:
         self._on_device = self._on_device.to(device)
         positions = self._on_device[:, None] + torch.arange(new, device=device)
         # All queries being the last ones of their sequences, attention aligns them by itself.
-        mask = None if start + new == end else self._visible(positions, end)
+        mask = None if start + new == end else _visible(positions, end, window)
         return Step(self, positions, start, end, mask)
 
     def advance(self, counts: list[int]) -> None:
@@ -77,11 +78,6 @@ class KVCache:
             self._on_device = self._on_device + counts[0]  # nothing is copied to the device
         else:
             self._on_device = torch.tensor(self._lengths).to(self._on_device.device)
-
-    def _visible(self, positions: Int[Tensor, "batch new"], end: int) -> Bool[Tensor, "batch 1 new slots"]:
-        distance = positions[:, None, :, None] - torch.arange(end, device=positions.device)
-        visible = distance >= 0
-        return visible if self.window is None else visible & (distance < self.window)
 
 
 class Step(NamedTuple):
@@ -134,7 +130,7 @@ class LayerCache(NamedTuple):
     def _write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store new keys and values, and return all so far."""
         step = self.step
-        stored = step.cache.layers[self.number]
+        stored = step.cache.layers.get(self.number)
         if stored is None:
             # Zeros, because slots that no token has are multiplied with weights of 0, and NaN · 0 is NaN.
             shape = (*k.shape[:2], step.cache.capacity, k.shape[3])
@@ -147,3 +143,10 @@ class LayerCache(NamedTuple):
                 slots[rows, :, step.positions] = new.transpose(1, 2)
         keys, values = stored
         return keys[:, :, : step.end], values[:, :, : step.end]
+
+
+def _visible(positions: Int[Tensor, "batch new"], end: int, window: int | None) -> Bool[Tensor, "batch 1 new end"]:
+    """Which slots tokens at these positions see."""
+    distance = positions[:, None, :, None] - torch.arange(end, device=positions.device)
+    visible = distance >= 0
+    return visible if window is None else visible & (distance < window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
@@ -105,9 +106,8 @@ def _steps(
     use_cache: bool,
 ) -> Iterator[list[int | None]]:
     device = _device_of(model)
-    config = model.config
     capacity = max(map(len, rows)) + max_new_tokens - 1
-    cache = KVCache(len(rows), capacity, config.num_layers, config.window) if use_cache else None
+    cache = KVCache(len(rows), capacity) if use_cache else None
     ended = [False] * len(rows)
     new = rows
     for _ in range(max_new_tokens):
@@ -129,12 +129,15 @@ def _steps(
 
 def _checked(prompts: Sequence[Sequence[int]] | Tensor, vocab_size: int) -> list[list[int]]:
     """Prompts as lists of tokens."""
-    rows = prompts.tolist() if isinstance(prompts, Tensor) else [list(row) for row in prompts]
+    given = prompts.tolist() if isinstance(prompts, Tensor) else prompts
+    try:
+        # Also of NumPy's integers.
+        rows = [[operator.index(token) for token in row] for row in given]
+    except TypeError as error:
+        raise TypeError(f"prompts must be sequences of ints, or a tensor (batch, length): {error}") from error
     if not rows:
         raise ValueError("prompts must be at least one sequence; got none")
     for index, row in enumerate(rows):
-        if not isinstance(row, list) or not all(isinstance(token, int) for token in row):
-            raise TypeError(f"prompts must be sequences of ints, or a tensor (batch, length); got {row!r}")
         if not row:
             raise ValueError(f"prompts must have at least one token each; got none in prompts[{index}]")
         if min(row) < 0 or max(row) >= vocab_size:

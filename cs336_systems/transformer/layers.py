@@ -183,7 +183,7 @@ class RotaryEmbedding(nn.Module):
         _, positions, pairs = self.table.shape
         frequencies = self.theta ** -(torch.arange(pairs, dtype=torch.float64, device="cpu") / pairs)
         angles = torch.outer(torch.arange(positions, dtype=torch.float64, device="cpu"), frequencies)
-        self.table.copy_(torch.stack((angles.cos(), angles.sin())))
+        self.table.copy_(torch.stack((angles.cos(), angles.sin())).to(self.table.dtype))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
         before = self.table

@@ -8,7 +8,7 @@ Parameters have the names of the course's BasicsTransformerLM, so state dicts go
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -129,7 +129,7 @@ class Transformer(nn.Module):
             ValueError: there are more tokens than the context length, or arguments exclude one another.
         """
         self._check(token_ids, positions, cache, logits_at, targets, chunk)
-        step = None if cache is None else cache.begin(token_ids.shape[1], token_ids.device)
+        step = None if cache is None else cache.begin(token_ids.shape[1], token_ids.device, self.config.window)
         x = self.token_embeddings(token_ids)
         if step is not None:
             for number, block in enumerate(self.layers):
@@ -192,7 +192,7 @@ class Transformer(nn.Module):
             raise ValueError(f"chunk must be None without targets; got {chunk}")
 
 
-def _through(blocks: nn.ModuleList | Sequence[nn.Module], x: Tensor, positions: Tensor | None) -> Tensor:
+def _through(blocks: Iterable[nn.Module], x: Tensor, positions: Tensor | None) -> Tensor:
     for block in blocks:
         x = block(x, positions)
     return x

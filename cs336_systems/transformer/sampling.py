@@ -44,7 +44,8 @@ class Sampling:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.temperature == 0:
             return torch.zeros_like(wide).scatter_(-1, wide.argmax(-1, keepdim=True), 1.0)
-        probabilities = (wide / self.temperature).softmax(-1)
+        # Less the largest, so that dividing by a small temperature makes no infinity.
+        probabilities = ((wide - wide.amax(-1, keepdim=True)) / self.temperature).softmax(-1)
         if self.top_k is None and self.top_p is None:
             return probabilities
         ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)

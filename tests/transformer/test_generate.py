@@ -53,7 +53,7 @@ def test_cached_logits_are_those_of_the_whole_sequence(tiny, device):
     """Several tokens at a time, and sequences of different lengths."""
     model = Transformer(tiny(window=4), device=device, dtype=torch.float64)
     token_ids = torch.randint(40, (2, 20), device=device)
-    cache = KVCache(2, 20, 2, window=4)
+    cache = KVCache(2, 20)
     whole = model(token_ids)
     lengths = [0, 0]
     for counts in ([4, 4], [3, 3], [2, 5], [4, 1], [1, 1], [3, 3]):
@@ -68,13 +68,13 @@ def test_cached_logits_are_those_of_the_whole_sequence(tiny, device):
 
 
 def test_the_cache_is_allocated_once(model, device):
-    cache = KVCache(2, 24, 2)
+    cache = KVCache(2, 24)
     token_ids = torch.zeros(2, 3, dtype=torch.long, device=device)
     places = set()
     for _ in range(4):
         model(token_ids, cache=cache)
         cache.advance([3, 3])
-        tensors = [tensor for layer in cache.layers if layer is not None for tensor in layer]
+        tensors = [tensor for layer in cache.layers.values() for tensor in layer]
         places.add(tuple(tensor.data_ptr() for tensor in tensors))
     assert len(places) == 1
     assert [tensor.shape for tensor in tensors] == [(2, 2, 24, 8)] * 4
@@ -82,7 +82,9 @@ def test_the_cache_is_allocated_once(model, device):
 
 def test_a_tensor_of_prompts(model, device):
     prompts = torch.tensor([[1, 2, 3], [4, 5, 6]], device=device)
-    assert generate(model, prompts, 5, seed=0) == generate(model, prompts.tolist(), 5, seed=0)
+    new = generate(model, prompts, 5, seed=0)
+    assert new == generate(model, prompts.tolist(), 5, seed=0)
+    assert new == generate(model, list(prompts.cpu().numpy().astype("uint16")), 5, seed=0)
 
 
 def test_seeds_repeat(model, device):
@@ -160,8 +162,14 @@ def test_generation_under_autocast(model, device):
         ([[1], []], {}, ValueError, r"prompts must have at least one token each; got none in prompts\[1\]"),
         ([[1, 40]], {}, ValueError, r"prompts must have tokens from 0 up to 40; got 40 in prompts\[0\]"),
         ([[-1, 4]], {}, ValueError, r"prompts must have tokens from 0 up to 40; got -1 in prompts\[0\]"),
-        ([[1.0]], {}, TypeError, r"prompts must be sequences of ints, or a tensor \(batch, length\); got \[1.0\]"),
-        (torch.tensor([1, 2]), {}, TypeError, r"prompts must be sequences of ints, or .*; got 1"),
+        (
+            [[1.0]],
+            {},
+            TypeError,
+            r"prompts must be sequences of ints, or a tensor \(batch, length\): 'float' object .*",
+        ),
+        ("text", {}, TypeError, r"prompts must be sequences of ints, or a tensor \(batch, length\): 'str' object .*"),
+        (torch.tensor([1, 2]), {}, TypeError, r"prompts must be sequences of ints, or .*: 'int' object .*"),
         ([[1]], {"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1; got 0"),
         ([[1]], {"top_k": -1}, ValueError, "top_k must be at least 1; got -1"),
         (
@@ -179,4 +187,4 @@ def test_what_is_refused_at_the_call(tiny, prompts, settings, error, message):
 
 def test_counts_that_do_not_fit():
     with pytest.raises(ValueError, match=r"^counts must be 2 numbers from 0 on; got \[1\]$"):
-        KVCache(2, 4, 1).advance([1])
+        KVCache(2, 4).advance([1])

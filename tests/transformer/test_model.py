@@ -134,6 +134,12 @@ class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
         return result
 
 
+def test_a_loss_in_chunks_without_gradients(tiny, device, tokens):
+    model = Transformer(tiny(), device=device)
+    with torch.no_grad():
+        torch.testing.assert_close(model.loss(*tokens, chunk=5), model.loss(*tokens))
+
+
 def test_a_loss_in_chunks_never_has_all_logits(tiny, tokens, device):
     model = Transformer(tiny(vocab_size=1000), device=device)
     all_logits = 3 * 12 * 1000
@@ -233,23 +239,23 @@ def test_bfloat16_autocast(tiny, device, tokens, every):
             "logits_at must be None with targets; got Tensor",
         ),
         (
-            lambda model, ids: model(ids, targets=ids, cache=KVCache(2, 9, 2)),
+            lambda model, ids: model(ids, targets=ids, cache=KVCache(2, 9)),
             "cache must be None with targets; got KVCache",
         ),
         (
-            lambda model, ids: model(ids, ids, cache=KVCache(2, 9, 2)),
+            lambda model, ids: model(ids, ids, cache=KVCache(2, 9)),
             "positions must be None with a cache, which gives them; got a tensor",
         ),
         (
-            lambda model, ids: model(ids, cache=KVCache(3, 9, 2)),
+            lambda model, ids: model(ids, cache=KVCache(3, 9)),
             "token_ids must have the batch of cache, 3; got 2",
         ),
         (
-            lambda model, ids: model(ids, cache=KVCache(2, 25, 2)),
+            lambda model, ids: model(ids, cache=KVCache(2, 25)),
             "cache must have a capacity of at most 24; got 25",
         ),
         (
-            lambda model, ids: model(ids, cache=KVCache(2, 4, 2)),
+            lambda model, ids: model(ids, cache=KVCache(2, 4)),
             "cache must have room for 5 tokens a sequence; got a capacity of 4",
         ),
         (
