@@ -35,6 +35,7 @@ class KVCache:
         self.capacity = capacity
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._lengths: list[int] = [0] * batch
+        self._begun = 0
         self._on_device: Int[Tensor, " batch"] = torch.zeros(batch, dtype=torch.long, device="cpu")
 
     @property
@@ -56,6 +57,7 @@ class KVCache:
         start, end = min(self._lengths), max(self._lengths) + new
         if end > self.capacity:
             raise ValueError(f"cache must have room for {end} tokens a sequence; got a capacity of {self.capacity}")
+        self._begun = new
         self._on_device = self._on_device.to(device)
         positions = self._on_device[:, None] + torch.arange(new, device=device)
         # All queries being the last ones of their sequences, attention aligns them by itself.
@@ -69,10 +71,11 @@ class KVCache:
             counts: for each sequence, how many of the tokens written last belong to it; the rest is padding.
 
         Raises:
-            ValueError: there is not one count, from 0 on, for each sequence.
+            ValueError: there is not one count for each sequence, or one is not from 0 to the number of these tokens.
         """
-        if len(counts) != self.batch or min(counts) < 0:
-            raise ValueError(f"counts must be {self.batch} numbers from 0 on; got {counts}")
+        if len(counts) != self.batch or min(counts) < 0 or max(counts) > self._begun:
+            raise ValueError(f"counts must be {self.batch} numbers from 0 to {self._begun}; got {counts}")
+        self._begun = 0
         self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
         if len(set(counts)) == 1:
             self._on_device = self._on_device + counts[0]  # nothing is copied to the device

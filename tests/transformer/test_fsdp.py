@@ -22,8 +22,9 @@ WHOLE = StateDictOptions(full_state_dict=True)
 
 @pytest.fixture
 def mesh(device):
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    on_gpu = device.type == "cuda"
+    place = {"backend": "nccl", "device_id": torch.device("cuda", 0)} if on_gpu else {"backend": "gloo"}
+    dist.init_process_group(**place, store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh(device.type, (1,))
     dist.destroy_process_group()
 

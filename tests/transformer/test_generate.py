@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -185,6 +187,12 @@ def test_what_is_refused_at_the_call(tiny, prompts, settings, error, message):
         stream(Transformer(tiny()), prompts, **{"max_new_tokens": 3} | settings)
 
 
-def test_counts_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"^counts must be 2 numbers from 0 on; got \[1\]$"):
-        KVCache(2, 4).advance([1])
+def test_counts_that_do_not_fit(tiny):
+    cache = KVCache(2, 4)
+    Transformer(tiny())(torch.zeros(2, 3, dtype=torch.long), cache=cache)
+    for counts in ([1], [-1, 2], [3, 4]):
+        with pytest.raises(ValueError, match=rf"^counts must be 2 numbers from 0 to 3; got {re.escape(str(counts))}$"):
+            cache.advance(counts)
+    cache.advance([3, 2])
+    with pytest.raises(ValueError, match=r"^counts must be 2 numbers from 0 to 0; got \[1, 1\]$"):
+        cache.advance([1, 1])
