@@ -121,6 +121,9 @@ class LayerCache(NamedTuple):
 
         While the cache is empty this is a causal call as in training, and ``attend`` computes it. Later the queries are
         fewer than the keys, mostly a single one, and "auto" chooses what computes that.
+
+        Raises:
+            ValueError: keys or values need gradients, which would be lost in the cache.
         """
         seen_k, seen_v = self._write(k, v)
         step = self.step
@@ -132,6 +135,10 @@ class LayerCache(NamedTuple):
 
     def _write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store new keys and values, and return all so far."""
+        if k.requires_grad or v.requires_grad:
+            raise ValueError(
+                "cache must be used under torch.no_grad(): it keeps no graph; got keys that need gradients"
+            )
         step = self.step
         stored = step.cache.layers.get(self.number)
         if stored is None:

@@ -120,13 +120,14 @@ class Transformer(nn.Module):
             positions: for RoPE alone, each below ``context_length``; 0, 1, 2, ... if None. Which tokens a token sees
                 follows from their order.
             cache: holds earlier tokens, after which these come; it is given their keys and values, and has then to be
-                told by ``advance`` how many of them to keep. Positions follow from it.
+                told by ``advance`` how many of them to keep. Positions follow from it. Under ``torch.no_grad`` alone.
             logits_at: an index for each sequence: the logits (batch, vocab_size) of this token alone are computed.
             targets: what follows each token, -100 where that does not count: their mean cross-entropy is returned.
             chunk: how many tokens have logits in memory at a time while that is computed; None for all.
 
         Raises:
-            ValueError: there are more tokens than the context length, or arguments exclude one another.
+            ValueError: there are more tokens than the context length, arguments exclude one another, or a cache is to
+                keep what needs gradients.
         """
         self._check(token_ids, positions, cache, logits_at, targets, chunk)
         step = None if cache is None else cache.begin(token_ids.shape[1], token_ids.device, self.config.window)

@@ -51,6 +51,7 @@ def test_others_in_the_batch_change_nothing(model):
     assert together == [generate(model, [prompt], 10, temperature=0)[0] for prompt in PROMPTS]
 
 
+@torch.no_grad()
 def test_cached_logits_are_those_of_the_whole_sequence(tiny, device):
     """Several tokens at a time, and sequences of different lengths."""
     model = Transformer(tiny(window=4), device=device, dtype=torch.float64)
@@ -69,6 +70,7 @@ def test_cached_logits_are_those_of_the_whole_sequence(tiny, device):
     assert cache.lengths == tuple(lengths) == (17, 17)
 
 
+@torch.no_grad()
 def test_the_cache_is_allocated_once(model, device):
     cache = KVCache(2, 24)
     token_ids = torch.zeros(2, 3, dtype=torch.long, device=device)
@@ -187,6 +189,7 @@ def test_what_is_refused_at_the_call(tiny, prompts, settings, error, message):
         stream(Transformer(tiny()), prompts, **{"max_new_tokens": 3} | settings)
 
 
+@torch.no_grad()
 def test_counts_that_do_not_fit(tiny):
     cache = KVCache(2, 4)
     Transformer(tiny())(torch.zeros(2, 3, dtype=torch.long), cache=cache)

@@ -262,6 +262,10 @@ def test_bfloat16_autocast(tiny, device, tokens, every):
             "cache must have room for 5 tokens a sequence; got a capacity of 4",
         ),
         (
+            lambda model, ids: model(ids, cache=KVCache(2, 9)),
+            r"cache must be used under torch.no_grad\(\): it keeps no graph; got keys that need gradients",
+        ),
+        (
             lambda model, ids: Transformer(model.config, checkpoint_every=0),
             "checkpoint_every must be at least 1; got 0",
         ),
