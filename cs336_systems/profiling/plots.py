@@ -23,6 +23,7 @@ _GRID = "#d4d4d4"
 _PAPER = "#ffffff"
 _LEGEND_ENTRY_INCHES = 1.4
 _LEAST_LOGARITHMIC_RANGE = 8.0
+_MOST_MARKERS = 60
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,13 @@ class Panel:
 
 @dataclass(frozen=True)
 class Axes:
-    """What the panels of a figure share: axis labels, whether y is logarithmic, a level to mark. x goes by doubling."""
+    """What the panels of a figure share: axis labels, whether y is logarithmic, a level to mark, whether x doubles."""
 
     x_label: str
     y_label: str
     logarithmic: bool = True
     level: float | None = None
+    doubling: bool = True
 
 
 def save_panels(path: Path, panels: Sequence[Panel], *, title: str, axes: Axes, labels: Mapping[str, int]) -> bool:
@@ -124,7 +126,8 @@ def _draw(place: Any, panel: Panel, axes: Axes, labels: Mapping[str, int]) -> No
             series.y,
             label=series.label,
             color=_COLOURS[index % len(_COLOURS)],
-            marker=_MARKERS[index % len(_MARKERS)],
+            # Markers tell lines apart; on a line of many points they would hide it.
+            marker=_MARKERS[index % len(_MARKERS)] if len(series.x) <= _MOST_MARKERS else None,
             linestyle=_DASHES[labels[series.label] % len(_DASHES)],
             markersize=4 + 1.5 * thinning,
             linewidth=1.4 + 0.7 * thinning,
@@ -133,12 +136,13 @@ def _draw(place: Any, panel: Panel, axes: Axes, labels: Mapping[str, int]) -> No
         place.axhline(axes.level, color=_INK, linewidth=0.8)
     place.set_title(panel.title, fontsize=10)
     place.set_xlabel(axes.x_label)
-    place.set_xscale("log", base=2)
-    ticks = sorted({x for series in shown for x in series.x})
-    place.xaxis.set_major_locator(FixedLocator(ticks))
-    place.xaxis.set_minor_locator(NullLocator())
-    place.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short_count(x)))
-    place.tick_params(axis="x", labelrotation=45 if len(ticks) > 6 else 0)
+    if axes.doubling:
+        place.set_xscale("log", base=2)
+        ticks = sorted({x for series in shown for x in series.x})
+        place.xaxis.set_major_locator(FixedLocator(ticks))
+        place.xaxis.set_minor_locator(NullLocator())
+        place.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short_count(x)))
+        place.tick_params(axis="x", labelrotation=45 if len(ticks) > 6 else 0)
     place.grid(True, which="major", color=_GRID, linewidth=0.6)
     place.set_axisbelow(True)
     for side in ("top", "right"):

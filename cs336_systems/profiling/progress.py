@@ -48,6 +48,10 @@ class Progress:
         """A cell is left as it is, because an earlier run finished it."""
         self._finished += 1
 
+    def reach(self, finished: int) -> None:
+        """So many cells are done, by a count that is kept elsewhere."""
+        self._finished = finished
+
     def note(self, text: str) -> None:
         """A line that stays."""
         if self._rewrites:

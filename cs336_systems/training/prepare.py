@@ -1,0 +1,185 @@
+"""From options to what a run needs: device, tokenizer, tokens, the model's config; and a trained model from a folder.
+
+All that can be wrong with a run is found here, before anything is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..transformer import Transformer, TransformerConfig
+from . import checkpoint
+from .config import TrainingConfig
+from .corpus import Tokens, tokenise
+from .data import Windows, split, validation_starts
+from .estimate import MemoryEstimate, estimate
+from .metrics import require_loggers
+from .tokens import Tokenizer, open_tokenizer
+
+CONFIG = "config.json"
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a run needs.
+
+    Attributes:
+        config: the options.
+        device: where it computes.
+        autocast: whether matrix products are in bfloat16.
+        tokenizer: of its text.
+        train, validation: the tokens; None where nothing is validated.
+        data: a hash of all the tokens that the order of the data comes from.
+        model: the model's sizes.
+        about: what was read, in a sentence.
+    """
+
+    config: TrainingConfig
+    device: torch.device
+    autocast: bool
+    tokenizer: Tokenizer
+    train: Tokens
+    validation: Tokens | None
+    data: str
+    model: TransformerConfig
+    about: str
+
+    def windows(self) -> Windows:
+        """The training tokens as sequences in their order."""
+        return Windows(self.train, self.model.context_length, self.config.seed)
+
+    def prompt(self) -> list[int]:
+        """The tokens that samples begin with."""
+        return list(self.tokenizer.encode(self.config.sample_prompt)) or [self.tokenizer.end_of_document]
+
+    def memory(self) -> MemoryEstimate:
+        """What a step is estimated to take."""
+        return estimate(
+            self.model,
+            self.config.micro_batch,
+            autocast=self.autocast,
+            recompute_every=self.config.recompute_every,
+            loss_chunk=self.config.loss_chunk,
+        )
+
+
+def prepare(config: TrainingConfig) -> Prepared:
+    """Read, check and, where that is not done yet, tokenise what a run needs.
+
+    Raises:
+        ValueError, TypeError: an option cannot be met; the message says which, and why.
+    """
+    require_loggers(config.log_to)
+    device = choose_device(config.device)
+    tokenizer = open_tokenizer(config.tokenizer)
+    model = config.model(tokenizer.size)
+    folder = Path(config.tokens)
+    corpus = tokenise(config.data, config.files, tokenizer, folder)
+    validation: Tokens | None
+    if config.val_data:
+        train, validation = corpus.tokens, tokenise(config.val_data, config.files, tokenizer, folder).tokens
+    elif config.val_fraction:
+        train, validation = split(corpus.tokens, config.val_fraction)
+    else:
+        train, validation = corpus.tokens, None
+    about = f"{corpus.files} files, {len(train):,} tokens to train on, {0 if validation is None else len(validation):,}"
+    about += f" to validate on ({'as tokenised before' if corpus.reused else 'tokenised now'})"
+    prepared = Prepared(
+        config=config,
+        device=device,
+        autocast=uses_autocast(config.dtype, device),
+        tokenizer=tokenizer,
+        train=train,
+        validation=validation,
+        # With another fraction to validate on, the same text has another order.
+        data=f"{corpus.digest}:{len(train)}",
+        model=model,
+        about=about,
+    )
+    _check(prepared)
+    return prepared
+
+
+def _check(prepared: Prepared) -> None:
+    prepared.windows()
+    context = prepared.model.context_length
+    if prepared.validation is not None:
+        validation_starts(prepared.validation, context, prepared.config.eval_sequences)
+    if len(prepared.prompt()) > context:
+        raise ValueError(
+            f"sample_prompt must be at most {context} tokens, the context length; got {len(prepared.prompt())}"
+        )
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a name, or for "auto" the first of cuda, mps and cpu that is there.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        return torch.device(next(kind for kind, there in present.items() if there))
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device must be auto, cuda, cuda:1, mps or cpu; got {name!r}") from None
+    if not present.get(device.type, False):
+        there = ", ".join(kind for kind, is_there in present.items() if is_there)
+        raise ValueError(f"device must be one that torch finds here ({there}); got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device must be one of {torch.cuda.device_count()} GPUs, from cuda:0 on; got {name!r}")
+    return device
+
+
+def uses_autocast(dtype: str, device: torch.device) -> bool:
+    """Whether products are in bfloat16: where asked for, and by itself on a GPU whose tensor cores have it."""
+    if dtype == "auto":
+        return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return dtype == "bfloat16"
+
+
+def build_model(prepared: Prepared) -> Transformer:
+    """A new model, drawn from the seed."""
+    torch.manual_seed(prepared.config.seed)
+    return Transformer(
+        prepared.model, checkpoint_every=prepared.config.recompute_every, device=prepared.device, dtype=torch.float32
+    )
+
+
+def load_run(folder: str | Path, device: str = "auto") -> tuple[Transformer, Tokenizer]:
+    """The model of a run's newest checkpoint, and its tokenizer.
+
+    >>> model, tokenizer = load_run("runs/mine")
+    >>> (tokens,) = generate(model, [list(tokenizer.encode("The "))], 200, temperature=0.8)
+    >>> print(tokenizer.decode(tokens))
+
+    Raises:
+        ValueError: the folder is no run's, or has no whole checkpoint.
+    """
+    config = read_config(Path(folder))
+    newest = newest_checkpoint(Path(folder))
+    tokenizer = open_tokenizer(config.tokenizer)
+    model = Transformer(config.model(tokenizer.size), device=choose_device(device))
+    checkpoint.load(newest, model)
+    return model.eval(), tokenizer
+
+
+def read_config(folder: Path) -> TrainingConfig:
+    """The options of the run in a folder. Raises ValueError when there is none."""
+    path = folder / CONFIG
+    if not path.exists():
+        raise ValueError(f"the folder of a run must have a {CONFIG}; got {folder}, which has none")
+    return TrainingConfig.load(path)
+
+
+def newest_checkpoint(folder: Path) -> Path:
+    """The newest whole checkpoint of the run in a folder. Raises ValueError when there is none."""
+    newest = checkpoint.latest(folder / CHECKPOINTS)
+    if newest is None:
+        raise ValueError(f"the folder of a run must have a whole checkpoint to go on from; {folder} has none")
+    return newest
