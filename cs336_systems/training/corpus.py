@@ -134,8 +134,8 @@ def _looks_like_text(path: Path) -> bool:
     with path.open("rb") as file:
         beginning = file.read(_LOOKED_AT)
     try:
-        # Incrementally: a character may be cut off at the end.
-        codecs.getincrementaldecoder("utf-8")().decode(beginning)
+        # Incrementally: of a longer file a character may be cut off here.
+        codecs.getincrementaldecoder("utf-8")().decode(beginning, final=len(beginning) < _LOOKED_AT)
     except UnicodeDecodeError:
         return False
     return bool(beginning) and b"\0" not in beginning

@@ -61,7 +61,7 @@ class MemoryEstimate:
         return "\n".join(f"  {name:16}{size / GIB:9.3f} GiB" for name, size in (parts | {"total": self.total}).items())
 
 
-def estimate(
+def estimate_memory(
     model: TransformerConfig,
     micro_batch: int,
     *,

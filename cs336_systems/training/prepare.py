@@ -15,7 +15,7 @@ from . import checkpoint
 from .config import TrainingConfig
 from .corpus import Tokens, tokenise
 from .data import Windows, split, validation_starts
-from .estimate import MemoryEstimate, estimate
+from .estimate import MemoryEstimate, estimate_memory
 from .metrics import require_loggers
 from .tokens import Tokenizer, open_tokenizer
 
@@ -58,7 +58,7 @@ class Prepared:
 
     def memory(self) -> MemoryEstimate:
         """What a step is estimated to take."""
-        return estimate(
+        return estimate_memory(
             self.model,
             self.config.micro_batch,
             autocast=self.autocast,

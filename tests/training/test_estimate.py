@@ -1,0 +1,102 @@
+"""The estimate against tensors counted, and what is said when it does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from cs336_systems.profiling.memory import GIB, training_memory
+from cs336_systems.training import estimate as module
+from cs336_systems.training.estimate import DoesNotFitError, MemoryEstimate, estimate_memory, require_memory
+from cs336_systems.training.optimizer import adamw
+from cs336_systems.transformer import Transformer, TransformerConfig
+
+SIZES = {
+    "vocab_size": 320,
+    "context_length": 128,
+    "d_model": 96,
+    "d_ff": 256,
+    "num_layers": 4,
+    "num_heads": 4,
+    "attn": "sdpa",
+}
+BATCH = 3
+
+
+def kept_bytes(config, *, autocast, recompute_every, loss_chunk):
+    """What autograd keeps between forward and backward, counted."""
+    model = Transformer(config, checkpoint_every=recompute_every)
+    tokens = torch.randint(300, (BATCH, config.context_length))
+
+    def forward():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model(tokens, targets=tokens, chunk=loss_chunk)
+
+    inputs = [*model.parameters(), *model.buffers(), tokens]
+    return training_memory(forward, lambda loss: loss.backward(), inputs=inputs, device="cpu").held_bytes
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"num_kv_heads": 1}, {"tie_embeddings": True}, {"d_ff": 700, "num_heads": 8}, {"attn": "tiled"}],
+    ids=lambda changes: "-".join(changes) or "plain",
+)
+def test_what_autograd_keeps(changes, autocast):
+    config = TransformerConfig(**SIZES | changes)
+    kept = kept_bytes(config, autocast=autocast, recompute_every=None, loss_chunk=None)
+    parts = estimate_memory(config, BATCH, autocast=autocast)
+    # Of the loss the softmax alone is kept until the backward pass: 4 bytes a logit.
+    softmax = 4 * BATCH * config.context_length * config.vocab_size
+    assert kept == pytest.approx(parts.blocks + parts.ends + parts.narrow_weights + softmax, rel=0.03)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_naive_attention_keeps_its_probabilities(autocast):
+    config = TransformerConfig(**SIZES | {"attn": "naive", "context_length": 512, "num_heads": 8})
+    kept = kept_bytes(config, autocast=autocast, recompute_every=None, loss_chunk=None)
+    parts = estimate_memory(config, BATCH, autocast=autocast)
+    softmax = 4 * BATCH * config.context_length * config.vocab_size
+    assert kept == pytest.approx(parts.blocks + parts.ends + parts.narrow_weights + softmax, rel=0.1)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 9])
+def test_with_recomputation_the_inputs_of_blocks_are_kept(every):
+    config = TransformerConfig(**SIZES)
+    kept = kept_bytes(config, autocast=False, recompute_every=every, loss_chunk=128)
+    parts = estimate_memory(config, BATCH, autocast=False, recompute_every=every, loss_chunk=128)
+    whole = estimate_memory(config, BATCH, autocast=False)
+    # Those of one group are there in addition when the group is computed again, in the backward pass.
+    recomputed = min(every, 4) * whole.blocks // 4
+    assert kept == pytest.approx(parts.blocks - recomputed + parts.ends, rel=0.03)
+    assert parts.loss == 128 * 320 * 8
+
+
+def test_parameters_gradients_and_optimizer_are_exact():
+    config = TransformerConfig(**SIZES)
+    model = Transformer(config)
+    tokens = torch.randint(300, (1, 8))
+    model.loss(tokens, tokens).backward()
+    optimizer = adamw(model, learning_rate=0.1, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer.step()
+    parts = estimate_memory(config, 1, autocast=False)
+    assert parts.parameters == sum(each.numel() * 4 for each in model.parameters())
+    assert parts.gradients == sum(each.grad.numel() * 4 for each in model.parameters())
+    averages = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert parts.optimizer == sum(each.numel() * 4 for each in averages)
+    assert parts.total == sum(dataclasses.astuple(parts))
+
+
+def test_a_run_that_does_not_fit_is_refused(monkeypatch):
+    needed = MemoryEstimate(*[GIB] * 7)
+    monkeypatch.setattr(module, "available_bytes", lambda _: 7 * GIB)
+    require_memory(needed, torch.device("cpu"))
+    monkeypatch.setattr(module, "available_bytes", lambda _: None)
+    require_memory(needed, torch.device("cpu"))
+    monkeypatch.setattr(module, "available_bytes", lambda _: 7 * GIB - 1)
+    with pytest.raises(DoesNotFitError, match=r"about 7\.00 GiB, and cpu has 7\.00 GiB") as raised:
+        require_memory(needed, torch.device("cpu"))
+    assert "--micro-batch-size" in str(raised.value)
+    assert "narrow weights" in str(raised.value)

@@ -1,0 +1,83 @@
+"""The learning rate against its closed form, which parameters decay, and the limit of the norm."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from cs336_systems.training.optimizer import adamw, clip, learning_rate, parameter_groups, set_learning_rate
+from cs336_systems.transformer import Transformer, TransformerConfig
+
+SCHEDULE = {"highest": 2.0, "lowest": 0.5, "warmup": 10, "steps": 110}
+
+
+@pytest.fixture
+def model():
+    return Transformer(
+        TransformerConfig(vocab_size=16, context_length=8, d_model=8, d_ff=12, num_layers=2, num_heads=2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [(1, 0.2), (5, 1.0), (10, 2.0), (35, 0.5 + 1.5 * (1 + math.sqrt(0.5)) / 2), (60, 1.25), (110, 0.5), (500, 0.5)],
+)
+def test_learning_rate_at(step, expected):
+    assert learning_rate(step, **SCHEDULE) == pytest.approx(expected, rel=1e-12)
+
+
+def test_learning_rate_rises_and_then_falls():
+    rates = [learning_rate(step, **SCHEDULE) for step in range(1, 111)]
+    assert rates[:10] == sorted(rates[:10])
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+
+
+def test_edges_of_the_schedule():
+    assert learning_rate(1, highest=1.0, lowest=0.0, warmup=0, steps=1) == pytest.approx(0.0)
+    assert learning_rate(5, highest=1.0, lowest=0.0, warmup=5, steps=5) == 1.0
+    assert learning_rate(3, highest=1.0, lowest=0.0, warmup=10, steps=5) == pytest.approx(0.3)
+    with pytest.raises(ValueError, match="step must be at least 1; got 0"):
+        learning_rate(0, **SCHEDULE)
+
+
+def test_matrices_decay_and_gains_do_not(model):
+    decayed, kept = parameter_groups(model, 0.3)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.3, 0.0)
+    assert {names[id(each)].split(".")[-2] for each in kept["params"]} == {"ln1", "ln2", "ln_final"}
+    assert {"token_embeddings.weight", "lm_head.weight"} <= {names[id(each)] for each in decayed["params"]}
+    assert len(decayed["params"]) + len(kept["params"]) == len(names)
+
+
+def test_adamw_against_the_formula(model):
+    before = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
+    optimizer = adamw(model, learning_rate=9.0, betas=(0.8, 0.9), weight_decay=0.3)
+    set_learning_rate(optimizer, 0.01)
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        parameter.grad = torch.randn_like(parameter)
+        gradients[name] = parameter.grad.double()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        decay = 0.3 if parameter.ndim == 2 else 0.0
+        # At the first step both averages, corrected, are the gradient and its square.
+        update = gradients[name] / (gradients[name].abs() + 1e-8)
+        expected = before[name] * (1 - 0.01 * decay) - 0.01 * update
+        torch.testing.assert_close(parameter.detach().double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_fused_kernel_is_used(model):
+    assert adamw(model, learning_rate=1.0, betas=(0.9, 0.95), weight_decay=0.0).defaults["fused"]
+
+
+@pytest.mark.parametrize(("limit", "scale"), [(1.0, 0.2), (10.0, 1.0), (None, 1.0)])
+def test_clipping_goes_by_the_norm_of_all_gradients(limit, scale):
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (2, 1, 1)]
+    parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
+    norm = clip(parameters, limit)
+    assert float(norm) == pytest.approx(5.0)
+    assert parameters[0].grad.tolist() == pytest.approx([3 * scale, 0])
+    assert parameters[1].grad.tolist() == pytest.approx([4 * scale])
+    assert parameters[2].grad is None
