@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..profiling import collect_environment
+from ..profiling.memory import is_out_of_memory
 from .estimate import DoesNotFitError, require_memory
 from .loop import Ending, NotFiniteError, Trainer
 from .options import Request, parse
@@ -25,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         request = parse(arguments)
         prepared = prepare(request.config)
+        if request.dry_run:
+            say(options_of(prepared))
         say(describe(prepared))
         if request.dry_run:
             return 0
@@ -42,6 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except NotFiniteError as error:
         say(f"error: {error}. Checkpoints of {request.folder / CHECKPOINTS} are of earlier steps, and are intact")
         return NOT_FINITE
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        say(
+            f"error: memory ran out on {prepared.device}: a smaller --micro-batch-size, --recompute-every 1 or "
+            "--loss-chunk 4096 take less"
+        )
+        return TOO_LARGE
     return finish(ending, request.folder)
 
 
@@ -65,16 +76,19 @@ def begin(request: Request, prepared: Prepared) -> Trainer:
     return trainer
 
 
+def options_of(prepared: Prepared) -> str:
+    """A line for each option that is set."""
+    given = dataclasses.asdict(prepared.config).items()
+    return "\n".join(["options", *(f"  {name:18}{value!r}" for name, value in given if value not in (None, (), ""))])
+
+
 def describe(prepared: Prepared) -> str:
-    """Options, size and memory, for people."""
+    """Data, size and memory, for people."""
     model, config = prepared.model, prepared.config
-    options = [f"  {name:18}{value}" for name, value in dataclasses.asdict(config).items() if value not in (None, ())]
     tokens = config.batch_size * model.context_length
     windows = prepared.windows()
     return "\n".join(
         [
-            "options",
-            *options,
             f"data: {prepared.about}",
             f"model: {model.parameters():,} parameters, {model.vocab_size:,} tokens, context {model.context_length:,}",
             f"steps: {config.steps:,} of {tokens:,} tokens, {config.steps * config.batch_size / windows.count:.1f} "

@@ -92,6 +92,7 @@ class Trainer:
                 raise ValueError(f"data must be the text that the run in {folder} began with; its tokens have changed")
             checkpoint.load(resume, self.model, self.optimizer)
             self.step = progress.step
+        self._first = self.step + 1
         self.windows = prepared.windows()
         # Samples and validations, of other shapes, take the model as it is, and compile nothing.
         self._forward: Callable[..., Tensor] = torch.compile(self.model) if config.compile else self.model
@@ -184,7 +185,8 @@ class Trainer:
         config, last = self.config, self.step == self.config.steps
         validates = self.prepared.validation is not None and self._due(config.eval_every, last)
         samples, saves = self._due(config.sample_every, last), self._due(config.checkpoint_every, last)
-        if validates or samples or saves or self._due(config.log_every, last):
+        # The first step, which warms up and may compile, is none of the later ones' time.
+        if validates or samples or saves or self._due(config.log_every, last) or self.step == self._first:
             self._flush()
         if validates:
             loss = self.validate()

@@ -17,6 +17,8 @@ from typing import Any
 from .config import LOGGERS, TrainingConfig, check_names, field_types
 from .prepare import read_config
 
+_PROGRAM = "python -m cs336_systems.training"
+
 _DESCRIPTION = """\
 Train a Transformer on text files: the loss falls, samples come out on the way, and a run that is interrupted, by
 Ctrl-C, by SIGTERM or by a power cut, goes on from its last checkpoint as if nothing had happened.
@@ -43,6 +45,9 @@ Ctrl-C and SIGTERM, after a checkpoint
 """
 
 
+_METAVARS = {"files": "PATTERN", "tokenizer": "FILE", "tokens": "FOLDER", "out": "FOLDER", "sample_prompt": "TEXT"}
+
+
 @dataclass(frozen=True)
 class Request:
     """What the command line asks for.
@@ -65,7 +70,8 @@ class Request:
 def build_parser() -> argparse.ArgumentParser:
     """A flag for each field of `TrainingConfig`, without a default: what is not given comes from elsewhere."""
     parser = argparse.ArgumentParser(
-        prog="python -m cs336_systems.training",
+        prog=_PROGRAM,
+        usage=f"{_PROGRAM} --data PATH [PATH ...] [options]\n       {_PROGRAM} --resume FOLDER [options]",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -101,7 +107,7 @@ def _how(name: str, kind: Any) -> dict[str, Any]:
         return {"nargs": "+", "metavar": "NAME" if name == "log_to" else "PATH"} | (
             {"choices": LOGGERS} if name == "log_to" else {}
         )
-    return {"type": kind, "metavar": {int: "N", float: "X", str: "NAME"}[kind]}
+    return {"type": kind, "metavar": _METAVARS.get(name) or {int: "N", float: "X", str: "NAME"}[kind]}
 
 
 def parse(arguments: Sequence[str] | None = None) -> Request:

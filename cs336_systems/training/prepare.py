@@ -181,5 +181,5 @@ def newest_checkpoint(folder: Path) -> Path:
     """The newest whole checkpoint of the run in a folder. Raises ValueError when there is none."""
     newest = checkpoint.latest(folder / CHECKPOINTS)
     if newest is None:
-        raise ValueError(f"the folder of a run must have a whole checkpoint to go on from; {folder} has none")
+        raise ValueError(f"the folder of a run must have a whole checkpoint; {folder} has none: begin anew")
     return newest

@@ -73,7 +73,7 @@ def test_a_model_alone_can_be_read(tmp_path):
 def test_the_newest_are_kept(tmp_path):
     written(tmp_path, 1, 2, 10, 9, keep=2)
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000009", "step-00000010"]
-    assert latest(tmp_path).name == "step-00000010"
+    assert latest(tmp_path) == tmp_path / "step-00000010"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000009", "step-00000010"]
 
 
@@ -92,9 +92,9 @@ def test_a_crash_before_the_rename_leaves_the_one_before(tmp_path, monkeypatch, 
         patch.setattr(module, point, crash)
         with pytest.raises(KeyboardInterrupt):
             written(tmp_path, 2)
-    assert latest(tmp_path).name == "step-00000001"
+    assert latest(tmp_path) == tmp_path / "step-00000001"
     written(tmp_path, 2)
-    assert latest(tmp_path).name == "step-00000002"
+    assert latest(tmp_path) == tmp_path / "step-00000002"
     assert not list(tmp_path.glob(".*"))
 
 
@@ -110,7 +110,7 @@ def test_a_crash_at_the_rename_leaves_the_one_before(tmp_path, monkeypatch):
     monkeypatch.setattr(pathlib.Path, "rename", crash)
     with pytest.raises(KeyboardInterrupt):
         written(tmp_path, 2)
-    assert latest(tmp_path).name == "step-00000001"
+    assert latest(tmp_path) == tmp_path / "step-00000001"
 
 
 @pytest.mark.parametrize("damage", ["shorter", "missing", "no state", "half a state"])
@@ -126,7 +126,7 @@ def test_a_damaged_one_is_passed_over_and_written_again(tmp_path, damage):
     else:
         (newer / "state.json").write_text('{"step": 2, ')
     assert not is_whole(newer)
-    assert latest(tmp_path).name == "step-00000001"
+    assert latest(tmp_path) == tmp_path / "step-00000001"
     with pytest.raises(ValueError, match="must be a whole checkpoint"):
         load(newer, *made())
     written(tmp_path, 2)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cs336_systems.training import __main__ as command
-from cs336_systems.training.checkpoint import latest
+from cs336_systems.training.checkpoint import checkpoints, latest
 from cs336_systems.training.metrics import read_rows
 
 ROOT = Path(__file__).parents[2]
@@ -79,21 +79,21 @@ def test_a_run_its_folder_and_more_steps(flags, tmp_path, capsys):
 
 def test_a_run_killed_and_resumed_is_the_run_that_was_not(flags, tmp_path):
     """SIGKILL, somewhere after the first checkpoint and before the last step."""
-    settings = {"steps": 250, "checkpoint_every": 9, "eval_every": 20}
+    settings = {"steps": 150, "checkpoint_every": 9, "eval_every": 20}
     straight = program(*flags(out=tmp_path / "straight", **settings))
     killed = program(*flags(out=tmp_path / "killed", **settings))
     wait_for_checkpoint(killed, tmp_path / "killed")
     killed.kill()
     killed.communicate()
-    step = int(latest(tmp_path / "killed/checkpoints").name.removeprefix("step-"))
-    assert 0 < step < 250
+    step = int(checkpoints(tmp_path / "killed/checkpoints")[-1].name.removeprefix("step-"))
+    assert 0 < step < 150
     resumed = program("--resume", tmp_path / "killed")
     for process in (straight, resumed):
         _, said = process.communicate(timeout=120)
         assert process.returncode == 0, said
     assert f"from step {step} on" in said
     assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
-    assert len(losses(tmp_path / "killed")) == 250
+    assert len(losses(tmp_path / "killed")) == 150
     assert same_tensors(*(latest(tmp_path / name / "checkpoints") for name in ("killed", "straight")))
 
 
@@ -118,7 +118,7 @@ def test_sigterm_writes_a_checkpoint_and_says_how_to_go_on(flags, tmp_path):
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
-    step = int(latest(out / "checkpoints").name.removeprefix("step-"))
+    step = int(checkpoints(out / "checkpoints")[-1].name.removeprefix("step-"))
     assert f"stopped by SIGTERM after step {step}" in said
     assert f"--resume {out}" in said
     assert max(losses(out)) == step
@@ -178,3 +178,18 @@ def test_a_loss_that_is_no_number_is_code_4(flags, tmp_path, capsys):
     said = capsys.readouterr().err
     assert "training cannot go on" in said
     assert str(tmp_path / "run/checkpoints") in said
+
+
+def test_memory_that_runs_out_is_code_3_and_other_errors_are_shown(flags, tmp_path, capsys, monkeypatch):
+    def fail(error):
+        def update(_):
+            raise error
+
+        monkeypatch.setattr("cs336_systems.training.loop.Trainer.update", update)
+
+    fail(RuntimeError("CUDA out of memory"))
+    assert command.main(flags(out=tmp_path / "one")) == 3
+    assert "--recompute-every 1" in capsys.readouterr().err
+    fail(RuntimeError("a mistake"))
+    with pytest.raises(RuntimeError, match="a mistake"):
+        command.main(flags(out=tmp_path / "two"))

@@ -137,7 +137,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint(begin, tmp_path, number):
     ending = trainer.run()
     assert (ending.step, ending.signal) == (3, number)
     assert signal.getsignal(number) is before
-    assert latest(tmp_path / "run/checkpoints").name == "step-00000003"
+    assert latest(tmp_path / "run/checkpoints") == tmp_path / "run/checkpoints/step-00000003"
 
 
 def test_a_second_signal_interrupts_at_once(begin):
@@ -182,6 +182,7 @@ def test_validation_is_a_mean_over_its_sequences(begin):
 def test_text_of_its_own_to_validate_on(options, text, tmp_path):
     (tmp_path / "other.txt").write_text("x" * 100)
     prepared = prepare(options(val_data=(str(tmp_path / "other.txt"),)))
+    assert prepared.validation is not None
     assert prepared.validation.tolist() == [120] * 100 + [256]
     assert len(prepared.train) == sum(len(file.read_bytes()) + 1 for file in text.iterdir())
 
