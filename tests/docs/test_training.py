@@ -1,0 +1,36 @@
+"""docs/training.md: the options, columns and exit codes that it names are those that there are."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.training import __main__ as command
+from cs336_systems.training.config import TrainingConfig
+from cs336_systems.training.options import build_parser, read_toml
+
+PAGE = (Path(__file__).parents[2] / "docs/training.md").read_text()
+
+
+def test_every_flag_that_is_named_exists():
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", PAGE))
+    known = {flag for action in build_parser()._actions for flag in action.option_strings}
+    assert len(named) > 15
+    assert named <= known
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
+def test_the_file_of_options_is_one(tmp_path):
+    (block,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "run.toml").write_text(block)
+    assert TrainingConfig(**read_toml(tmp_path / "run.toml")).learning_rate == 2e-3
+
+
+def test_exit_codes():
+    table = PAGE[PAGE.index("| exit code |") :]
+    listed = {int(code) for row in re.findall(r"^\| ([\d, ]+) \|", table, re.MULTILINE) for code in row.split(",")}
+    signals = {command.SIGNALLED + number for number in (2, 15)}
+    assert listed == {0, command.IMPOSSIBLE, command.TOO_LARGE, command.NOT_FINITE} | signals
