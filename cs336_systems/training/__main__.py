@@ -45,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except NotFiniteError as error:
         say(f"error: {error}. Checkpoints of {request.folder / CHECKPOINTS} are of earlier steps, and are intact")
         return NOT_FINITE
+    except KeyboardInterrupt:
+        say(f"interrupted within a step; to go on from the last checkpoint:\n  {resume_command(request.folder)}")
+        return SIGNALLED + signal.SIGINT
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -104,9 +107,14 @@ def finish(ending: Ending, folder: Path) -> int:
     if ending.signal is None:
         say(f"done after {ending.step} steps; the model is in {folder}")
         return 0
-    resume = shlex.join(["python", "-m", "cs336_systems.training", "--resume", str(folder)])
-    say(f"stopped by {signal.Signals(ending.signal).name} after step {ending.step}; to go on:\n  {resume}")
+    name = signal.Signals(ending.signal).name
+    say(f"stopped by {name} after step {ending.step}; to go on:\n  {resume_command(folder)}")
     return SIGNALLED + ending.signal
+
+
+def resume_command(folder: Path) -> str:
+    """What goes on with the run in a folder."""
+    return shlex.join(["python", "-m", "cs336_systems.training", "--resume", str(folder)])
 
 
 def say(text: str) -> None:

@@ -109,7 +109,8 @@ class Trainer:
         Raises:
             NotFiniteError: the loss or the gradient is no finite number. Nothing is written of the step.
         """
-        with self._stop.listening(), contextlib.closing(self._metrics):
+        with self._stop.listening(), contextlib.closing(self._metrics), contextlib.ExitStack() as at_the_end:
+            at_the_end.callback(self._line.end)
             self._rate.begin()
             while self.step < self.config.steps and self._stop.signal is None:
                 loss, norm, rate = self.update()

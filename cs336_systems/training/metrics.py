@@ -150,6 +150,7 @@ class Line:
         self._steps = steps
         self._progress = Progress(steps, sys.stderr)
         self._begun: tuple[float, int] | None = None
+        self._last = ""
 
     def show(self, row: Row) -> None:
         """Show a row of training, and how long the rest will take."""
@@ -167,8 +168,14 @@ class Line:
         text = "  ".join(parts)
         self._progress.reach(done - 1)
         self._progress.step(text)
+        self._last = f"[{done}/{self._steps}] {text}"
         if not sys.stderr.isatty():
-            self.note(f"[{done}/{self._steps}] {text}")
+            self.note(self._last)
+
+    def end(self) -> None:
+        """Let the last line stay, so that nothing is written over it."""
+        if sys.stderr.isatty() and self._last:
+            self.note(self._last)
 
     def note(self, text: str) -> None:
         """A line that stays."""

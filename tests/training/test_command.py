@@ -193,3 +193,13 @@ def test_memory_that_runs_out_is_code_3_and_other_errors_are_shown(flags, tmp_pa
     fail(RuntimeError("a mistake"))
     with pytest.raises(RuntimeError, match="a mistake"):
         command.main(flags(out=tmp_path / "two"))
+
+
+def test_a_second_ctrl_c_has_no_traceback(flags, tmp_path, capsys, monkeypatch):
+    def update(_):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("cs336_systems.training.loop.Trainer.update", update)
+    assert command.main(flags(out=tmp_path / "run")) == 130
+    assert f"--resume {tmp_path / 'run'}" in capsys.readouterr().err
