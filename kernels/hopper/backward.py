@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -18,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from . import named
 from .backward_copying import Memory, add_up, copy_ahead
 from .packing import new_packing
+from .queue import NONE, new_queue
 from .ring import NamedRing, new_barriers, new_tiles
 from .schedule import Schedule
 from .softmax import Exponents
@@ -69,8 +71,14 @@ def hand_over(dq, room, MEMBER: gl.constexpr):
 
 
 @gluon.jit
+def zero_of_a_step(number):
+    """0, which LLVM does not know before the step: addresses that it knows before it computes, and there is no room."""
+    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def step(
-    dk, dv, k_tile, v_own, memory, schedule, columns, number, tile, sums, exponents,
+    dk, dv, memory, schedule, columns, number, tile, sums, exponents,
     MASKED: gl.constexpr, MEMBER: gl.constexpr, HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr,
 ):  # fmt: skip
     """What one tile of q and dout adds to dK, dV and dQ."""
@@ -82,6 +90,10 @@ def step(
     operand: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
     stage = number % memory.q.stages
     nothing = gl.zeros([GROUP, TILE_Q], gl.float32, layout)
+    KEYS: gl.constexpr = schedule.TILE_Q
+    zero = zero_of_a_step(number)
+    k_tile = as_matrix(memory.k.index(zero), KEYS, HEAD_DIM)
+    v_own = as_matrix(memory.v.index(zero + MEMBER), GROUP, HEAD_DIM)
     k_own = k_tile.slice(MEMBER * GROUP, GROUP, dim=0)
     q_tile = as_matrix(memory.q.tile(number), TILE_Q, HEAD_DIM)
     dout_tile = as_matrix(memory.dout.tile(number), TILE_Q, HEAD_DIM)
@@ -113,8 +125,8 @@ def step(
     # Begun before, this would hold the warps up until the tensor cores had read all its weights from their registers.
     dv = warpgroup_mma(operand_of_dv, dout_tile, dv, is_async=True)
     fence_async_shared()
-    if k_tile.shape[0] > GROUP:
-        named.meet(named.MET, k_tile.shape[0] // GROUP * named.GROUP)
+    if KEYS > GROUP:
+        named.meet(named.MET, KEYS // GROUP * named.GROUP)
     dq = slopes_product(slopes_tile, k_tile, MEMBER, HEAD_DIM, TILE_Q)
     operand_of_dk = gl.convert_layout(slopes, operand)
     dk = warpgroup_mma(operand_of_dk, q_tile, dk, is_async=True)
@@ -129,34 +141,33 @@ def step(
 
 @gluon.jit
 def over_tiles(
-    STEP: gl.constexpr, dk, dv, k_tile, v_tile, memory, work, own, columns, group, padded, sums, exponents,
+    STEP: gl.constexpr, dk, dv, memory, work, own, columns, number, group, padded, sums, exponents,
     MEMBER: gl.constexpr, HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr,
 ):  # fmt: skip
     """dK and dV after a `step` for each tile of q and dout that sees the keys, of each query head of the group.
 
-    And how many steps there were. ``sums`` is where the warp group adds its part of dQ of the first head, if it does
-    that itself.
+    And the number after that of the last; ``number`` is that of the first. ``sums`` is where the warp group adds its
+    part of dQ of the first head, if it does that itself.
     """
     if sums is not None and own.packing.PACKED:
         sums += own.first_filled_up().to(gl.int64) * HEAD_DIM
     left, right = own.whole_tiles(work)
-    number = 0
     for _ in range(own.visits(group)):
         for tile in range(work.begin, left):
             dk, dv = STEP(
-                dk, dv, k_tile, v_tile, memory, own, columns, number, tile, sums, exponents,
+                dk, dv, memory, own, columns, number, tile, sums, exponents,
                 True, MEMBER, HEAD_DIM, TILE_Q,
             )  # fmt: skip
             number += 1
         for tile in range(left, right):
             dk, dv = STEP(
-                dk, dv, k_tile, v_tile, memory, own, columns, number, tile, sums, exponents,
+                dk, dv, memory, own, columns, number, tile, sums, exponents,
                 False, MEMBER, HEAD_DIM, TILE_Q,
             )  # fmt: skip
             number += 1
         for tile in range(right, work.end):
             dk, dv = STEP(
-                dk, dv, k_tile, v_tile, memory, own, columns, number, tile, sums, exponents,
+                dk, dv, memory, own, columns, number, tile, sums, exponents,
                 True, MEMBER, HEAD_DIM, TILE_Q,
             )  # fmt: skip
             number += 1
@@ -174,36 +185,40 @@ def compute(
     dtype: gl.constexpr = memory.k.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_Q, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    work, own = schedule.work(gl.program_id(0))
     KEYS: gl.constexpr = schedule.TILE_Q
-    k_tile = as_matrix(memory.k, KEYS, HEAD_DIM)
-    v_own = as_matrix(memory.v.index(MEMBER), GROUP, HEAD_DIM)
-    dk = gl.zeros([GROUP, HEAD_DIM], gl.float32, wide)
-    dv = gl.zeros([GROUP, HEAD_DIM], gl.float32, wide)
-    first_column = work.first_row + MEMBER * GROUP
-    columns = first_column + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
-    dk, dv, number = over_tiles(
-        step, dk, dv, k_tile, v_own, memory, work, own, columns, group, None, None, exponents, MEMBER, HEAD_DIM, TILE_Q
-    )
-    store_gradients(
-        dk_desc, dv_desc, own, work, first_column, 0,
-        memory.v.index(MEMBER), free_room(dk_desc, memory, number, MEMBER), (dk * scale).to(dtype), dv.to(dtype),
-    )  # fmt: skip
+    number = 0
+    turn = 0
+    kind, batch, head, first_row = memory.queue.hear(turn, 4)
+    while kind != NONE:
+        own = memory.queue.sequence(turn, schedule, 4)
+        work = own.work_of(batch, head, first_row)
+        dk = gl.zeros([GROUP, HEAD_DIM], gl.float32, wide)
+        dv = gl.zeros([GROUP, HEAD_DIM], gl.float32, wide)
+        first_column = work.first_row + MEMBER * GROUP
+        columns = first_column + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
+        dk, dv, number = over_tiles(
+            step, dk, dv, memory, work, own, columns, number, group, None, None, exponents,
+            MEMBER, HEAD_DIM, TILE_Q,
+        )  # fmt: skip
+        mbarrier.arrive(memory.k_read, count=1)
+        if KEYS > GROUP:
+            # Until nobody reads slopes, which leave room for dK.
+            named.meet(named.MET, KEYS // GROUP * named.GROUP)
+        store_gradients(
+            dk_desc, dv_desc, own, work, first_column, 0,
+            memory.v.index(MEMBER), room_in(memory.slopes, dk_desc, MEMBER), (dk * scale).to(dtype), dv.to(dtype),
+        )  # fmt: skip
+        mbarrier.arrive(memory.v_read, count=1)
+        turn += 1
+        kind, batch, head, first_row = memory.queue.hear(turn, 4)
 
 
 @gluon.jit
-def free_room(desc, memory, number, MEMBER: gl.constexpr):
-    """Room for one described tile, of each of two groups, where a tile of q or dout would come next if there were more.
-
-    All groups have finished the step that read the tile before in its place: each waited for the others in the last.
-    """
-    if MEMBER == 0:
-        tile = memory.q.tile(number)
-    else:
-        tile = memory.dout.tile(number)
-    TIMES: gl.constexpr = tile.numel // (desc.block_shape[2] * desc.block_shape[3])
+def room_in(memory, desc, NUMBER: gl.constexpr):
+    """The ``NUMBER``-th part of shared memory that has room for a tile of what is described."""
+    TIMES: gl.constexpr = memory.numel // (desc.block_shape[2] * desc.block_shape[3])
     shape: gl.constexpr = [TIMES] + desc.block_shape  # noqa: RUF005 - Gluon knows no starred lists
-    return tile._reinterpret(tile.dtype, shape, desc.layout).index(0)
+    return memory._reinterpret(memory.dtype, shape, desc.layout).index(NUMBER)
 
 
 @gluon.jit
@@ -229,6 +244,7 @@ def backward_kernel(
     dk_desc,
     dv_desc,
     dq_desc,
+    counter,
     q_starts,
     k_starts,
     matrices,
@@ -252,10 +268,11 @@ def backward_kernel(
     RIGHT: gl.constexpr,
     CAPPED: gl.constexpr,
     TO_THE_END: gl.constexpr,
+    PERSISTENT: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """Grid: a program for each tile of keys, 64 for each group, of each matrix of k.
+    """Grid: as many programs as the GPU runs at once, or fewer: one for each tile of keys, 64 for each group.
 
     ``matrices`` and ``heads`` are k's. lse, in exponents of 2, and delta are (matrices of q, padded); ``padded`` is a
     multiple of TILE_Q, and lse is +inf beyond q_len. dq_desc describes the sums (matrices of q, padded, HEAD_DIM), laid
@@ -272,36 +289,36 @@ def backward_kernel(
     slopes_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUPS * GROUP, TILE_Q], dtype)
     READERS: gl.constexpr = GROUPS * named.GROUP
     memory = Memory(
-        new_tiles(k_desc, 1).index(0), new_tiles(v_desc, GROUPS),
+        new_queue(GROUPS + 1, packing.PACKED), new_tiles(k_desc, 1), new_tiles(v_desc, GROUPS),
+        new_barriers(1, GROUPS).index(0), new_barriers(1, GROUPS).index(0),
         NamedRing(new_tiles(q_desc, STAGES), new_barriers(STAGES, 1), named.Q_FREE, READERS, STAGES),
         NamedRing(new_tiles(dout_desc, STAGES), new_barriers(STAGES, 1), named.DOUT_FREE, READERS, STAGES),
         new_tiles(lse_desc, STAGES), new_tiles(delta_desc, STAGES),
         gl.allocate_shared_memory(dtype, [2, GROUPS * GROUP, TILE_Q], slopes_layout), new_tiles(dq_desc, GROUPS),
     )  # fmt: skip
     fence_async_shared()
-    if schedule.has_rows(gl.program_id(0)):
-        if GROUPS == 1:
-            gl.warp_specialize([
-                (compute, (
-                    0, dk_desc, dv_desc, memory, schedule, group, scale, exponents, HEAD_DIM, TILE_Q,
-                )),
-                (copy_ahead, (
-                    (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), memory, schedule, group,
-                    HEAD_DIM, TILE_Q,
-                )),
-                (add_up, (dq_desc, memory, schedule, group, padded, GROUPS, HEAD_DIM, TILE_Q)),
-            ], [1, 1], [COPY_REGISTERS, COPY_REGISTERS])  # fmt: skip
-        else:
-            gl.warp_specialize([
-                (compute, (
-                    0, dk_desc, dv_desc, memory, schedule, group, scale, exponents, HEAD_DIM, TILE_Q,
-                )),
-                (compute, (
-                    1, dk_desc, dv_desc, memory, schedule, group, scale, exponents, HEAD_DIM, TILE_Q,
-                )),
-                (copy_ahead, (
-                    (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), memory, schedule, group,
-                    HEAD_DIM, TILE_Q,
-                )),
-                (add_up, (dq_desc, memory, schedule, group, padded, GROUPS, HEAD_DIM, TILE_Q)),
-            ], [4, 1, 1], [REGISTERS, COPY_REGISTERS, COPY_REGISTERS])  # fmt: skip
+    if GROUPS == 1:
+        gl.warp_specialize([
+            (compute, (
+                0, dk_desc, dv_desc, memory, schedule, group, scale, exponents, HEAD_DIM, TILE_Q,
+            )),
+            (copy_ahead, (
+                (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), counter, memory, schedule, group,
+                HEAD_DIM, TILE_Q, PERSISTENT,
+            )),
+            (add_up, (dq_desc, memory, schedule, group, padded, GROUPS, HEAD_DIM, TILE_Q)),
+        ], [1, 1], [COPY_REGISTERS, COPY_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (compute, (
+                0, dk_desc, dv_desc, memory, schedule, group, scale, exponents, HEAD_DIM, TILE_Q,
+            )),
+            (compute, (
+                1, dk_desc, dv_desc, memory, schedule, group, scale, exponents, HEAD_DIM, TILE_Q,
+            )),
+            (copy_ahead, (
+                (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), counter, memory, schedule, group,
+                HEAD_DIM, TILE_Q, PERSISTENT,
+            )),
+            (add_up, (dq_desc, memory, schedule, group, padded, GROUPS, HEAD_DIM, TILE_Q)),
+        ], [4, 1, 1], [REGISTERS, COPY_REGISTERS, COPY_REGISTERS])  # fmt: skip

@@ -5,6 +5,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from . import named
+from .copying import STEPS_AHEAD
+from .queue import NONE, NORMAL, Queue, found, take
 from .ring import NamedRing
 from .tiles import GROUP
 from .versions import aggregate, tma_add
@@ -14,14 +16,19 @@ from .versions import aggregate, tma_add
 class Memory:
     """What the warps share.
 
-    k, v: the program's tile, that of v in one piece for each warp group; k comes with the first q, v with the first
-    dout. q, dout, lse, delta: rings; lse comes with q and delta with dout. slopes: the gradients of scores, two tiles
-    of (keys, rows of q). more: two such tiles of weights, where groups share keys; else room for each group's part of
-    a tile of dQ.
+    queue: of the tiles of keys that the program computes, one after the other.
+    k, v: such a tile, that of v in one piece for each warp group; k comes with the tile's first q, v with its first
+    dout. k_read, v_read: barriers that say that they are read no more, and that v's room is not needed for gradients.
+    q, dout, lse, delta: rings; lse comes with q and delta with dout. slopes: the gradients of scores, two tiles of
+    (keys, rows of q). more: two such tiles of weights, where groups share keys; else room for each group's part of a
+    tile of dQ.
     """
 
+    queue: Queue
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
+    k_read: gl.shared_memory_descriptor
+    v_read: gl.shared_memory_descriptor
     q: NamedRing
     dout: NamedRing
     lse: gl.shared_memory_descriptor
@@ -30,9 +37,12 @@ class Memory:
     more: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, k, v, q, dout, lse, delta, slopes, more):
+    def __init__(self, queue, k, v, k_read, v_read, q, dout, lse, delta, slopes, more):
+        self.queue = queue
         self.k = k
         self.v = v
+        self.k_read = k_read
+        self.v_read = v_read
         self.q = q
         self.dout = dout
         self.lse = lse
@@ -42,14 +52,46 @@ class Memory:
 
 
 @gluon.jit
-def copy_ahead(descriptors, memory, schedule, group, HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr):
-    """The copying warp: the tile of k and v, then all of q and dout that sees it, for each query head of the group."""
+def copy_ahead(
+    descriptors, counter, memory, schedule, group,
+    HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr, PERSISTENT: gl.constexpr,
+):  # fmt: skip
+    """The copying warp: what each tile of keys needs, tile after tile."""
+    tiles = schedule.tiles()
+    number = 0
+    turn = 0
+    place = found(gl.program_id(0), counter, schedule, PERSISTENT)
+    while place < tiles:
+        number, place = copy_tile(
+            descriptors, counter, memory, schedule, group, place, turn, number, HEAD_DIM, TILE_Q, PERSISTENT
+        )
+        turn += 1
+    work, own = schedule.work(0)
+    memory.queue.tell(turn, NONE, work, own)
+    memory.q.wait_all(number)
+    memory.dout.wait_all(number)
+
+
+@gluon.jit
+def copy_tile(
+    descriptors, counter, memory, schedule, group, place, turn, number,
+    HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr, TAKE: gl.constexpr,
+):  # fmt: skip
+    """Tell of a tile of k and v, and copy it, and all of q and dout that sees it, for each query head of the group.
+
+    TAKE: whether to take another tile, a few steps before the end. Its place is returned, with how many tiles of q were
+    copied by then.
+    """
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc = descriptors
-    work, own = schedule.work(gl.program_id(0))
+    work, own = schedule.work(place)
+    memory.queue.tell(turn, NORMAL, work, own)
     KEYS: gl.constexpr = schedule.TILE_Q
     BYTES: gl.constexpr = TILE_Q * HEAD_DIM * 2 + TILE_Q * 4
-    number = 0
-    for member in range(own.visits(group)):
+    following = schedule.tiles()
+    first = number
+    visits = own.visits(group)
+    take_at = number + gl.maximum(visits * (work.end - work.begin) - 1 - STEPS_AHEAD, 0)
+    for member in range(visits):
         head = work.head * group + member
         matrix = work.matrix * group + member
         for tile in range(work.begin, work.end):
@@ -58,28 +100,33 @@ def copy_ahead(descriptors, memory, schedule, group, HEAD_DIM: gl.constexpr, TIL
             stage = number % memory.q.stages
             memory.q.wait_empty(number)
             arrival = memory.q.arrival(number)
-            if number == 0:
-                mbarrier.expect(arrival, BYTES + KEYS * HEAD_DIM * 2)
-                corner_of_k = own.q_corner(work.batch, work.head, work.first_row, 0)
-                tma.async_copy_global_to_shared(k_desc, corner_of_k, arrival, memory.k)
-            else:
-                mbarrier.expect(arrival, BYTES)
+            mbarrier.expect(arrival, BYTES + KEYS * HEAD_DIM * 2, pred=number == first)
+            mbarrier.expect(arrival, BYTES, pred=number > first)
             tma.async_copy_global_to_shared(q_desc, corner, arrival, memory.q.tile(number))
             tma.async_copy_global_to_shared(lse_desc, of_rows, arrival, memory.lse.index(stage))
+            if number == first:
+                mbarrier.wait(memory.k_read, (turn - 1) & 1, pred=turn > 0)
+                corner_of_k = own.q_corner(work.batch, work.head, work.first_row, 0)
+                tma.async_copy_global_to_shared(k_desc, corner_of_k, arrival, memory.k.index(0))
             memory.dout.wait_empty(number)
             arrival = memory.dout.arrival(number)
-            if number == 0:
-                mbarrier.expect(arrival, BYTES + KEYS * HEAD_DIM * 2)
+            mbarrier.expect(arrival, BYTES + KEYS * HEAD_DIM * 2, pred=number == first)
+            mbarrier.expect(arrival, BYTES, pred=number > first)
+            tma.async_copy_global_to_shared(dout_desc, corner, arrival, memory.dout.tile(number))
+            tma.async_copy_global_to_shared(delta_desc, of_rows, arrival, memory.delta.index(stage))
+            if number == first:
+                mbarrier.wait(memory.v_read, (turn - 1) & 1, pred=turn > 0)
                 for part in gl.static_range(KEYS // GROUP):
                     corner_of_v = own.q_corner(work.batch, work.head, work.first_row + part * GROUP, 0)
                     tma.async_copy_global_to_shared(v_desc, corner_of_v, arrival, memory.v.index(part))
-            else:
-                mbarrier.expect(arrival, BYTES)
-            tma.async_copy_global_to_shared(dout_desc, corner, arrival, memory.dout.tile(number))
-            tma.async_copy_global_to_shared(delta_desc, of_rows, arrival, memory.delta.index(stage))
+            if TAKE:  # noqa: SIM102 - known when compiled
+                if number == take_at:
+                    following = found(take(counter, following), counter, schedule, True)
             number += 1
-    memory.q.wait_all(number)
-    memory.dout.wait_all(number)
+    if TAKE and schedule.packing.PACKED:  # noqa: SIM102
+        if number == first:
+            following = found(take(counter, following), counter, schedule, True)
+    return number, following
 
 
 NUMBERS_A_ROW = gl.constexpr(32)
@@ -94,21 +141,24 @@ def add_up(
 
     So no computing warp has its reads of shared memory wait behind additions that are on their way.
     """
-    work, own = schedule.work(gl.program_id(0))
     TILE: gl.constexpr = TILE_Q * HEAD_DIM // NUMBERS_A_ROW
     THREADS: gl.constexpr = named.GROUP + named.WARP
-    number = 0
-    for member in range(own.visits(group)):
-        rows = (work.matrix * group + member) * padded + own.first_filled_up()
-        first = rows * (HEAD_DIM // NUMBERS_A_ROW)
-        for tile in range(work.begin, work.end):
-            for part in gl.static_range(GROUPS):
-                if number > 0:
+    turn = 0
+    kind, batch, head, first_row = memory.queue.hear(turn, 1)
+    while kind != NONE:
+        own = memory.queue.sequence(turn, schedule, 1)
+        work = own.work_of(batch, head, first_row)
+        for member in range(own.visits(group)):
+            rows = (work.matrix * group + member) * padded + own.first_filled_up()
+            first = rows * (HEAD_DIM // NUMBERS_A_ROW)
+            for tile in range(work.begin, work.end):
+                for part in gl.static_range(GROUPS):
                     # The additions of the other parts may go on.
                     tma.store_wait(GROUPS - 1 - part)
-                named.arrive(named.TAKEN + part, THREADS)
-            for part in gl.static_range(GROUPS):
-                named.meet(named.FULL + part, THREADS)
-                tma_add(dq_desc, [first + tile * TILE + part * (TILE // GROUPS), 0], memory.more.index(part))
-            number += 1
+                    named.arrive(named.TAKEN + part, THREADS)
+                for part in gl.static_range(GROUPS):
+                    named.meet(named.FULL + part, THREADS)
+                    tma_add(dq_desc, [first + tile * TILE + part * (TILE // GROUPS), 0], memory.more.index(part))
+        turn += 1
+        kind, batch, head, first_row = memory.queue.hear(turn, 1)
     tma.store_wait(0)

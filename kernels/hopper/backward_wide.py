@@ -8,14 +8,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from . import named
-from .backward import NUMBERS, free_room, over_tiles, store_gradients, visible
+from .backward import NUMBERS, over_tiles, room_in, store_gradients, visible, zero_of_a_step
 from .backward_copying import Memory, copy_ahead
 from .packing import new_packing
+from .queue import NONE, new_queue
 from .ring import NamedRing, new_barriers, new_tiles
 from .schedule import Schedule
 from .softmax import Exponents
@@ -27,7 +29,7 @@ ROWS = gl.constexpr(GROUP.value // 2)
 
 @gluon.jit
 def step(
-    dk, dv, k_tile, v_tile, memory, schedule, columns, number, tile, sums, exponents,
+    dk, dv, memory, schedule, columns, number, tile, sums, exponents,
     MASKED: gl.constexpr, MEMBER: gl.constexpr, HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr,
 ):  # fmt: skip
     """What one tile of q and dout adds to this group's columns of dK, dV and dQ."""
@@ -37,6 +39,9 @@ def step(
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     stage = number % memory.q.stages
     nothing = gl.zeros([GROUP, ROWS], gl.float32, layout)
+    zero = zero_of_a_step(number)
+    k_tile = as_matrix(memory.k.index(zero), GROUP, HEAD_DIM)
+    v_tile = as_matrix(memory.v.index(zero), GROUP, HEAD_DIM)
     q_tile = as_matrix(memory.q.tile(number), GROUP, HEAD_DIM)
     dout_tile = as_matrix(memory.dout.tile(number), GROUP, HEAD_DIM)
     memory.q.wait_full(number)
@@ -85,24 +90,32 @@ def compute(
     dtype: gl.constexpr = memory.k.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    work, own = schedule.work(gl.program_id(0))
-    k_tile = as_matrix(memory.k, GROUP, HEAD_DIM)
-    v_tile = as_matrix(memory.v.index(0), GROUP, HEAD_DIM)
-    dk = gl.zeros([GROUP, HALF], gl.float32, wide)
-    dv = gl.zeros([GROUP, HALF], gl.float32, wide)
-    columns = work.first_row + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
-    sums += (work.matrix * group).to(gl.int64) * padded * HEAD_DIM + MEMBER * GROUP * HALF
-    dk, dv, number = over_tiles(
-        step, dk, dv, k_tile, v_tile, memory, work, own, columns, group, padded, sums, exponents,
-        MEMBER, HEAD_DIM, GROUP,
-    )  # fmt: skip
-    # Both groups have read v by now: each waited for the other's last gradients of scores.
-    shape: gl.constexpr = [2] + dv_desc.block_shape  # noqa: RUF005 - Gluon knows no starred lists
-    rooms = memory.v._reinterpret(dtype, shape, dv_desc.layout)
-    store_gradients(
-        dk_desc, dv_desc, own, work, work.first_row, MEMBER * HALF, rooms.index(MEMBER),
-        free_room(dk_desc, memory, number, MEMBER), (dk * scale).to(dtype), dv.to(dtype),
-    )  # fmt: skip
+    room_of_dk = room_in(memory.more if MEMBER == 0 else memory.slopes, dk_desc, 0)
+    number = 0
+    turn = 0
+    kind, batch, head, first_row = memory.queue.hear(turn, 4)
+    while kind != NONE:
+        own = memory.queue.sequence(turn, schedule, 4)
+        work = own.work_of(batch, head, first_row)
+        dk = gl.zeros([GROUP, HALF], gl.float32, wide)
+        dv = gl.zeros([GROUP, HALF], gl.float32, wide)
+        columns = work.first_row + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
+        first_sum = sums + ((work.matrix * group).to(gl.int64) * padded * HEAD_DIM + MEMBER * GROUP * HALF)
+        dk, dv, number = over_tiles(
+            step, dk, dv, memory, work, own, columns, number, group, padded, first_sum, exponents,
+            MEMBER, HEAD_DIM, GROUP,
+        )  # fmt: skip
+        # Until nobody reads v, weights and slopes, which leave room for gradients.
+        named.meet(named.MET, 2 * named.GROUP)
+        store_gradients(
+            dk_desc, dv_desc, own, work, work.first_row, MEMBER * HALF,
+            room_in(memory.v, dv_desc, MEMBER), room_of_dk, (dk * scale).to(dtype), dv.to(dtype),
+        )  # fmt: skip
+        # The next scores lead to weights, which are written where gradients lie: no keys before those are stored.
+        mbarrier.arrive(memory.k_read, count=1)
+        mbarrier.arrive(memory.v_read, count=1)
+        turn += 1
+        kind, batch, head, first_row = memory.queue.hear(turn, 4)
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
@@ -116,6 +129,7 @@ def backward_wide_kernel(
     dk_desc,
     dv_desc,
     sums,
+    counter,
     q_starts,
     k_starts,
     matrices,
@@ -138,10 +152,11 @@ def backward_wide_kernel(
     RIGHT: gl.constexpr,
     CAPPED: gl.constexpr,
     TO_THE_END: gl.constexpr,
+    PERSISTENT: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """Grid: a program for each tile of 64 keys of each matrix of k. Arguments as of `backward_kernel`; TILE_Q: 64.
+    """Grid and arguments as of `backward_kernel`, with 64 keys a program; TILE_Q: 64.
 
     ``sums`` (matrices of q, padded, HEAD_DIM) are laid out as `add` does.
     """
@@ -154,7 +169,8 @@ def backward_wide_kernel(
     pairs_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP, TILE_Q], dtype)
     READERS: gl.constexpr = 2 * named.GROUP
     memory = Memory(
-        new_tiles(k_desc, 1).index(0), new_tiles(v_desc, 1),
+        new_queue(2, packing.PACKED), new_tiles(k_desc, 1), new_tiles(v_desc, 1),
+        new_barriers(1, 2).index(0), new_barriers(1, 2).index(0),
         NamedRing(new_tiles(q_desc, STAGES), new_barriers(STAGES, 1), named.Q_FREE, READERS, STAGES),
         NamedRing(new_tiles(dout_desc, STAGES), new_barriers(STAGES, 1), named.DOUT_FREE, READERS, STAGES),
         new_tiles(lse_desc, STAGES), new_tiles(delta_desc, STAGES),
@@ -162,15 +178,15 @@ def backward_wide_kernel(
         gl.allocate_shared_memory(dtype, [2, GROUP, TILE_Q], pairs_layout),
     )  # fmt: skip
     fence_async_shared()
-    if schedule.has_rows(gl.program_id(0)):
-        gl.warp_specialize([
-            (compute, (
-                0, dk_desc, dv_desc, sums, memory, schedule, group, padded, scale, exponents, HEAD_DIM,
-            )),
-            (compute, (
-                1, dk_desc, dv_desc, sums, memory, schedule, group, padded, scale, exponents, HEAD_DIM,
-            )),
-            (copy_ahead, (
-                (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), memory, schedule, group, HEAD_DIM, TILE_Q,
-            )),
-        ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
+    gl.warp_specialize([
+        (compute, (
+            0, dk_desc, dv_desc, sums, memory, schedule, group, padded, scale, exponents, HEAD_DIM,
+        )),
+        (compute, (
+            1, dk_desc, dv_desc, sums, memory, schedule, group, padded, scale, exponents, HEAD_DIM,
+        )),
+        (copy_ahead, (
+            (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), counter, memory, schedule, group,
+            HEAD_DIM, TILE_Q, PERSISTENT,
+        )),
+    ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip

@@ -41,7 +41,7 @@ class BackwardConfig(NamedTuple):
     """`keys` a program of so many `groups` that compute, tile_q rows a step, and a ring of `stages` such tiles.
 
     Each group has 64 keys, or both have the same. part: the columns of a tile of dK, dV or dQ that a group stores or
-    adds at a time.
+    adds at a time. programs: how many a multiprocessor runs at once.
     """
 
     keys: int
@@ -52,6 +52,7 @@ class BackwardConfig(NamedTuple):
     registers: int
     copy_registers: int
     most_registers: int
+    programs: int = 1
 
 
 SHORT_LENGTH = 1024
@@ -96,7 +97,7 @@ FEW_ROWS = 4096
 BACKWARD_OF_FEW = {
     # With a causal mask, and so many rows at most. Two programs of one group each share a multiprocessor, as in the
     # forward; of wider gradients one group's fill the registers of one program.
-    64: BackwardConfig(64, 1, 64, 64, 2, 232, 24, 128),
+    64: BackwardConfig(64, 1, 64, 64, 2, 232, 24, 128, 2),
 }
 WIDTHS = (64, 128, 256)
 """Columns that tiles have; head dimensions between are filled up with zeros as they are copied."""

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .queue import CAREFUL, NONE, NORMAL, Queue
+from .queue import CAREFUL, NONE, NORMAL, Queue, Verdicts, found, take
 from .ring import Ring, new_barriers, new_tiles
 from .tiles import GROUP
 from .versions import aggregate
@@ -26,6 +26,7 @@ class Memory:
     v: Ring
     out: gl.shared_memory_descriptor
     queue: Queue
+    verdicts: Verdicts
     q_more: gl.shared_memory_descriptor
     k_more: gl.shared_memory_descriptor
     v_more: gl.shared_memory_descriptor
@@ -34,12 +35,13 @@ class Memory:
     VALUE_MORE: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, out, queue, q_more, k_more, v_more, out_more, KEY_MORE, VALUE_MORE):
+    def __init__(self, q, k, v, out, queue, verdicts, q_more, k_more, v_more, out_more, KEY_MORE, VALUE_MORE):
         self.q = q
         self.k = k
         self.v = v
         self.out = out
         self.queue = queue
+        self.verdicts = verdicts
         self.q_more = q_more
         self.k_more = k_more
         self.v_more = v_more
@@ -61,14 +63,14 @@ def new_rings(q_desc, k_desc, v_desc, GROUPS: gl.constexpr, STAGES: gl.constexpr
 
 @gluon.jit
 def copy_ahead(
-    descriptors, lse_ptr, memory, schedule, group,
+    descriptors, lse_ptr, counter, memory, schedule, group,
     HEAD_DIM: gl.constexpr, GROUPS: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: what each tile needs, tile after tile, and at last again for those to be computed again."""
     tiles = schedule.tiles()
     number = 0
     turn = 0
-    place = found(gl.program_id(0), memory.queue, schedule, PERSISTENT)
+    place = found(gl.program_id(0), counter, schedule, PERSISTENT)
     # Places of the last two tiles, which are not judged yet, and of the last one that is to be computed again. They
     # begin otherwise than `place`: a pass of the compiler takes what begins alike, and is handed on, for one number.
     last = -1
@@ -76,28 +78,28 @@ def copy_ahead(
     again = -1
     while place < tiles:
         if turn > 1:
-            again = noted(turn - 2, last_but_one, again, lse_ptr, memory.queue, schedule)
+            again = noted(turn - 2, last_but_one, again, lse_ptr, memory.verdicts, schedule)
         number, following = copy_tile(
-            descriptors, memory, schedule, group, NORMAL, place, turn, number, HEAD_DIM, GROUPS, PERSISTENT
+            descriptors, counter, memory, schedule, group, NORMAL, place, turn, number, HEAD_DIM, GROUPS, PERSISTENT
         )  # fmt: skip
         last_but_one = last
         last = place
         turn += 1
         place = following
     if turn > 1:
-        again = noted(turn - 2, last_but_one, again, lse_ptr, memory.queue, schedule)
+        again = noted(turn - 2, last_but_one, again, lse_ptr, memory.verdicts, schedule)
     computed = True
     if schedule.packing.PACKED:
         computed = turn > 0
     if computed:
-        again = noted(turn - 1, last, again, lse_ptr, memory.queue, schedule)
+        again = noted(turn - 1, last, again, lse_ptr, memory.verdicts, schedule)
     # Where sequences overlap, because numbers are out of order, the list is overwritten with anything.
     last_turn = 2 * turn
     while is_listed(again, turn, last_turn, schedule):
         place = again
         again = gl.load(link(lse_ptr, place, schedule))
         number, _ = copy_tile(
-            descriptors, memory, schedule, group, CAREFUL, place, turn, number, HEAD_DIM, GROUPS, False
+            descriptors, counter, memory, schedule, group, CAREFUL, place, turn, number, HEAD_DIM, GROUPS, False
         )  # fmt: skip
         turn += 1
     work, own = schedule.work(0)
@@ -105,20 +107,8 @@ def copy_ahead(
 
 
 @gluon.jit
-def found(place, queue, schedule, TAKE: gl.constexpr):
-    """The first place from here on with a tile, if more are taken; else none if this has none."""
-    if schedule.packing.PACKED:
-        while schedule.is_spare(place):
-            if TAKE:
-                place = queue.take(schedule.tiles())
-            else:
-                place = schedule.tiles()
-    return place
-
-
-@gluon.jit
 def copy_tile(
-    descriptors, memory, schedule, group, kind, place, turn, number,
+    descriptors, counter, memory, schedule, group, kind, place, turn, number,
     HEAD_DIM: gl.constexpr, GROUPS: gl.constexpr, TAKE: gl.constexpr,
 ):  # fmt: skip
     """Tell of a tile, and copy its q, and k and v from the last tile of keys that a row sees to the first.
@@ -159,7 +149,7 @@ def copy_tile(
                     )  # fmt: skip
         if TAKE:  # noqa: SIM102 - known when compiled
             if tile == take_at:
-                following = found(memory.queue.take(following), memory.queue, schedule, True)
+                following = found(take(counter, following), counter, schedule, True)
         memory.v.wait_empty(number + 1)
         mbarrier.expect(memory.v.arrival(number), TILE_K * VALUE_BYTES)
         tma.async_copy_global_to_shared(v_desc, corner, memory.v.arrival(number), memory.v.tile(number))
@@ -171,9 +161,9 @@ def copy_tile(
 
 
 @gluon.jit
-def noted(turn, place, again, lse_ptr, queue, schedule):
+def noted(turn, place, again, lse_ptr, verdicts, schedule):
     """The head of the list of tiles to be computed again, after the verdict on one more."""
-    if queue.verdict(turn):
+    if verdicts.verdict(turn):
         gl.store(link(lse_ptr, place, schedule), again)
         again = place
     return again

@@ -221,12 +221,17 @@ def describe_backward(
     dout: Tensor,
     rows: Rows,
     gradients: Sequence[Tensor],
+    counter: Tensor,
     band: Window,
     scale: float,
     softcap: float | None,
+    processors: int,
     packed: Packed = ALONE,
 ) -> Launch:
-    """The launch of the width's kernel on tensors ([batch,] heads, rows, d); ``gradients`` are those of k and v."""
+    """The launch of the width's kernel on tensors ([batch,] heads, rows, d), for a GPU of so many multiprocessors.
+
+    ``gradients`` are those of k and v. ``counter`` is an int32 that is 0, and 0 again after it.
+    """
     q, k, v, dout = as_heads(q, k, v, dout)
     width = width_of(q.shape[-1])
     config = backward_config(width, band, q.shape[2], is_packed=packed.sequences > 0)
@@ -235,14 +240,17 @@ def describe_backward(
     lengths = batch * heads, heads, group, q.shape[2], k_len, rows.delta.shape[-1]
     is_shared = config.keys < config.groups * ROWS
     columns = config.part if is_shared else width
+    tiles = batch * heads * tiles_of(k_len, config.keys, packed.sequences)
+    programs = processors * config.programs
     return Launch(
-        (batch * heads * tiles_of(k_len, config.keys, packed.sequences), 1),
+        (min(programs, tiles), 1),
         (
             *(descriptor(x, config.tile_q, width, packed) for x in (q, dout)),
             *(descriptor(k, config.keys, width, packed), descriptor(v, ROWS, width, packed)),
             *(of_rows(rows.exponents, config.tile_q), of_rows(rows.delta, config.tile_q)),
             *(descriptor(x, ROWS, columns, packed) for x in as_heads(*gradients)),
-            *(rows.sums if is_shared else _of_sums(rows.sums, width * config.tile_q // config.groups), *packed.starts),
+            *(rows.sums if is_shared else _of_sums(rows.sums, width * config.tile_q // config.groups), counter),
+            *packed.starts,
         ),
         (
             *(*lengths, *band_arguments(band), section(q, batch * heads), scale, *exponents(scale, softcap)),
@@ -256,6 +264,7 @@ def describe_backward(
             **band_constants(band),
             "CAPPED": softcap is not None,
             "TO_THE_END": packed.to_the_end,
+            "PERSISTENT": programs < tiles,
             "COPY_REGISTERS": config.copy_registers,
             "REGISTERS": config.registers,
         },

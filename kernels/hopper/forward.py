@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .copying import Memory, copy_ahead, new_rings
 from .packing import new_packing
 from .products import add_values, finished, scores_of
-from .queue import CAREFUL, NONE, new_queue
+from .queue import CAREFUL, NONE, new_queue, new_verdicts
 from .ring import new_tiles
 from .schedule import Schedule
 from .softmax import Exponents, first_fold
@@ -136,10 +136,10 @@ def compute(
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     number = 0
     turn = 0
-    kind, batch, head, tile_row = memory.queue.hear(turn)
+    kind, batch, head, tile_row = memory.queue.hear(turn, 4)
     while kind != NONE:
         careful = kind == CAREFUL
-        own = memory.queue.sequence(turn, schedule)
+        own = memory.queue.sequence(turn, schedule, 4)
         work = own.work_of(batch, head, tile_row)
         first_row = work.first_row + MEMBER * GROUP
         rows = first_row + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
@@ -176,9 +176,9 @@ def compute(
             tma.store_wait(0)
             memory.q.release(turn)
         if not careful:
-            memory.queue.judge(turn, MEMBER, 1 - certain.to(gl.int32))
+            memory.verdicts.judge(turn, MEMBER, 1 - certain.to(gl.int32))
         turn += 1
-        kind, batch, head, tile_row = memory.queue.hear(turn)
+        kind, batch, head, tile_row = memory.queue.hear(turn, 4)
     tma.store_wait(0)
 
 
@@ -226,16 +226,17 @@ def forward_kernel(
     room = q_ring.tiles
     if OWN_ROOM:
         room = new_tiles(q_desc, GROUPS)
-    queue = new_queue(counter, GROUPS, packing.PACKED)
+    queue = new_queue(GROUPS, packing.PACKED)
+    verdicts = new_verdicts(GROUPS)
     fence_async_shared()
     memory = Memory(
-        q_ring, k_ring, v_ring, room, queue, q_ring.tiles, k_ring.tiles, v_ring.tiles, room, 0, 0,
+        q_ring, k_ring, v_ring, room, queue, verdicts, q_ring.tiles, k_ring.tiles, v_ring.tiles, room, 0, 0,
     )  # fmt: skip
     if GROUPS == 1:
         gl.warp_specialize([
             (compute, (0, out_desc, out_desc, lse, memory, schedule, exponents, HEAD_DIM, OWN_ROOM)),
             (copy_ahead, (
-                (q_desc, k_desc, v_desc, q_desc, k_desc, v_desc), lse, memory, schedule, group,
+                (q_desc, k_desc, v_desc, q_desc, k_desc, v_desc), lse, counter, memory, schedule, group,
                 HEAD_DIM, GROUPS, PERSISTENT,
             )),
         ], [1], [COPY_REGISTERS])  # fmt: skip
@@ -244,7 +245,7 @@ def forward_kernel(
             (compute, (0, out_desc, out_desc, lse, memory, schedule, exponents, HEAD_DIM, OWN_ROOM)),
             (compute, (1, out_desc, out_desc, lse, memory, schedule, exponents, HEAD_DIM, OWN_ROOM)),
             (copy_ahead, (
-                (q_desc, k_desc, v_desc, q_desc, k_desc, v_desc), lse, memory, schedule, group,
+                (q_desc, k_desc, v_desc, q_desc, k_desc, v_desc), lse, counter, memory, schedule, group,
                 HEAD_DIM, GROUPS, PERSISTENT,
             )),
         ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
@@ -254,7 +255,7 @@ def forward_kernel(
             (compute, (1, out_desc, out_desc, lse, memory, schedule, exponents, HEAD_DIM, OWN_ROOM)),
             (compute, (2, out_desc, out_desc, lse, memory, schedule, exponents, HEAD_DIM, OWN_ROOM)),
             (copy_ahead, (
-                (q_desc, k_desc, v_desc, q_desc, k_desc, v_desc), lse, memory, schedule, group,
+                (q_desc, k_desc, v_desc, q_desc, k_desc, v_desc), lse, counter, memory, schedule, group,
                 HEAD_DIM, GROUPS, PERSISTENT,
             )),
         ], [4, 4, 1], [REGISTERS, REGISTERS, COPY_REGISTERS])  # fmt: skip

@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from .copying import Memory, copy_ahead, new_rings
 from .forward import NUMBERS, compute
 from .packing import new_packing
-from .queue import new_queue
+from .queue import new_queue, new_verdicts
 from .ring import new_tiles
 from .schedule import Schedule
 from .softmax import Exponents
@@ -66,9 +66,10 @@ def forward_more_kernel(
     if VALUE_MORE > 0:
         v_more = new_tiles(v_more_desc, STAGES)
         out_more = new_tiles(out_more_desc, GROUPS)
-    queue = new_queue(counter, GROUPS, packing.PACKED)
+    queue = new_queue(GROUPS, packing.PACKED)
+    verdicts = new_verdicts(GROUPS)
     memory = Memory(
-        q_ring, k_ring, v_ring, room, queue,
+        q_ring, k_ring, v_ring, room, queue, verdicts,
         new_tiles(q_more_desc, GROUPS), new_tiles(k_more_desc, STAGES), v_more, out_more, KEY_MORE, VALUE_MORE,
     )  # fmt: skip
     fence_async_shared()
@@ -76,7 +77,7 @@ def forward_more_kernel(
         gl.warp_specialize([
             (compute, (0, out_desc, out_more_desc, lse, memory, schedule, exponents, HEAD_DIM, True)),
             (copy_ahead, (
-                (q_desc, k_desc, v_desc, q_more_desc, k_more_desc, v_more_desc), lse, memory, schedule, group,
+                (q_desc, k_desc, v_desc, q_more_desc, k_more_desc, v_more_desc), lse, counter, memory, schedule, group,
                 HEAD_DIM, GROUPS, PERSISTENT,
             )),
         ], [1], [COPY_REGISTERS])  # fmt: skip
@@ -85,7 +86,7 @@ def forward_more_kernel(
             (compute, (0, out_desc, out_more_desc, lse, memory, schedule, exponents, HEAD_DIM, True)),
             (compute, (1, out_desc, out_more_desc, lse, memory, schedule, exponents, HEAD_DIM, True)),
             (copy_ahead, (
-                (q_desc, k_desc, v_desc, q_more_desc, k_more_desc, v_more_desc), lse, memory, schedule, group,
+                (q_desc, k_desc, v_desc, q_more_desc, k_more_desc, v_more_desc), lse, counter, memory, schedule, group,
                 HEAD_DIM, GROUPS, PERSISTENT,
             )),
         ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip

@@ -195,15 +195,17 @@ def backward(
     memory = Rows.memory(*sizes, device)
     packed = _packed(extras, plan.to_the_end)
     starts = _starts_of(extras)
+    counter = _counter(device)
     *numbers_of_rows, sums = Rows.addresses(memory.data_ptr(), *sizes)
     plan.prepare(
         (out.data_ptr(), dout.data_ptr(), lse.data_ptr(), address_of(dlse), *numbers_of_rows, sums, starts[0]),
         lambda: describe_prepare(out, dout, lse, dlse, Rows.of(memory, *sizes), packed),
     )
     plan.launcher(
-        (*addresses, *numbers_of_rows, dk.data_ptr(), dv.data_ptr(), sums, *starts),
+        (*addresses, *numbers_of_rows, dk.data_ptr(), dv.data_ptr(), sums, counter.data_ptr(), *starts),
         lambda: describe_backward(
-            q, k, v, dout, Rows.of(memory, *sizes), (dk, dv), plan.band, scale, plan.softcap, packed
+            *(q, k, v, dout, Rows.of(memory, *sizes), (dk, dv), counter, plan.band, scale, plan.softcap),
+            *(processors_of(device), packed),
         ),
     )
     plan.finish((sums, dq.data_ptr(), starts[0]), lambda: describe_finish(Rows.of(memory, *sizes), dq, scale, packed))

@@ -57,11 +57,12 @@ def launch_of(
     packed = describe.ALONE
     if is_packed:
         packed = describe.Packed(made(9, dtype=torch.int32), made(9, dtype=torch.int32), True)
+    counter = made(1, dtype=torch.int32)
     if name == "forward":
-        counter, lse = made(1, dtype=torch.int32), made(batch, 8, length)
+        lse = made(batch, 8, length)
         return describe.describe_forward(q, k, v, out, lse, counter, band, 0.1, softcap, 8, packed)
     rows = describe.Rows(made(16, length), made(16, length), made(16 * length * head_dim))
-    return describe.describe_backward(q, k, v, out, rows, (k, v), band, 0.1, softcap, packed)
+    return describe.describe_backward(q, k, v, out, rows, (k, v), counter, band, 0.1, softcap, 8, packed)
 
 
 def beside_a_product(sass: str) -> list[str]:

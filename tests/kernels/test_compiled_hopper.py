@@ -15,9 +15,9 @@ SPILLED = {
     ("forward", 128): 120,
     ("forward", 192): 120,
     ("forward", 256): 240,
-    ("backward", 64): 1300,
-    ("backward", 128): 1000,
-    ("backward", 256): 1200,
+    ("backward", 64): 1200,
+    ("backward", 128): 800,
+    ("backward", 256): 700,
 }
 """Bytes a thread, stores and loads together, by pass and head dimension, but few beside exponentials.
 

@@ -71,7 +71,9 @@ def test_the_forward_passes_what_it_describes(launches, d):
 
 @pytest.mark.parametrize("with_dlse", [False, True])
 @pytest.mark.parametrize("d", [64, 128])
-def test_the_backward_passes_what_it_describes(launches, d, with_dlse):
+@pytest.mark.parametrize("processors", [2, 1000])
+def test_the_backward_passes_what_it_describes(launches, monkeypatch, processors, d, with_dlse):
+    monkeypatch.setattr(launch, "processors_of", lambda device: processors)
     q, k, v, dout = tensors(d)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:-1])
     dlse = torch.randn(q.shape[:-1]) if with_dlse else None
@@ -82,13 +84,14 @@ def test_the_backward_passes_what_it_describes(launches, d, with_dlse):
         assert addresses == pointers
     prepare, main, finish = [pointers for _, _, pointers, _ in launches]
     assert prepare[:4] == (out.data_ptr(), dout.data_ptr(), lse.data_ptr(), None if dlse is None else dlse.data_ptr())
-    assert prepare[4:] == (*main[4:6], main[-3], None)
+    assert prepare[4:] == (*main[4:6], main[-4], None)
     assert main[:4] == tuple(x.data_ptr() for x in (q, dout, k, v))
     assert main[6:8] == tuple(x.data_ptr() for x in gradients[1:])
-    assert finish == (main[-3], gradients[0].data_ptr(), None)
+    assert finish == (main[-4], gradients[0].data_ptr(), None)
     assert main[-2:] == (None, None)
-    tiles = {64: 5, 128: 3}[d]
-    assert [described.grid for *_, described in launches] == [(8 * 256 // 64, 1), (4 * tiles, 1), (8 * 256 // 64, 1)]
+    programs = min({64: 2, 128: 1}[d] * processors, {64: 5, 128: 3}[d] * 4)
+    assert [described.grid for *_, described in launches] == [(8 * 256 // 64, 1), (programs, 1), (8 * 256 // 64, 1)]
+    assert launches[1][3].constants["PERSISTENT"] == (processors == 2)
 
 
 PACKED = Settings("bottom_right", packed=(None, None))
@@ -128,7 +131,8 @@ def test_packed_sequences_are_described_by_where_they_end(launches, d):
 
 
 @pytest.mark.parametrize("d", [64, 256])
-def test_the_backward_of_packed_sequences_passes_what_it_describes(launches, d):
+def test_the_backward_of_packed_sequences_passes_what_it_describes(launches, monkeypatch, d):
+    monkeypatch.setattr(launch, "processors_of", lambda device: 1000)
     (q, k, v, dout), starts = packed_call(d)
     call = PACKED.text, PACKED.numbers, starts
     gradients = launch.backward(q, k, v, torch.empty_like(q), torch.empty(q.shape[:-1]), dout, None, 0.1, *call)[:3]
