@@ -22,7 +22,7 @@ def kernels_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str:
     forward = coverage.why_not_forward(q, k, v, spec.scale, settings)
     if forward is not None:
         return f"the portable kernels, because of those for Hopper: {forward}"
-    backward = coverage.why_not_differentiated(settings)
+    backward = coverage.why_not_differentiated(q, settings)
     if backward is not None:
         return f"the kernels for Hopper forward and the portable ones backward, because of the others: {backward}"
     return "the kernels for Hopper"

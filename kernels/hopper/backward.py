@@ -244,6 +244,7 @@ def backward_kernel(
     dk_desc,
     dv_desc,
     dq_desc,
+    added,
     counter,
     q_starts,
     k_starts,
@@ -269,6 +270,7 @@ def backward_kernel(
     CAPPED: gl.constexpr,
     TO_THE_END: gl.constexpr,
     PERSISTENT: gl.constexpr,
+    IN_ORDER: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
@@ -276,7 +278,8 @@ def backward_kernel(
 
     ``matrices`` and ``heads`` are k's. lse, in exponents of 2, and delta are (matrices of q, padded); ``padded`` is a
     multiple of TILE_Q, and lse is +inf beyond q_len. dq_desc describes the sums (matrices of q, padded, HEAD_DIM), laid
-    out as `hand_over` does, as rows of 32 numbers. For packed sequences see `packing`.
+    out as `hand_over` does, as rows of 32 numbers. IN_ORDER: whether they are added up in a fixed order, for which
+    ``added`` counts how many have added to the sums of every 64 rows. For packed sequences see `packing`.
     ``exponent_scale`` and ``steepness`` make `Exponents`.
     """
     # Of a key at column c the rows c - right to c - left see it: the same schedule with the roles exchanged.
@@ -306,7 +309,7 @@ def backward_kernel(
                 (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), counter, memory, schedule, group,
                 HEAD_DIM, TILE_Q, PERSISTENT,
             )),
-            (add_up, (dq_desc, memory, schedule, group, padded, GROUPS, HEAD_DIM, TILE_Q)),
+            (add_up, (dq_desc, added, memory, schedule, group, padded, GROUPS, HEAD_DIM, TILE_Q, IN_ORDER)),
         ], [1, 1], [COPY_REGISTERS, COPY_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -320,5 +323,5 @@ def backward_kernel(
                 (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), counter, memory, schedule, group,
                 HEAD_DIM, TILE_Q, PERSISTENT,
             )),
-            (add_up, (dq_desc, memory, schedule, group, padded, GROUPS, HEAD_DIM, TILE_Q)),
+            (add_up, (dq_desc, added, memory, schedule, group, padded, GROUPS, HEAD_DIM, TILE_Q, IN_ORDER)),
         ], [4, 1, 1], [REGISTERS, COPY_REGISTERS, COPY_REGISTERS])  # fmt: skip

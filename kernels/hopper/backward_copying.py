@@ -84,12 +84,18 @@ def copy_tile(
     """
     q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc = descriptors
     work, own = schedule.work(place)
+    visits = own.visits(group)
+    if schedule.packing.PACKED:  # noqa: SIM102 - known when compiled
+        if visits == 0:
+            # Nothing is copied that those who compute would wait for. Told before, they could be two turns ahead of
+            # the waits below, which tell even turns from odd ones alone.
+            mbarrier.wait(memory.k_read, (turn - 1) & 1, pred=turn > 0)
+            mbarrier.wait(memory.v_read, (turn - 1) & 1, pred=turn > 0)
     memory.queue.tell(turn, NORMAL, work, own)
     KEYS: gl.constexpr = schedule.TILE_Q
     BYTES: gl.constexpr = TILE_Q * HEAD_DIM * 2 + TILE_Q * 4
     following = schedule.tiles()
     first = number
-    visits = own.visits(group)
     take_at = number + gl.maximum(visits * (work.end - work.begin) - 1 - STEPS_AHEAD, 0)
     for member in range(visits):
         head = work.head * group + member
@@ -135,11 +141,13 @@ NUMBERS_A_ROW = gl.constexpr(32)
 
 @gluon.jit
 def add_up(
-    dq_desc, memory, schedule, group, padded, GROUPS: gl.constexpr, HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr
-):
+    dq_desc, added, memory, schedule, group, padded,
+    GROUPS: gl.constexpr, HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr, IN_ORDER: gl.constexpr,
+):  # fmt: skip
     """The adding warp: what the groups have put into shared memory of every tile of dQ, to the sums in global memory.
 
-    So no computing warp has its reads of shared memory wait behind additions that are on their way.
+    So no computing warp has its reads of shared memory wait behind additions that are on their way. IN_ORDER: each
+    waits until all have added whose tile of keys was taken before, so that sums are the same on every run.
     """
     TILE: gl.constexpr = TILE_Q * HEAD_DIM // NUMBERS_A_ROW
     THREADS: gl.constexpr = named.GROUP + named.WARP
@@ -151,14 +159,45 @@ def add_up(
         for member in range(own.visits(group)):
             rows = (work.matrix * group + member) * padded + own.first_filled_up()
             first = rows * (HEAD_DIM // NUMBERS_A_ROW)
+            number = work.first_row // schedule.TILE_Q
+            following = number + 1
             for tile in range(work.begin, work.end):
                 for part in gl.static_range(GROUPS):
                     # The additions of the other parts may go on.
                     tma.store_wait(GROUPS - 1 - part)
                     named.arrive(named.TAKEN + part, THREADS)
+                if IN_ORDER:
+                    before = number
+                    if schedule.RIGHT:
+                        # Those with higher numbers were taken before; as many of them as see this tile.
+                        while own.sees(following, tile, work):
+                            following += 1
+                        before = following - 1 - number
+                    place = added + (rows // GROUP + tile * (TILE_Q // GROUP))
+                    wait_for(place, before)
                 for part in gl.static_range(GROUPS):
                     named.meet(named.FULL + part, THREADS)
                     tma_add(dq_desc, [first + tile * TILE + part * (TILE // GROUPS), 0], memory.more.index(part))
+                if IN_ORDER:
+                    finish_additions(turn)
+                    gl.atomic_add(place, 1, sem="release")
         turn += 1
         kind, batch, head, first_row = memory.queue.hear(turn, 1)
     tma.store_wait(0)
+
+
+@gluon.jit
+def wait_for(place, number):
+    """Until there is a number in global memory."""
+    found_there = gl.atomic_add(place, 0, sem="acquire")
+    while found_there != number:
+        found_there = gl.atomic_add(place, 0, sem="acquire")
+
+
+@gluon.jit
+def finish_additions(any):
+    """Wait until the copying unit's additions, as Triton only asks whether it has read what it adds, can be seen."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync 0xffffffff; mov.u32 $0, $1;",
+        "=r,r", [any], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

@@ -17,6 +17,9 @@ ALIGNMENT = 16
 LEAST_HEAD_DIM = 40
 """Below, half of a tile's columns and more would be zeros."""
 
+MOST_IN_ORDER = 128
+"""Head dimensions up to which a warp of its own adds up the gradient of q, which can wait for its turn."""
+
 MOST_PACKED = 1 << 29
 """Rows of packed sequences: where they end has to be told in numbers below 2 ** 30, and filled up they are more."""
 
@@ -71,13 +74,16 @@ def why_not_computed(q: Tensor, k: Tensor, v: Tensor, scale: float, settings: Se
 
 def why_not_backward(q: Tensor, k: Tensor, v: Tensor, scale: float, settings: Settings) -> str | None:
     """The same of its backward; that of out and its gradient is known only then."""
-    return why_not_forward(q, k, v, scale, settings) or why_not_differentiated(settings)
+    return why_not_forward(q, k, v, scale, settings) or why_not_differentiated(q, settings)
 
 
-def why_not_differentiated(settings: Settings) -> str | None:
+def why_not_differentiated(q: Tensor, settings: Settings) -> str | None:
     """What else their backward asks for."""
-    if settings.deterministic:
-        return "their backward adds up the gradient of q in no fixed order, and deterministic=True asks for one"
+    if settings.deterministic and (settings.packed is not None or q.shape[-1] > MOST_IN_ORDER):
+        return (
+            "their backward adds up the gradient of q in no fixed order where sequences are packed, or with head "
+            f"dimensions above {MOST_IN_ORDER}, and deterministic=True asks for one"
+        )
     return None
 
 

@@ -59,30 +59,33 @@ ALONE = Packed()
 class Rows(NamedTuple):
     """What the backward has for each row of q: two numbers (matrices, padded), and sums (..., padded, width), float32.
 
-    ``padded`` is the number of rows, filled up to tiles.
+    ``padded`` is the number of rows, filled up to tiles. And how many have added to the sums of every 64 rows, int32.
     """
 
     exponents: Tensor
     delta: Tensor
     sums: Tensor
+    added: Tensor
 
     @staticmethod
     def memory(matrices: int, padded: int, width: int, device: torch.device) -> Tensor:
-        """Room for all three, in one allocation."""
-        return torch.empty(matrices * padded * (2 + width), dtype=torch.float32, device=device)
+        """Room for all four, in one allocation."""
+        count = matrices * padded
+        return torch.empty(count * (2 + width) + count // ROWS, dtype=torch.float32, device=device)
 
     @staticmethod
-    def addresses(address: int, matrices: int, padded: int, width: int) -> tuple[int, int, int]:
+    def addresses(address: int, matrices: int, padded: int, width: int) -> tuple[int, int, int, int]:
         """Where they lie in such memory."""
         size = 4 * matrices * padded
-        return address, address + size, address + 2 * size
+        return address, address + size, address + 2 * size, address + (2 + width) * size
 
     @staticmethod
     def of(memory: Tensor, matrices: int, padded: int, width: int) -> Rows:
         """They themselves."""
         count = matrices * padded
         numbers = memory[: 2 * count].view(2, matrices, padded)
-        return Rows(numbers[0], numbers[1], memory[2 * count :])
+        added = memory[(2 + width) * count :].view(torch.int32)
+        return Rows(numbers[0], numbers[1], memory[2 * count : (2 + width) * count], added)
 
 
 def as_heads(*tensors: Tensor) -> list[Tensor]:
@@ -227,6 +230,7 @@ def describe_backward(
     softcap: float | None,
     processors: int,
     packed: Packed = ALONE,
+    deterministic: bool = False,
 ) -> Launch:
     """The launch of the width's kernel on tensors ([batch,] heads, rows, d), for a GPU of so many multiprocessors.
 
@@ -249,8 +253,9 @@ def describe_backward(
             *(descriptor(k, config.keys, width, packed), descriptor(v, ROWS, width, packed)),
             *(of_rows(rows.exponents, config.tile_q), of_rows(rows.delta, config.tile_q)),
             *(descriptor(x, ROWS, columns, packed) for x in as_heads(*gradients)),
-            *(rows.sums if is_shared else _of_sums(rows.sums, width * config.tile_q // config.groups), counter),
-            *packed.starts,
+            rows.sums if is_shared else _of_sums(rows.sums, width * config.tile_q // config.groups),
+            *(() if is_shared else (rows.added,)),
+            *(counter, *packed.starts),
         ),
         (
             *(*lengths, *band_arguments(band), section(q, batch * heads), scale, *exponents(scale, softcap)),
@@ -258,7 +263,7 @@ def describe_backward(
         ),
         {
             "HEAD_DIM": width,
-            **({} if is_shared else {"GROUPS": config.groups}),
+            **({} if is_shared else {"GROUPS": config.groups, "IN_ORDER": deterministic}),
             "TILE_Q": config.tile_q,
             "STAGES": config.stages,
             **band_constants(band),

@@ -79,9 +79,14 @@ class BackwardPlan(NamedTuple):
     band: Window
     softcap: float | None
     to_the_end: bool
+    deterministic: bool
     prepare: Launcher
     launcher: TiledLauncher
     finish: Launcher
+
+    def added(self, address: int) -> tuple[int, ...]:
+        """What the width's kernel is told of where it is counted who has added, if it counts."""
+        return () if KERNELS[self.width] is backward_wide_kernel else (address,)
 
 
 _forward_plans: Plans[ForwardPlan] = Plans()
@@ -196,16 +201,25 @@ def backward(
     packed = _packed(extras, plan.to_the_end)
     starts = _starts_of(extras)
     counter = _counter(device)
-    *numbers_of_rows, sums = Rows.addresses(memory.data_ptr(), *sizes)
+    *numbers_of_rows, sums, added = Rows.addresses(memory.data_ptr(), *sizes)
     plan.prepare(
-        (out.data_ptr(), dout.data_ptr(), lse.data_ptr(), address_of(dlse), *numbers_of_rows, sums, starts[0]),
+        (out.data_ptr(), dout.data_ptr(), lse.data_ptr(), address_of(dlse), *numbers_of_rows, sums, added, starts[0]),
         lambda: describe_prepare(out, dout, lse, dlse, Rows.of(memory, *sizes), packed),
     )
     plan.launcher(
-        (*addresses, *numbers_of_rows, dk.data_ptr(), dv.data_ptr(), sums, counter.data_ptr(), *starts),
+        (
+            *addresses,
+            *numbers_of_rows,
+            dk.data_ptr(),
+            dv.data_ptr(),
+            sums,
+            *plan.added(added),
+            counter.data_ptr(),
+            *starts,
+        ),
         lambda: describe_backward(
             *(q, k, v, dout, Rows.of(memory, *sizes), (dk, dv), counter, plan.band, scale, plan.softcap),
-            *(processors_of(device), packed),
+            *(processors_of(device), packed, plan.deterministic),
         ),
     )
     plan.finish((sums, dq.data_ptr(), starts[0]), lambda: describe_finish(Rows.of(memory, *sizes), dq, scale, packed))
@@ -230,6 +244,7 @@ def _plan_backward(
         settings.band(q.shape[-2], k.shape[-2]),
         softcap_of(settings),
         settings.to_the_end,
+        settings.deterministic,
         Launcher(prepare_kernel),
         TiledLauncher(KERNELS[width]),
         Launcher(finish_kernel),

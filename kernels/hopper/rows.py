@@ -39,6 +39,7 @@ def prepare_kernel(
     exponents,
     delta,
     dq,
+    added,
     starts,
     out_strides,
     dout_strides,
@@ -54,8 +55,8 @@ def prepare_kernel(
     """Grid: a program for each ROWS rows of each matrix of q; ``padded``, a multiple of ROWS, is how many a matrix has.
 
     Writes the log-sum-exp in exponents of 2, +inf for rows that see nothing or do not exist, so that their weights are
-    0; delta, the sum of out * dout less the gradient of the log-sum-exp; and zeros to the (padded, WIDTH) rows of dQ.
-    Rows after the last of packed sequences count as ones that do not exist.
+    0; delta, the sum of out * dout less the gradient of the log-sum-exp; zeros to the (padded, WIDTH) rows of dQ, and
+    that nobody has added to them. Rows after the last of packed sequences count as ones that do not exist.
     """
     matrix, filled_up, rows, _, exist = rows_of_program(starts, sequences, q_len, padded, ROWS, FILLED_UP)
     columns = tl.arange(0, WIDTH)[None, :]
@@ -76,6 +77,7 @@ def prepare_kernel(
     tl.store(exponents + target, tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E))
     tl.store(delta + target, total)
     tl.store(dq + target[:, None] * WIDTH + columns, tl.zeros([ROWS, WIDTH], tl.float32))
+    tl.store(added + tl.program_id(0), 0)
 
 
 @triton.jit(do_not_specialize=["q_len", "sequences"])

@@ -194,6 +194,14 @@ class Schedule:
         )  # fmt: skip
 
     @gluon.jit
+    def sees(self, number, tile, work):
+        """Whether there is a ``number``-th tile of rows in a tile's matrix, and a tile of keys is one of its first."""
+        there = number < gl.cdiv(self.q_len, self.TILE_Q)
+        if self.LEFT:
+            there = there & (self.work_of(work.batch, work.head, number * self.TILE_Q).begin <= tile)
+        return there
+
+    @gluon.jit
     def is_cut_short(self, work):
         """Whether some of the last tile's keys do not exist, as none do where one of packed sequences has no keys."""
         if self.packing.PACKED:

@@ -43,6 +43,7 @@ def launch_of(
     softcap: float | None,
     length: int,
     is_packed: bool = False,
+    deterministic: bool = False,
 ) -> Launch:
     """A pass on (2, 8, length, head_dim) queries and (2, 2, length, head_dim) keys, on eight multiprocessors.
 
@@ -61,8 +62,10 @@ def launch_of(
     if name == "forward":
         lse = made(batch, 8, length)
         return describe.describe_forward(q, k, v, out, lse, counter, band, 0.1, softcap, 8, packed)
-    rows = describe.Rows(made(16, length), made(16, length), made(16 * length * head_dim))
-    return describe.describe_backward(q, k, v, out, rows, (k, v), counter, band, 0.1, softcap, 8, packed)
+    rows = describe.Rows(
+        *(made(16, length), made(16, length), made(16 * length * head_dim), made(16 * length // 64, dtype=torch.int32))
+    )
+    return describe.describe_backward(q, k, v, out, rows, (k, v), counter, band, 0.1, softcap, 8, packed, deterministic)
 
 
 def beside_a_product(sass: str) -> list[str]:
@@ -88,11 +91,12 @@ def compile_one(
     softcap: float | None = None,
     length: int = 8192,
     is_packed: bool = False,
+    deterministic: bool = False,
 ) -> dict[str, Any]:
     kernel = KERNELS.get(head_dim)
     if name == "forward":
         kernel = forward_kernel if head_dim in config.WIDTHS else forward_more_kernel
-    launch = launch_of(name, head_dim, BANDS[band], dtype, softcap, length, is_packed)
+    launch = launch_of(name, head_dim, BANDS[band], dtype, softcap, length, is_packed, deterministic)
     report = compile_for(90, kernel, launch)
     step = beside_a_product(report.sass)
     # Those of a group's part of a tile, for each of its 128 threads.
@@ -137,6 +141,7 @@ def main(arguments: Iterable[str]) -> None:
         compiled += [
             compile_one("backward", dim, "causal", torch.bfloat16, length=64) for dim in config.BACKWARD_OF_FEW
         ]
+        compiled.append(compile_one("backward", 128, "window", torch.bfloat16, deterministic=True))
     for name in options.passes:
         dims = config.WIDTHS if name == "forward" else config.BACKWARD
         compiled += [compile_one(name, head_dim, "causal", torch.bfloat16, 5.0) for head_dim in dims]

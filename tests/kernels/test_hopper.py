@@ -46,7 +46,7 @@ def inputs_of(shapes, width, dtype, layout="contiguous", v_width=None):
     return make_inputs(own, dtype=dtype, device="cuda", layout=layout)
 
 
-def results(inputs, causal, window, cap=None):
+def results(inputs, causal, window, cap=None, *, deterministic=False):
     """Values and gradients."""
     from cs336_systems.kernels.hopper import launch
 
@@ -56,6 +56,7 @@ def results(inputs, causal, window, cap=None):
         causal="bottom_right" if causal else "none",
         window=(window, None),
         scores=() if cap is None else softcap(cap).expression,
+        deterministic=deterministic,
     )
     described = settings.text, settings.numbers
     assert why_not_backward(q, k, v, scale, settings) is None
@@ -146,6 +147,19 @@ def test_values_are_the_same_every_time(width):
     for _ in range(20):
         again = results(inputs, True, None)
         assert all(torch.equal(first[name], again[name]) for name in ("out", "lse"))
+
+
+@pytest.mark.parametrize("band", [*BANDS, "window_alone"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("width", [64, 80, 128])
+def test_gradients_are_the_same_every_time_if_asked_for(width, shape, band):
+    inputs = inputs_of(SHAPES[shape], width, torch.bfloat16)
+    causal, window = (False, 100) if band == "window_alone" else BANDS[band]
+    first = results(inputs, causal, window, deterministic=True)
+    assert_right(first, inputs, causal, window)
+    for _ in range(20):
+        again = results(inputs, causal, window, deterministic=True)
+        assert all(torch.equal(first[name], again[name]) for name in first)
 
 
 def test_a_captured_graph_can_be_replayed():

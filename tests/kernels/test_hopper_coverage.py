@@ -105,8 +105,11 @@ def test_strides_of_what_is_alone_do_not_matter():
 
 
 def test_what_their_backward_leaves_to_others():
-    assert why_not_differentiated(Settings()) is None
-    assert "deterministic=True" in why_not_differentiated(Settings(deterministic=True))
+    narrow, wide = (torch.empty(1, 2, 8, d, dtype=torch.bfloat16, device="meta") for d in (128, 136))
+    assert why_not_differentiated(wide, Settings()) is None
+    assert why_not_differentiated(narrow, Settings(deterministic=True)) is None
+    assert "deterministic=True" in why_not_differentiated(wide, Settings(deterministic=True))
+    assert "packed" in why_not_differentiated(narrow, Settings(deterministic=True, packed=(None, None)))
 
 
 @pytest.mark.parametrize(

@@ -84,10 +84,10 @@ def test_the_backward_passes_what_it_describes(launches, monkeypatch, processors
         assert addresses == pointers
     prepare, main, finish = [pointers for _, _, pointers, _ in launches]
     assert prepare[:4] == (out.data_ptr(), dout.data_ptr(), lse.data_ptr(), None if dlse is None else dlse.data_ptr())
-    assert prepare[4:] == (*main[4:6], main[-4], None)
+    assert prepare[4:] == (*main[4:6], *main[8:10], None)
     assert main[:4] == tuple(x.data_ptr() for x in (q, dout, k, v))
     assert main[6:8] == tuple(x.data_ptr() for x in gradients[1:])
-    assert finish == (main[-4], gradients[0].data_ptr(), None)
+    assert finish == (main[8], gradients[0].data_ptr(), None)
     assert main[-2:] == (None, None)
     programs = min({64: 2, 128: 1}[d] * processors, {64: 5, 128: 3}[d] * 4)
     assert [described.grid for *_, described in launches] == [(8 * 256 // 64, 1), (programs, 1), (8 * 256 // 64, 1)]

@@ -40,8 +40,21 @@ def test_rows_are_prepared(flash_device, width, with_dlse):
     lse[0, 1, 5] = -math.inf
     exponents, delta = (torch.full((BATCH * HEADS, PADDED), math.nan, device=flash_device) for _ in range(2))
     sums = torch.full((BATCH * HEADS, PADDED, 16), math.nan, device=flash_device)
+    added = torch.full((BATCH * HEADS * PADDED // TILE,), -1, dtype=torch.int32, device=flash_device)
     prepare_kernel[(BATCH * HEADS * PADDED // TILE,)](
-        *(out, dout, lse, dlse if with_dlse else None, exponents, delta, sums, None, strides(out), strides(dout)),
+        *(
+            out,
+            dout,
+            lse,
+            dlse if with_dlse else None,
+            exponents,
+            delta,
+            sums,
+            added,
+            None,
+            strides(out),
+            strides(dout),
+        ),
         *(HEADS, ROWS, PADDED, 0, width, 16, TILE, FILLED_UP),
     )
     expected = (out.double() * dout.double()).sum(-1) - (dlse.double() if with_dlse else 0.0)
@@ -53,6 +66,7 @@ def test_rows_are_prepared(flash_device, width, with_dlse):
     seen = lse.isfinite()
     torch.testing.assert_close(of_rows[..., :ROWS][seen], lse[seen] / math.log(2))
     assert (sums == 0).all()
+    assert (added == 0).all()
 
 
 def as_added(rows):
@@ -106,6 +120,7 @@ def test_packed_rows_are_prepared(flash_device, with_dlse):
     torch.testing.assert_close(rows.delta.double(), expected_delta, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(rows.exponents, expected)
     assert (rows.sums == 0).all()
+    assert (rows.added == 0).all()
 
 
 def test_packed_sums_become_gradients(flash_device):
