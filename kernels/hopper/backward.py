@@ -30,17 +30,17 @@ NUMBERS = ("matrices", "heads", "group", "q_len", "k_len", "padded", "left", "ri
 
 
 @gluon.jit
-def visible(columns, rows, schedule):
-    """Which pairs of columns and rows are seen. A column that does not exist has scores of 0, and is not.
+def visible(columns, first_row, schedule, layout: gl.constexpr, ROWS: gl.constexpr):
+    """Which pairs of columns and so many rows are seen. A column that does not exist has scores of 0, and is not.
 
-    The forward's, with the roles exchanged, has bounds for each key where this has them for each row of q: in this loop
-    those spill registers, and in the forward's these do.
+    Places of rows are compared in two parts: a thread's are few numbers below 8, and multiples of 8 known beforehand.
     """
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))[None, :]
     seen = (columns < schedule.q_len)[:, None]
     if schedule.LEFT:
-        seen = seen & (columns[:, None] <= (rows - schedule.left)[None, :])
+        seen = seen & ((columns - (first_row - schedule.left))[:, None] - rows % 8 <= rows // 8 * 8)
     if schedule.RIGHT:
-        seen = seen & (columns[:, None] >= (rows - schedule.right)[None, :])
+        seen = seen & ((columns - (first_row - schedule.right))[:, None] - rows % 8 >= rows // 8 * 8)
     return seen
 
 
@@ -110,8 +110,7 @@ def step(
     if EARLY:
         delta = memory.delta.index(stage).load(layout)
     if MASKED:
-        rows = tile * TILE_Q + gl.arange(0, TILE_Q, layout=gl.SliceLayout(0, layout))
-        weights = gl.where(visible(columns, rows, schedule), weights, 0.0)
+        weights = gl.where(visible(columns, tile * TILE_Q, schedule, layout, TILE_Q), weights, 0.0)
     operand_of_dv = gl.convert_layout(weights.to(dtype), operand)
     if exponents.CAPPED:
         # The derivative of the cap.

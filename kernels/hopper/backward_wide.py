@@ -54,8 +54,8 @@ def step(
     scores = exponents.cap(warpgroup_mma_wait(1, [scores]))
     weights = gl.exp2(scores * exponents.scale - lse)
     if MASKED:
-        rows = tile * GROUP + MEMBER * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
-        weights = gl.where(visible(columns, rows, schedule), weights, 0.0)
+        first_row = tile * GROUP + MEMBER * ROWS
+        weights = gl.where(visible(columns, first_row, schedule, layout, ROWS), weights, 0.0)
     weights_tile = memory.more.index(number % 2)
     weights_tile.slice(MEMBER * ROWS, ROWS, dim=1).store(weights.to(dtype))
     if exponents.CAPPED:

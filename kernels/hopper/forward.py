@@ -24,14 +24,18 @@ NUMBERS = ("matrices", "heads", "group", "q_len", "k_len", "left", "right", "sec
 
 @gluon.jit
 def visible(rows, first_column, schedule, layout: gl.constexpr):
-    """Which pairs of the rows (64,) and a tile of columns exist and are seen."""
-    columns = first_column + gl.arange(0, schedule.TILE_K, layout=gl.SliceLayout(0, layout))[None, :]
+    """Which pairs of the rows (64,) and a tile of columns exist and are seen.
+
+    Places of columns are compared in two parts: a thread's are few numbers below 8, and multiples of 8 known
+    beforehand.
+    """
+    columns = gl.arange(0, schedule.TILE_K, layout=gl.SliceLayout(0, layout))[None, :]
     last = gl.full([GROUP], 0, gl.int32, gl.SliceLayout(1, layout)) + (schedule.k_len - 1)
     if schedule.RIGHT:
         last = gl.minimum(rows + schedule.right, last)
-    seen = columns <= last[:, None]
+    seen = (last - first_column)[:, None] - columns % 8 >= columns // 8 * 8
     if schedule.LEFT:
-        seen = seen & (columns >= (rows + schedule.left)[:, None])
+        seen = seen & ((rows + (schedule.left - first_column))[:, None] - columns % 8 <= columns // 8 * 8)
     return seen
 
 
