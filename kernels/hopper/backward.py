@@ -24,6 +24,7 @@ from .ring import NamedRing, new_barriers, new_tiles
 from .schedule import Schedule
 from .softmax import Exponents
 from .tiles import GROUP, as_matrix
+from .versions import meet_in_group
 
 NUMBERS = ("matrices", "heads", "group", "q_len", "k_len", "padded", "left", "right", "section", "sequences")
 """Arguments that one compiled kernel takes any values of."""
@@ -88,7 +89,7 @@ def step(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_Q, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
-    stage = number % memory.q.stages
+    stage = memory.q.stage(number)
     nothing = gl.zeros([GROUP, TILE_Q], gl.float32, layout)
     KEYS: gl.constexpr = schedule.TILE_Q
     zero = zero_of_a_step(number)
@@ -119,7 +120,7 @@ def step(
     if not EARLY:
         delta = memory.delta.index(stage).load(layout)
     slopes = (weights * (dweights - delta)).to(dtype)
-    slopes_tile = memory.slopes.index(number % 2)
+    slopes_tile = memory.slopes.index(number & 1)
     slopes_tile.slice(MEMBER * GROUP, GROUP, dim=0).store(slopes)
     # Begun before, this would hold the warps up until the tensor cores had read all its weights from their registers.
     dv = warpgroup_mma(operand_of_dv, dout_tile, dv, is_async=True)
@@ -151,6 +152,8 @@ def over_tiles(
     if sums is not None and own.packing.PACKED:
         sums += own.first_filled_up().to(gl.int64) * HEAD_DIM
     left, right = own.whole_tiles(work)
+    # Else Triton lets the warps meet before the first wait of every step.
+    meet_in_group()
     for _ in range(own.visits(group)):
         for tile in range(work.begin, left):
             dk, dv = STEP(

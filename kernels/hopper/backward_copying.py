@@ -103,7 +103,7 @@ def copy_tile(
         for tile in range(work.begin, work.end):
             corner = own.k_corner(work.batch, head, tile * TILE_Q, 0)
             of_rows = [matrix, own.first_filled_up() + tile * TILE_Q]
-            stage = number % memory.q.stages
+            stage = memory.q.stage(number)
             memory.q.wait_empty(number)
             arrival = memory.q.arrival(number)
             mbarrier.expect(arrival, BYTES + KEYS * HEAD_DIM * 2, pred=number == first)

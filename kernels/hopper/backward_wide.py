@@ -37,7 +37,7 @@ def step(
     dtype: gl.constexpr = memory.k.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    stage = number % memory.q.stages
+    stage = memory.q.stage(number)
     nothing = gl.zeros([GROUP, ROWS], gl.float32, layout)
     zero = zero_of_a_step(number)
     k_tile = as_matrix(memory.k.index(zero), GROUP, HEAD_DIM)
@@ -56,13 +56,13 @@ def step(
     if MASKED:
         first_row = tile * GROUP + MEMBER * ROWS
         weights = gl.where(visible(columns, first_row, schedule, layout, ROWS), weights, 0.0)
-    weights_tile = memory.more.index(number % 2)
+    weights_tile = memory.more.index(number & 1)
     weights_tile.slice(MEMBER * ROWS, ROWS, dim=1).store(weights.to(dtype))
     if exponents.CAPPED:
         weights *= 1.0 - scores * scores
     delta = memory.delta.index(stage).slice(MEMBER * ROWS, ROWS, dim=1).load(layout)
     dweights = warpgroup_mma_wait(0, [dweights])
-    slopes_tile = memory.slopes.index(number % 2)
+    slopes_tile = memory.slopes.index(number & 1)
     slopes_tile.slice(MEMBER * ROWS, ROWS, dim=1).store((weights * (dweights - delta)).to(dtype))
     fence_async_shared()
     named.meet(named.MET, 2 * named.GROUP)

@@ -131,7 +131,7 @@ def copy_tile(
         mbarrier.expect(memory.k.arrival(number), TILE_K * KEY_BYTES)
         tma.async_copy_global_to_shared(k_desc, corner, memory.k.arrival(number), memory.k.tile(number))
         if memory.KEY_MORE > 0:
-            room = memory.k_more.index(number % memory.k.stages)
+            room = memory.k_more.index(memory.k.stage(number))
             tma.async_copy_global_to_shared(k_more_desc, beyond, memory.k.arrival(number), room)
         if tile == work.end - 1:
             # After the first keys, because room for those is free before room for q is.
@@ -154,7 +154,7 @@ def copy_tile(
         mbarrier.expect(memory.v.arrival(number), TILE_K * VALUE_BYTES)
         tma.async_copy_global_to_shared(v_desc, corner, memory.v.arrival(number), memory.v.tile(number))
         if memory.VALUE_MORE > 0:
-            room = memory.v_more.index(number % memory.v.stages)
+            room = memory.v_more.index(memory.v.stage(number))
             tma.async_copy_global_to_shared(v_more_desc, beyond, memory.v.arrival(number), room)
         number += 1
     return number, following

@@ -16,7 +16,7 @@ def scores_of(memory, number, layout: gl.constexpr, MEMBER: gl.constexpr, HEAD_D
     scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
     if memory.KEY_MORE > 0:
         q_tile = as_matrix(memory.q_more.index(MEMBER), GROUP, memory.KEY_MORE)
-        k_tile = as_matrix(memory.k_more.index(number % memory.k.stages), TILE_K, memory.KEY_MORE)
+        k_tile = as_matrix(memory.k_more.index(memory.k.stage(number)), TILE_K, memory.KEY_MORE)
         scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), scores, is_async=True)
     return scores
 
@@ -30,7 +30,7 @@ def add_values(weights, out, out_more, memory, number, HEAD_DIM: gl.constexpr, T
     out = warpgroup_mma(operand, v_tile, out, is_async=True)
     if memory.VALUE_MORE > 0:
         more_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, memory.VALUE_MORE, 16])
-        v_tile = as_matrix(memory.v_more.index(number % memory.v.stages), TILE_K, memory.VALUE_MORE)
+        v_tile = as_matrix(memory.v_more.index(memory.v.stage(number)), TILE_K, memory.VALUE_MORE)
         operand_of_more = gl.convert_layout(operand, gl.DotOperandLayout(0, more_layout, 2), assert_trivial=True)
         out_more = warpgroup_mma(operand_of_more, v_tile, out_more, is_async=True)
     return out, out_more, operand

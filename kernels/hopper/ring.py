@@ -19,19 +19,29 @@ class Arrivals:
     stages: gl.constexpr
 
     @gluon.jit
+    def stage(self, number):
+        """Where a tile lies. Steps wait for it; of signed numbers it would take more instructions."""
+        return (gl.to_tensor(number).to(gl.uint32) % self.stages).to(gl.int32)
+
+    @gluon.jit
+    def parity(self, number):
+        """Of how often its stage was filled before a tile."""
+        return (gl.to_tensor(number).to(gl.uint32) // self.stages).to(gl.int32) & 1
+
+    @gluon.jit
     def tile(self, number):
         """The memory of a tile."""
-        return self.tiles.index(number % self.stages)
+        return self.tiles.index(self.stage(number))
 
     @gluon.jit
     def arrival(self, number):
         """The barrier that a tile's copy completes."""
-        return self.full.index(number % self.stages)
+        return self.full.index(self.stage(number))
 
     @gluon.jit
     def wait_full(self, number, wanted=True):
         """Until a tile has arrived; not at all unless it is ``wanted``."""
-        mbarrier.wait(self.arrival(number), (number // self.stages) & 1, pred=wanted)
+        mbarrier.wait(self.arrival(number), self.parity(number), pred=wanted)
 
 
 @aggregate
@@ -53,7 +63,7 @@ class Ring(Arrivals):
     @gluon.jit
     def wait_released(self, number):
         """Until the ``number``-th release of all; not at all for one before the first."""
-        mbarrier.wait(self.empty.index(number % self.stages), (number // self.stages) & 1, pred=number >= 0)
+        mbarrier.wait(self.empty.index(self.stage(number)), self.parity(number), pred=number >= 0)
 
     @gluon.jit
     def wait_empty(self, number):
@@ -63,7 +73,7 @@ class Ring(Arrivals):
     @gluon.jit
     def release(self, number):
         """Say that the calling warps read a tile no more."""
-        mbarrier.arrive(self.empty.index(number % self.stages), count=1)
+        mbarrier.arrive(self.empty.index(self.stage(number)), count=1)
 
 
 @aggregate
@@ -88,18 +98,18 @@ class NamedRing(Arrivals):
     def wait_empty(self, number):
         """Until the tile that lay where this one will is released. One warp calls it, for each tile in turn."""
         if number >= self.stages:
-            named.meet(self.free + number % self.stages, self.readers + named.WARP)
+            named.meet(self.free + self.stage(number), self.readers + named.WARP)
 
     @gluon.jit
     def wait_all(self, number):
         """Until all of so many tiles are released: a barrier that others came to alone is not to be left."""
         for late in range(max(number - self.stages, 0), number):
-            named.meet(self.free + late % self.stages, self.readers + named.WARP)
+            named.meet(self.free + self.stage(late), self.readers + named.WARP)
 
     @gluon.jit
     def release(self, number):
         """Say that the calling warps read a tile no more."""
-        named.arrive(self.free + number % self.stages, self.readers + named.WARP)
+        named.arrive(self.free + self.stage(number), self.readers + named.WARP)
 
 
 @gluon.jit

@@ -8,12 +8,16 @@ from typing import Any
 import triton
 from triton._C.libtriton import ir
 from triton.backends.nvidia.driver import make_tensordesc_arg
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.language.core import _aggregate as aggregate
 
 from .config import VERSIONS
 
-__all__ = ["aggregate", "is_supported", "runner_of", "tma_add"]
+__all__ = ["aggregate", "is_supported", "meet_in_group", "runner_of", "tma_add"]
+
+meet_in_group = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+"""Let the warps of a role wait for each other, as Triton knows that they do."""
 
 
 def is_supported() -> bool:
