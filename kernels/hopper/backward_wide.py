@@ -14,8 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from . import named
-from .backward import NUMBERS, over_tiles, room_in, store_gradients, visible, zero_of_a_step
+from .backward import NUMBERS, over_tiles, room_in, store_gradients
 from .backward_copying import Memory, copy_ahead
+from .backward_step import visible, zero_of_a_step
 from .packing import new_packing
 from .queue import NONE, new_queue
 from .ring import NamedRing, new_barriers, new_tiles
