@@ -42,7 +42,8 @@ class Sampling:
     def probabilities(self, logits: Float[Tensor, "batch vocab_size"]) -> Float[Tensor, "batch vocab_size"]:
         """With which each token is drawn, in float32 or finer; of equal logits the first token counts as likelier."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if self.temperature == 0:
+        if self.temperature < torch.finfo(torch.float32).tiny:
+            # Too small to divide by on a GPU, where it is taken for 0.
             return torch.zeros_like(wide).scatter_(-1, wide.argmax(-1, keepdim=True), 1.0)
         # Less the largest, so that dividing by a small temperature makes no infinity.
         probabilities = ((wide - wide.amax(-1, keepdim=True)) / self.temperature).softmax(-1)
