@@ -20,13 +20,19 @@ class Arrivals:
 
     @gluon.jit
     def stage(self, number):
-        """Where a tile lies. Steps wait for it; of signed numbers it would take more instructions."""
-        return (gl.to_tensor(number).to(gl.uint32) % self.stages).to(gl.int32)
+        """Where a tile lies. Steps wait for it, and division of signed numbers takes longer than their bits."""
+        if self.stages & (self.stages - 1) == 0:
+            return number & (self.stages - 1)
+        else:
+            return number % self.stages
 
     @gluon.jit
     def parity(self, number):
         """Of how often its stage was filled before a tile."""
-        return (gl.to_tensor(number).to(gl.uint32) // self.stages).to(gl.int32) & 1
+        if self.stages & (self.stages - 1) == 0:
+            return (number & self.stages) // self.stages
+        else:
+            return (number // self.stages) & 1
 
     @gluon.jit
     def tile(self, number):
