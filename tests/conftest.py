@@ -136,6 +136,15 @@ def _seed(request: pytest.FixtureRequest) -> None:
 
 
 MOST_KEPT = 2**30
+"""Bytes of a GPU's memory that a worker may keep between tests."""
+
+
+@pytest.fixture
+def compile_afresh() -> Iterator[None]:
+    """The test compiles for itself: nothing is found that another one left, and no limit is used up."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from cs336_systems.files import write_text
 from cs336_systems.profiling.memory import is_out_of_memory
 
 Row = dict[str, Any]
@@ -152,9 +153,7 @@ class DeathLog:
         if what is None and not self._deaths:
             self._path.unlink(missing_ok=True)
             return
-        written = self._path.with_suffix(".tmp")
-        written.write_text(json.dumps({"under_way": what, "deaths": self._deaths}))
-        written.replace(self._path)
+        write_text(self._path, json.dumps({"under_way": what, "deaths": self._deaths}))
 
 
 def read_configuration(folder: Path) -> dict[str, Any]:

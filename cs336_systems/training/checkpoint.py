@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as read_states
 from torch.distributed.checkpoint.state_dict_saver import save as write_states
 
-from .files import sync_file, sync_folder, write_text
+from ..files import sync_file, sync_folder, write_text
 
 STATE = "state.json"
 _PREFIX = "step-"

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..attention.choose import NAMES
+from ..files import write_text
 from ..transformer import PRESETS, TransformerConfig, preset
 from ..transformer.presets import Sizes
-from .files import write_text
 
 TINY = "tiny"
 TINY_SIZES = Sizes(d_model=128, d_ff=384, num_layers=4, num_heads=4)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .files import replacing, write_text
+from ..files import replacing, write_text
 from .tokens import Tokenizer
 
 VERSION = 1

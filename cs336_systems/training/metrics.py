@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
+from ..files import write_text
 from ..profiling import Axes, Panel, Progress, Series, save_panels
 from ..profiling.memory import GIB
 from ..profiling.progress import readable_seconds
-from .files import write_text
 
 METRICS = "metrics.jsonl"
 PLOT = "loss.png"

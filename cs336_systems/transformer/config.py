@@ -12,6 +12,7 @@ from typing import Any
 
 from ..attention import Implementation
 from ..attention.choose import NAMES
+from ..files import write_text
 from ..profiling.flops import attention_flops
 
 
@@ -109,17 +110,7 @@ class TransformerConfig:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the config as JSON. The file is there whole or, if writing fails, as it was before."""
-        target = Path(path)
-        # In the same folder, because a file is renamed in one step only within a file system.
-        part = target.with_name(f".{target.name}.{os.getpid()}.part")
-        try:
-            with part.open("w", encoding="utf-8") as file:
-                file.write(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
+        write_text(Path(path), json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TransformerConfig:

@@ -27,21 +27,16 @@ from cs336_systems.testing import Shapes, make_inputs
 LENGTH, OTHER = Dim("length", min=2, max=512), Dim("other", min=2, max=512)
 HEADS = 4
 
-# What torch.export uses of torch beyond its own warnings.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning:torch",
-    "ignore::FutureWarning:torch",
-    "ignore:Unable to find user code corresponding to tracepoint:UserWarning",
-    "ignore:The given buffer is not writable:UserWarning",
-)
-
-
-@pytest.fixture(autouse=True)
-def _afresh():
-    """Strict export traces as torch.compile does, and remembers as it does."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+# What torch.export uses of torch beyond its own warnings. Strict export traces as torch.compile does, and remembers so.
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning:torch",
+        "ignore::FutureWarning:torch",
+        "ignore:Unable to find user code corresponding to tracepoint:UserWarning",
+        "ignore:The given buffer is not writable:UserWarning",
+    ),
+    pytest.mark.usefixtures("compile_afresh"),
+]
 
 
 class Attend(nn.Module):

@@ -22,19 +22,14 @@ from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_i
 SHAPES = Shapes.of(2, q_len=5, k_len=9, d=16, dv=8, q_heads=4, kv_heads=2)
 
 # What is used of torch.compile beyond its own warnings.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning:torch",
-    "ignore::FutureWarning:torch",
-    "ignore:The .grad attribute of a Tensor:UserWarning",  # torch hides it, where warnings are no errors
-)
-
-
-@pytest.fixture(autouse=True)
-def _compile_afresh():
-    """Each test compiles for itself: nothing is found that another one left, and no limit is used up."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning:torch",
+        "ignore::FutureWarning:torch",
+        "ignore:The .grad attribute of a Tensor:UserWarning",  # torch hides it, where warnings are no errors
+    ),
+    pytest.mark.usefixtures("compile_afresh"),
+]
 
 
 @score_rule(steepest=2.0)

@@ -50,9 +50,9 @@ def test_results_fit_the_queries(device):
     assert Attention(causal=True)(q, k, v).shape == q.shape
 
 
+@pytest.mark.usefixtures("compile_afresh")
 @pytest.mark.parametrize("impl", ["flash", "naive"])
 def test_one_graph_for_all_lengths(impl, device):
-    torch._dynamo.reset()
     attend = torch.compile(lambda *qkv: attention(*qkv, causal=True, impl=impl), fullgraph=True, backend="aot_eager")
     for lengths in ((3, 6), (8, 22), (7, 14, 2)):
         starts = starts_of(lengths, device).long()

@@ -23,15 +23,10 @@ from cs336_systems.testing import (
 SHAPES = Shapes.of(2, q_len=5, k_len=9, d=16, dv=8, q_heads=4, kv_heads=2)
 
 # What is used of torch.compile beyond its own warnings.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch")
-
-
-@pytest.fixture(autouse=True)
-def _compile_afresh():
-    """Each test compiles for itself: nothing is found that another one left, and no limit is used up."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch"),
+    pytest.mark.usefixtures("compile_afresh"),
+]
 
 
 def compiled(backend="aot_eager", dynamic=None, **settings):

@@ -11,14 +11,16 @@ from cs336_systems.attention import attention_varlen
 from cs336_systems.kernels.settings import Settings
 from cs336_systems.testing import evaluate, make_packed, starts_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch"),
+    pytest.mark.usefixtures("compile_afresh"),
+]
 
 
 @pytest.mark.parametrize(
     ("impl", "dynamic"), [("flash", True), ("naive", True), ("tiled", None)], ids=["flash", "naive", "tiled"]
 )
 def test_one_graph(impl, dynamic, device):
-    torch._dynamo.reset()
     attend = partial(attention_varlen, causal=True, impl=impl, return_lse=True)
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for number, lengths in enumerate(([(3, 5), (6, 8)], [(8, 11), (22, 30)], [(7, 9), (7, 3), (9, 50)])):

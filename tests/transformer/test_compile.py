@@ -8,15 +8,10 @@ import torch
 from cs336_systems.transformer import Transformer
 
 # What is used of torch.compile beyond its own warnings.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch")
-
-
-@pytest.fixture(autouse=True)
-def _compile_afresh():
-    """Each test compiles for itself: nothing is found that another one left, and no limit is used up."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch"),
+    pytest.mark.usefixtures("compile_afresh"),
+]
 
 
 def assert_compiles(model, tokens, backend, **settings):
