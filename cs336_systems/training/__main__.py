@@ -2,79 +2,152 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar, cast
 
+from ..parallel import Layout, is_main_process, start
 from ..profiling import collect_environment
 from ..profiling.memory import is_out_of_memory
+from .checkpoint import read_progress
 from .estimate import DoesNotFitError, require_memory
-from .loop import Ending, NotFiniteError, Trainer
+from .loop import Trainer
 from .options import Request, parse
-from .prepare import CHECKPOINTS, CONFIG, Prepared, newest_checkpoint, prepare
+from .prepare import CHECKPOINTS, CONFIG, Prepared, choose_device, newest_checkpoint, prepare
+from .stopping import Ending, NotFiniteError
 
 IMPOSSIBLE, TOO_LARGE, NOT_FINITE = 2, 3, 4
 SIGNALLED = 128
 """Added to a signal's number, as shells do."""
 
+T = TypeVar("T")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line asks for; the exit code."""
-    try:
-        request = parse(arguments)
-        prepared = prepare(request.config)
-        if request.dry_run:
-            say(options_of(prepared))
-        say(describe(prepared))
-        if request.dry_run:
-            return 0
-        if not request.force:
-            require_memory(prepared.memory(), prepared.device)
-        trainer = begin(request, prepared)
-    except DoesNotFitError as error:
-        say(f"error: {error}")
-        return TOO_LARGE
-    except (ValueError, TypeError, OSError) as error:
-        say(f"error: {error}")
-        return IMPOSSIBLE
+    with contextlib.ExitStack() as stack:
+        try:
+            request = parse(arguments)
+            options = request.config
+            layout = stack.enter_context(start(options.parallel, choose_device(options.device), options.context_size))
+        except (ValueError, TypeError, OSError) as error:
+            say(f"error: {error}")
+            return IMPOSSIBLE
+        try:
+            return train(request, layout)
+        except StoppedError as stopped:
+            say(f"error: {stopped}")
+            return stopped.code
+
+
+def train(request: Request, layout: Layout) -> int:
+    """The same, as one of the processes of a layout.
+
+    Raises:
+        StoppedError: it cannot begin.
+    """
+    prepared = together(layout, lambda: ready(request, layout))
+    if request.dry_run:
+        return 0
+    # Every process has a clock of its own.
+    request = dataclasses.replace(request, folder=layout.gathered(request.folder)[0])
+    checkpoint = together(layout, lambda: claim(request))
+    trainer = begin(request, prepared, checkpoint)
     try:
         ending = trainer.run()
     except NotFiniteError as error:
         say(f"error: {error}. Checkpoints of {request.folder / CHECKPOINTS} are of earlier steps, and are intact")
         return NOT_FINITE
     except KeyboardInterrupt:
-        say(f"interrupted within a step; to go on from the last checkpoint:\n  {resume_command(request.folder)}")
+        again = resume_command(request.folder, layout)
+        say(f"interrupted within a step; to go on from the last checkpoint:\n  {again}")
         return SIGNALLED + signal.SIGINT
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        say(
+        # Of one process: where there are others, torchrun ends them.
+        print(
             f"error: memory ran out on {prepared.device}: a smaller --micro-batch-size, --recompute-every 1 or "
-            "--loss-chunk 4096 take less"
+            "--loss-chunk 4096 take less",
+            file=sys.stderr,
         )
         return TOO_LARGE
-    return finish(ending, request.folder)
+    return finish(ending, request.folder, layout)
 
 
-def begin(request: Request, prepared: Prepared) -> Trainer:
-    """The run, in its folder.
+class StoppedError(Exception):
+    """A run cannot begin, for a reason that one process found; `code` is the exit code."""
+
+    def __init__(self, reason: str, code: int) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+def together(layout: Layout, step: Callable[[], T]) -> T:
+    """What a step returns, in which no process waits for another that has failed.
+
+    Raises:
+        StoppedError: it failed in some process; with the reason of the first, in all of them.
+    """
+    result: T | None = None
+    failure: tuple[str, int] | None = None
+    try:
+        result = step()
+    except DoesNotFitError as error:
+        failure = str(error), TOO_LARGE
+    except (ValueError, TypeError, OSError) as error:
+        failure = str(error), IMPOSSIBLE
+    for failed in layout.gathered(failure):
+        if failed is not None:
+            raise StoppedError(*failed)
+    return cast("T", result)
+
+
+def ready(request: Request, layout: Layout) -> Prepared:
+    """What the run needs, said to people; it fits into memory, or that was not asked for."""
+    prepared = prepare(request.config, layout)
+    if request.dry_run:
+        say(options_of(prepared))
+    say(describe(prepared))
+    if not (request.dry_run or request.force):
+        require_memory(prepared.memory(), prepared.device)
+    return prepared
+
+
+def claim(request: Request) -> Path | None:
+    """The checkpoint that the run begins from, if it does.
 
     Raises:
         ValueError: a new run's folder has a run already, or a resumed one has no checkpoint or no step left.
     """
     folder = request.folder
-    checkpoint = newest_checkpoint(folder) if request.resume else None
-    if checkpoint is None and (folder / CONFIG).exists():
-        raise ValueError(f"out must be a new folder; {folder} has a run already: --resume {folder} goes on with it")
-    folder.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(prepared, folder, checkpoint)
-    if trainer.step >= request.config.steps:
-        raise ValueError(f"steps must be more than the {trainer.step} that {folder} has; got {request.config.steps}")
-    request.config.save(folder / CONFIG)
-    collect_environment(prepared.device).write(folder / "environment.json")
+    if not request.resume:
+        if (folder / CONFIG).exists():
+            raise ValueError(f"out must be a new folder; {folder} has a run already: --resume {folder} goes on with it")
+        return None
+    checkpoint = newest_checkpoint(folder)
+    step = read_progress(checkpoint).step
+    if step >= request.config.steps:
+        raise ValueError(f"steps must be more than the {step} that {folder} has; got {request.config.steps}")
+    return checkpoint
+
+
+def begin(request: Request, prepared: Prepared, checkpoint: Path | None) -> Trainer:
+    """The run, in its folder. Raises StoppedError when the checkpoint is of another model or other data."""
+    folder = request.folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        trainer = Trainer(prepared, folder, checkpoint)
+    except (ValueError, TypeError, OSError) as error:
+        raise StoppedError(str(error), IMPOSSIBLE) from error
+    if prepared.layout.is_main:
+        request.config.save(folder / CONFIG)
+        collect_environment(prepared.device).write(folder / "environment.json")
     say(f"in {folder}" if checkpoint is None else f"in {folder}, from step {trainer.step} on")
     return trainer
 
@@ -96,30 +169,41 @@ def describe(prepared: Prepared) -> str:
             f"model: {model.parameters():,} parameters, {model.vocab_size:,} tokens, context {model.context_length:,}",
             f"steps: {config.steps:,} of {tokens:,} tokens, {config.steps * config.batch_size / windows.count:.1f} "
             "times through the text",
-            f"on {prepared.device}, {'bfloat16 autocast' if prepared.autocast else 'float32'}; estimated memory",
+            f"on {places(prepared.layout)}, {'bfloat16 autocast' if prepared.autocast else 'float32'}; "
+            f"estimated memory{'' if prepared.layout.is_alone else ' of each'}",
             prepared.memory().table(),
         ]
     )
 
 
-def finish(ending: Ending, folder: Path) -> int:
+def places(layout: Layout) -> str:
+    """Where a run computes, for people."""
+    if layout.is_alone:
+        return str(layout.device)
+    shared = f", {layout.context_size} to a sequence" if layout.context_size > 1 else ""
+    return f"{layout.size} processes ({layout.mode}{shared}), the first on {layout.device}"
+
+
+def finish(ending: Ending, folder: Path, layout: Layout) -> int:
     """Say how it ended, and how to go on; the exit code."""
     if ending.signal is None:
         say(f"done after {ending.step} steps; the model is in {folder}")
         return 0
     name = signal.Signals(ending.signal).name
-    say(f"stopped by {name} after step {ending.step}; to go on:\n  {resume_command(folder)}")
+    say(f"stopped by {name} after step {ending.step}; to go on:\n  {resume_command(folder, layout)}")
     return SIGNALLED + ending.signal
 
 
-def resume_command(folder: Path) -> str:
-    """What goes on with the run in a folder."""
-    return shlex.join(["python", "-m", "cs336_systems.training", "--resume", str(folder)])
+def resume_command(folder: Path, layout: Layout) -> str:
+    """What goes on with the run in a folder, on one machine as this run is if there are several processes."""
+    program = ["python"] if layout.is_alone else ["torchrun", "--nproc-per-node", str(layout.size)]
+    return shlex.join([*program, "-m", "cs336_systems.training", "--resume", str(folder)])
 
 
 def say(text: str) -> None:
-    """To people: results are in the run's folder, so nothing of this goes to standard output."""
-    print(text, file=sys.stderr, flush=True)
+    """To people, by the first process: results are in the run's folder, so nothing of this goes to standard output."""
+    if is_main_process():
+        print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from ..attention.choose import NAMES
 from ..files import write_text
+from ..parallel.layout import MODES, NONE
 from ..transformer import PRESETS, TransformerConfig, preset
 from ..transformer.presets import Sizes
 
@@ -88,6 +89,18 @@ class TrainingConfig:
     micro_batch_size: int | None = _option(
         None, COMPUTE, "sequences at a time, whose gradients accumulate (default: all of a step)", on_resume=True
     )
+    parallel: str = _option(
+        NONE, COMPUTE, f"how the processes that torchrun starts share the work: {', '.join(MODES)}", on_resume=True
+    )
+    context_size: int | None = _option(
+        None, COMPUTE, "processes that share each sequence; 0 for all (default: all, with context)", on_resume=True
+    )
+    reshard: bool = _option(
+        True,
+        COMPUTE,
+        "with fsdp, gather parameters anew for the backward pass instead of keeping them",
+        on_resume=True,
+    )
     compile: bool = _option(False, COMPUTE, "compile the model with torch.compile", on_resume=True)
     recompute_every: int | None = _option(
         None, COMPUTE, "keep only the input of every so many blocks for the backward pass", on_resume=True
@@ -115,12 +128,14 @@ class TrainingConfig:
             raise ValueError("data must be at least one file or folder; got none")
         if self.grad_clip == 0:
             object.__setattr__(self, "grad_clip", None)
+        if self.context_size == 0:
+            object.__setattr__(self, "context_size", None)
         self._check_ranges()
         self._check_choices()
 
     def _check_ranges(self) -> None:
         at_least_one = "steps batch_size micro_batch_size recompute_every loss_chunk log_every eval_sequences "
-        at_least_one += "sample_tokens checkpoint_every keep"
+        at_least_one += "sample_tokens checkpoint_every keep context_size"
         not_negative = "warmup_steps weight_decay eval_every sample_every temperature seed min_learning_rate"
         for least, names in ((1, at_least_one), (0, not_negative)):
             for name in names.split():
@@ -140,8 +155,7 @@ class TrainingConfig:
             raise ValueError(
                 f"min_learning_rate must be at most learning_rate, {self.learning_rate}; got {self.min_learning_rate}"
             )
-        if self.batch_size % self.micro_batch:
-            raise ValueError(f"micro_batch_size must divide batch_size, {self.batch_size}; got {self.micro_batch_size}")
+        self.micro_batch()
 
     def _check_choices(self) -> None:
         suites = {suite: (TINY, *names) for suite, names in PRESETS.items()}
@@ -149,13 +163,27 @@ class TrainingConfig:
         _check_choice("preset", self.preset, suites[self.suite])
         _check_choice("attn", self.attn, NAMES)
         _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("parallel", self.parallel, MODES)
         for name in self.log_to:
             _check_choice("log_to", name, LOGGERS)
 
-    @property
-    def micro_batch(self) -> int:
-        """Sequences that go through the model at a time."""
-        return self.batch_size if self.micro_batch_size is None else self.micro_batch_size
+    def micro_batch(self, groups: int = 1) -> int:
+        """Sequences that go through the model at a time, where so many groups of processes divide a step among them.
+
+        Raises:
+            ValueError: the sequences of a step cannot be divided so.
+        """
+        if self.batch_size % groups:
+            raise ValueError(
+                f"batch_size must be a multiple of {groups}, the groups of processes with sequences of their own; got "
+                f"{self.batch_size}"
+            )
+        of_a_group = self.batch_size // groups
+        micro_batch = of_a_group if self.micro_batch_size is None else self.micro_batch_size
+        if of_a_group % micro_batch:
+            divided = "batch_size" if groups == 1 else f"batch_size / {groups}"
+            raise ValueError(f"micro_batch_size must divide {divided}, {of_a_group}; got {micro_batch}")
+        return micro_batch
 
     @property
     def lowest_rate(self) -> float:

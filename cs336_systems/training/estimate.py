@@ -17,7 +17,23 @@ loss              c vocab_size (8, or 10 under autocast): logits, what the softm
 ends              12 n d_model + 4 n: the last norm and the targets
 ================  =============================================================================================
 
-It is checked against the tensors that autograd keeps, counted, in tests. What compiled models keep is less.
+Where s processes have shards of B parameters in each block and R in embedding, head and last norm, each has of
+
+================  =============================================================================================
+parameters        4 P / s
+gradients         4 P / s; 4 P where they accumulate, which they do whole
+optimizer         8 P / s
+narrow weights    2 vocab_size d_model under autocast: the head's; a block's arrive narrow
+gathered          8 R + k e B + 8 B: R whole with its gradient, k blocks (2; all without resharding), and the
+                  gradients of two on their way
+================  =============================================================================================
+
+Where c processes share each sequence, n is a c-th of the tokens, a block keeps n e d_model more, its probabilities are
+n heads e length (2 c + 1) / 4 c, and gathered are the keys and values of one block with their gradients:
+c n kv_width (4 e + 8).
+
+What one process keeps is checked against the tensors that autograd keeps, counted, in tests. What compiled models keep
+is less.
 """
 
 from __future__ import annotations
@@ -49,6 +65,7 @@ class MemoryEstimate:
     blocks: int
     loss: int
     ends: int
+    gathered: int = 0
 
     @property
     def total(self) -> int:
@@ -68,8 +85,12 @@ def estimate_memory(
     autocast: bool,
     recompute_every: int | None = None,
     loss_chunk: int | None = None,
+    shards: int = 1,
+    context_size: int = 1,
+    reshard: bool = True,
+    accumulates: bool = False,
 ) -> MemoryEstimate:
-    """What a step with sequences of the full context length takes; see the module for the formula.
+    """What a step with sequences of the full context length takes of each device; see the module for the formula.
 
     Args:
         model: its sizes; the parameters are in float32.
@@ -77,37 +98,59 @@ def estimate_memory(
         autocast: whether matrix products are in bfloat16.
         recompute_every: the model's ``checkpoint_every``.
         loss_chunk: tokens whose logits are in memory at a time; None for all.
+        shards: processes that divide parameters, gradients and optimizer state among them.
+        context_size: processes that share each sequence.
+        reshard: whether a block's parameters are gathered anew for the backward pass.
+        accumulates: whether a step has several micro-batches.
     """
     parameters = model.parameters()
     tokens, wide, narrow = micro_batch * model.context_length, 4, 2 if autocast else 4
+    tokens = -(-tokens // context_size)
     gains = (2 * model.num_layers + 1) * model.d_model
     # A looked-up embedding is not multiplied with, so autocast makes no copy of it, unless it is the head too.
     looked_up = 0 if model.tie_embeddings else model.vocab_size * model.d_model
-    block = tokens * _block_bytes(model, narrow)
+    copied = parameters - gains - looked_up if shards == 1 else model.vocab_size * model.d_model
+    block = tokens * _block_bytes(model, narrow, context_size)
     if recompute_every is None:
         blocks = model.num_layers * block
     else:
         groups = -(-model.num_layers // recompute_every)
         blocks = groups * tokens * wide * model.d_model + min(recompute_every, model.num_layers) * block
     with_logits = tokens if loss_chunk is None else min(loss_chunk, tokens)
+    gathered = _gathered_parameters(model, narrow, reshard) if shards > 1 else 0
+    if context_size > 1:
+        gathered += context_size * tokens * model.kv_heads * model.d_head * (4 * narrow + 8)
     return MemoryEstimate(
-        parameters=wide * parameters,
-        gradients=wide * parameters,
-        optimizer=2 * wide * parameters,
-        narrow_weights=2 * (parameters - gains - looked_up) if autocast else 0,
+        parameters=wide * parameters // shards,
+        gradients=wide * parameters // (1 if accumulates else shards),
+        optimizer=2 * wide * parameters // shards,
+        narrow_weights=2 * copied if autocast else 0,
         blocks=blocks,
         loss=with_logits * model.vocab_size * (10 if autocast else 8),
         ends=tokens * (12 * model.d_model + 4),
+        gathered=gathered,
     )
 
 
-def _block_bytes(model: TransformerConfig, narrow: int) -> int:
+def _block_bytes(model: TransformerConfig, narrow: int, context_size: int) -> int:
     """What autograd keeps of a block for each token."""
     widths = 4 * narrow * model.d_ff + (36 if narrow == 4 else 32) * model.d_model
     widths += 2 * narrow * model.kv_heads * model.d_head + 4 * model.num_heads + 8
+    keys = model.context_length
+    if context_size > 1:
+        widths += narrow * model.d_model  # the outputs of two chunks, and both in one
+        keys = keys * (2 * context_size + 1) // (4 * context_size)
     if model.attn in KEEPS_PROBABILITIES:
-        widths += model.num_heads * narrow * model.context_length
+        widths += model.num_heads * narrow * keys
     return widths
+
+
+def _gathered_parameters(model: TransformerConfig, narrow: int, reshard: bool) -> int:
+    """Of sharded parameters, and their gradients, what is whole at a time."""
+    root = (1 if model.tie_embeddings else 2) * model.vocab_size * model.d_model + model.d_model
+    block = (model.parameters() - root) // model.num_layers
+    at_a_time = min(2, model.num_layers) if reshard else model.num_layers
+    return 8 * root + at_a_time * narrow * block + 8 * block
 
 
 def require_memory(needed: MemoryEstimate, device: torch.device) -> None:
@@ -117,5 +160,6 @@ def require_memory(needed: MemoryEstimate, device: torch.device) -> None:
         raise DoesNotFitError(
             f"this run needs about {needed.total / GIB:.2f} GiB, and {device} has {there / GIB:.2f} GiB available:\n"
             f"{needed.table()}\n"
-            "a smaller --micro-batch-size, --recompute-every 1 or --loss-chunk 4096 take less; --force goes on anyway"
+            "a smaller --micro-batch-size, --recompute-every 1 or --loss-chunk 4096 take less, and --parallel fsdp "
+            "divides it; --force goes on anyway"
         )

@@ -3,64 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import math
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..profiling import device_peak
-from ..profiling.environment import device_name
+from ..parallel import ParallelModel
 from ..transformer import generate
+from ..transformer.loss import IGNORED
 from . import checkpoint
 from .data import gather, validation_starts
-from .metrics import Line, Metrics, Row, memory_bytes, open_loggers
 from .optimizer import adamw, clip, learning_rate, set_learning_rate
-from .prepare import CHECKPOINTS, Prepared, build_model
+from .prepare import CHECKPOINTS, Prepared, model_maker
+from .report import Report
+from .stopping import SAME_WITHIN, Ending, NotFiniteError, StopRequest
 
-
-class NotFiniteError(ArithmeticError):
-    """The loss or the gradient is infinite or no number: the parameters are of no use from there on."""
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How training ended: at which step, and by which signal, if by one."""
-
-    step: int
-    signal: int | None
-
-
-class StopRequest:
-    """Ctrl-C and SIGTERM, noted, so that the step under way can end; a second one interrupts at once."""
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Until the block ends. Python lets only the main thread listen; elsewhere signals do what they did."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _note(self, number: int, _: object) -> None:
-        if self.signal is not None:
-            raise KeyboardInterrupt
-        self.signal = number
+__all__ = ["Ending", "NotFiniteError", "Trainer"]
 
 
 class Trainer:
@@ -77,9 +35,17 @@ class Trainer:
 
     def __init__(self, prepared: Prepared, folder: Path, resume: Path | None = None) -> None:
         config = prepared.config
-        self.prepared, self.config, self.folder, self.device = prepared, config, folder, prepared.device
+        self.prepared, self.config, self.folder, self.layout = prepared, config, folder, prepared.layout
         self.step = 0
-        self.model = build_model(prepared)
+        torch.manual_seed(config.seed)
+        self.parallel = ParallelModel(
+            model_maker(prepared),
+            prepared.layout,
+            autocast=prepared.autocast,
+            reshard=config.reshard,
+            compile=config.compile,
+        )
+        self.model = self.parallel.model
         self.optimizer = adamw(
             self.model,
             learning_rate=config.learning_rate,
@@ -90,18 +56,13 @@ class Trainer:
             progress = checkpoint.read_progress(resume)
             if progress.data != prepared.data:
                 raise ValueError(f"data must be the text that the run in {folder} began with; its tokens have changed")
-            checkpoint.load(resume, self.model, self.optimizer)
+            checkpoint.load(resume, self.model, self.optimizer, rank=self.layout.rank)
             self.step = progress.step
         self._first = self.step + 1
         self.windows = prepared.windows()
-        # Samples and validations, of other shapes, take the model as it is, and compile nothing.
-        self._forward: Callable[..., Tensor] = torch.compile(self.model) if config.compile else self.model
-        self._rate = Rate(prepared)
         self._pending: list[tuple[int, float, Tensor, Tensor]] = []
-        self._stop = StopRequest()
-        loggers = open_loggers(config.log_to, folder, self.step, dataclasses.asdict(config))
-        self._metrics = Metrics(folder, self.step, loggers)
-        self._line = Line(config.steps)
+        self._stop = StopRequest(0.0 if self.layout.is_alone else SAME_WITHIN)
+        self._report = Report(prepared, folder, self.step)
 
     def run(self) -> Ending:
         """Train until the last step, or until a signal asks to stop; there is a checkpoint of where it ends.
@@ -109,31 +70,38 @@ class Trainer:
         Raises:
             NotFiniteError: the loss or the gradient is no finite number. Nothing is written of the step.
         """
-        with self._stop.listening(), contextlib.closing(self._metrics), contextlib.ExitStack() as at_the_end:
-            at_the_end.callback(self._line.end)
-            self._rate.begin()
-            while self.step < self.config.steps and self._stop.signal is None:
+        stopped = 0
+        with self._stop.listening(), contextlib.closing(self._report):
+            self._report.rate.begin()
+            while self.step < self.config.steps and not stopped:
                 loss, norm, rate = self.update()
                 self._pending.append((self.step, rate, loss, norm))
                 self._between()
-            if self._stop.signal is not None:
+                # A signal to any process ends all of them after this step. They agree through their processors, which
+                # are ahead of the devices, so that no device waits for it.
+                stopped = self.layout.highest(self._stop.signal or 0)
+            if stopped:
                 self._flush()
                 self._checkpoint()
-        return Ending(self.step, self._stop.signal)
+        return Ending(self.step, stopped or None)
 
     def update(self) -> tuple[Tensor, Tensor, float]:
-        """One optimizer step: the mean loss of its sequences, the gradient's norm, both on the device, and the rate."""
-        config = self.config
-        parts = config.batch_size // config.micro_batch
-        mean = torch.zeros((), device=self.device)
+        """One optimizer step: the loss, the norm of the gradient, and the learning rate.
+
+        The loss is this process's; the mean over all processes is that of the sequences of the step. The norm is of the
+        gradient of them all. Both are on the device.
+        """
+        config, layout = self.config, self.layout
+        micro_batch = config.micro_batch(layout.data_size)
+        parts = config.batch_size // (micro_batch * layout.data_size)
+        total = torch.zeros((), device=layout.device)
         for part in range(parts):
-            batch = self.windows.batch(self.step, config.batch_size, config.micro_batch, part)
-            tokens, targets = (half.to(self.device, non_blocking=True) for half in batch)
-            with self._autocast():
-                # Parts have as many targets each, so that the mean of their means is that of all.
-                loss = self._forward(tokens, targets=targets, chunk=config.loss_chunk) / parts
-            loss.backward()
-            mean += loss.detach()
+            mine = (part, layout.data_rank, layout.data_size)
+            tokens, targets = self.windows.batch(self.step, config.batch_size, micro_batch, *mine)
+            with self.parallel.part(last=part == parts - 1):
+                loss = self._loss(tokens, targets, config.batch_size)
+                loss.backward()
+            total += loss.detach()
         rate = learning_rate(
             self.step + 1,
             highest=config.learning_rate,
@@ -146,29 +114,43 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
-        return mean, norm, rate
+        return total, norm, rate
 
-    @torch.no_grad()
     def validate(self) -> float:
-        """The mean loss of the sequences to validate on."""
+        """The mean loss of the sequences to validate on, which the processes share as they do in training."""
         tokens = self.prepared.validation
         if tokens is None:
             raise ValueError("validation must be tokens; this run has none")
-        length = self.prepared.model.context_length
+        layout, length = self.layout, self.prepared.model.context_length
         starts = validation_starts(tokens, length, self.config.eval_sequences)
-        total = torch.zeros((), device=self.device)
-        for first in range(0, len(starts), self.config.micro_batch):
-            inputs, targets = gather(tokens, starts[first : first + self.config.micro_batch], length)
-            with self._autocast():
-                loss = self.model(inputs.to(self.device), targets=targets.to(self.device), chunk=self.config.loss_chunk)
-            total += loss * len(inputs)
-        return float(total) / len(starts)
+        micro_batch = self.config.micro_batch(layout.data_size)
+        total = torch.zeros((), device=layout.device)
+        with self.parallel.evaluating():
+            for first in range(0, len(starts), micro_batch * layout.data_size):
+                mine = first + layout.data_rank * micro_batch
+                here = starts[mine : mine + micro_batch]
+                # Those whose turn has nothing left compute what does not count: shards are gathered by all together.
+                inputs, targets = gather(tokens, here if len(here) else starts[:1], length)
+                targets = targets if len(here) else torch.full_like(targets, IGNORED)
+                total += self._loss(inputs, targets, len(starts))
+        return float(self._mean(total))
+
+    def _loss(self, tokens: Tensor, targets: Tensor, sequences: int) -> Tensor:
+        """What this process adds to the mean loss of so many sequences, times the number of processes."""
+        count = sequences * self.prepared.model.context_length
+        with self._autocast():
+            return self.parallel.loss(tokens, targets, count=count, chunk=self.config.loss_chunk)
+
+    def _mean(self, values: Tensor) -> Tensor:
+        return self.layout.total(values) / self.layout.size
 
     def sample(self) -> str:
         """Text of the model's own, with the prompt, the same for the same parameters."""
         prompt, end = self.prepared.prompt(), self.prepared.tokenizer.end_of_document
         room = self.prepared.model.context_length - len(prompt) + 1
-        with self._autocast():
+        # Every process takes part, for shards are gathered by all together, and none may end before another does.
+        stop_tokens = (end,) if self.layout.is_alone else ()
+        with self.parallel.evaluating(whole=True), self._autocast():
             (tokens,) = generate(
                 self.model,
                 [prompt],
@@ -176,9 +158,9 @@ class Trainer:
                 temperature=self.config.temperature,
                 top_p=self.config.top_p,
                 seed=self.config.seed,
-                stop_tokens=(end,),
+                stop_tokens=stop_tokens,
             )
-        ended = tokens[:-1] if tokens[-1] == end else tokens
+        ended = tokens[: tokens.index(end)] if end in tokens else tokens
         return self.config.sample_prompt + self.prepared.tokenizer.decode(ended)
 
     def _between(self) -> None:
@@ -191,16 +173,16 @@ class Trainer:
             self._flush()
         if validates:
             loss = self.validate()
-            self._metrics.log([{"kind": "validation", "step": self.step, "loss": loss}])
-            self._line.note(f"step {self.step}: loss {loss:.3f} on the text to validate on")
+            row = {"kind": "validation", "step": self.step, "loss": loss}
+            self._report.note(row, f"step {self.step}: loss {loss:.3f} on the text to validate on")
         if samples:
             text = self.sample()
-            self._metrics.log([{"kind": "sample", "step": self.step, "text": text}])
-            self._line.note(f"step {self.step}, a sample:\n{text}\n")
+            row = {"kind": "sample", "step": self.step, "text": text}
+            self._report.note(row, f"step {self.step}, a sample:\n{text}\n")
         if saves:
             self._checkpoint()
         if validates or samples or saves:
-            self._rate.begin()  # their time is none of training's
+            self._report.rate.begin()  # their time is none of training's
 
     def _due(self, every: int, last: bool) -> bool:
         return every > 0 and (last or self.step % every == 0)
@@ -211,57 +193,15 @@ class Trainer:
             return
         steps, rates, losses, norms = zip(*self._pending, strict=True)
         self._pending = []
-        numbers = torch.stack([torch.stack(losses), torch.stack(norms).float()]).tolist()
-        measured = self._rate.end(len(steps))
-        rows: list[Row] = []
-        for step, rate, loss, norm in zip(steps, rates, *numbers, strict=True):
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                self._metrics.log(rows)
-                raise NotFiniteError(
-                    f"the loss of step {step} is {loss} and the norm of its gradient {norm}: training cannot go on. "
-                    "A lower --learning-rate, a longer --warmup-steps or a smaller --grad-clip may help"
-                )
-            row = {"kind": "train", "step": step, "loss": loss, "learning_rate": rate, "grad_norm": norm}
-            rows.append(row | measured)
-        self._metrics.log(rows)
-        self._line.show(rows[-1])
+        numbers = torch.stack([self._mean(torch.stack(losses)), torch.stack(norms).float()])
+        self._report.steps(steps, rates, *numbers.tolist())
 
     def _checkpoint(self) -> None:
         """Write one of what `_flush` found finite."""
         progress = checkpoint.Progress(step=self.step, data=self.prepared.data)
-        checkpoint.save(self.folder / CHECKPOINTS, self.model, self.optimizer, progress, keep=self.config.keep)
-        if self.config.plot:
-            self._metrics.plot(self.folder.name)
+        folder, rank = self.folder / CHECKPOINTS, self.layout.rank
+        checkpoint.save(folder, self.model, self.optimizer, progress, keep=self.config.keep, rank=rank)
+        self._report.plot()
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.prepared.autocast)
-
-
-class Rate:
-    """Tokens in a second, and the part of the device's peak rate that this is, where the peak is known."""
-
-    def __init__(self, prepared: Prepared) -> None:
-        self._device = prepared.device
-        self._tokens_of_a_step = prepared.config.batch_size * prepared.model.context_length
-        self._flops_of_a_token = prepared.model.training_flops_per_token()
-        peak = device_peak(device_name(prepared.device)) if prepared.device.type == "cuda" else None
-        dtype = "bfloat16" if prepared.autocast else "float32"
-        tf32 = torch.get_float32_matmul_precision() != "highest"
-        self._peak = None if peak is None else peak.of(dtype, tf32=tf32)
-        self._since = time.perf_counter()
-
-    def begin(self) -> None:
-        """Steps begin now."""
-        self._since = time.perf_counter()
-
-    def end(self, steps: int) -> dict[str, Any]:
-        """What was measured of the steps since the beginning, or since the last end: columns of their rows."""
-        now = time.perf_counter()
-        tokens_per_second = steps * self._tokens_of_a_step / (now - self._since)
-        self._since = now
-        rate = tokens_per_second * self._flops_of_a_token
-        return {
-            "tokens_per_second": tokens_per_second,
-            "mfu": None if self._peak is None else rate / (self._peak * 1e12),
-            "memory_bytes": memory_bytes(self._device),
-        }
+        return torch.autocast(self.layout.device.type, torch.bfloat16, enabled=self.prepared.autocast)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 FUSED_ON = ("cuda", "cpu", "mps")
 """Where torch updates all parameters by one kernel."""
@@ -64,10 +65,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def clip(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
     """Scale the gradients so that their global norm is at most `limit` (Pascanu et al., 2013); None for no limit.
 
+    Of sharded parameters every process calls this; the norm is that of all shards together.
+
     Returns:
         The norm that they had, as a tensor on their device, so that nothing waits for it.
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     if limit is None:
-        return nn.utils.get_total_norm([parameter.grad for parameter in trained if parameter.grad is not None])
-    return nn.utils.clip_grad_norm_(trained, limit)
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in trained if parameter.grad is not None])
+    else:
+        norm = nn.utils.clip_grad_norm_(trained, limit)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -5,15 +5,18 @@ All that can be wrong with a run is found here, before anything is computed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from ..parallel import Layout
 from ..transformer import Transformer, TransformerConfig
+from ..transformer.layers import Place
 from . import checkpoint
 from .config import TrainingConfig
-from .corpus import Tokens, tokenise
+from .corpus import Corpus, Tokens, tokenise
 from .data import Windows, split, validation_starts
 from .estimate import MemoryEstimate, estimate_memory
 from .metrics import require_loggers
@@ -29,7 +32,7 @@ class Prepared:
 
     Attributes:
         config: the options.
-        device: where it computes.
+        layout: the processes that share it, and where this one computes.
         autocast: whether matrix products are in bfloat16.
         tokenizer: of its text.
         train, validation: the tokens; None where nothing is validated.
@@ -39,7 +42,7 @@ class Prepared:
     """
 
     config: TrainingConfig
-    device: torch.device
+    layout: Layout
     autocast: bool
     tokenizer: Tokenizer
     train: Tokens
@@ -47,6 +50,11 @@ class Prepared:
     data: str
     model: TransformerConfig
     about: str
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self.layout.device
 
     def windows(self) -> Windows:
         """The training tokens as sequences in their order."""
@@ -57,31 +65,42 @@ class Prepared:
         return list(self.tokenizer.encode(self.config.sample_prompt)) or [self.tokenizer.end_of_document]
 
     def memory(self) -> MemoryEstimate:
-        """What a step is estimated to take."""
+        """What a step is estimated to take on the device of each process."""
+        config, groups = self.config, self.layout.data_size
+        micro_batch = config.micro_batch(groups)
         return estimate_memory(
             self.model,
-            self.config.micro_batch,
+            micro_batch,
             autocast=self.autocast,
-            recompute_every=self.config.recompute_every,
-            loss_chunk=self.config.loss_chunk,
+            recompute_every=config.recompute_every,
+            loss_chunk=config.loss_chunk,
+            shards=self.layout.shards,
+            context_size=self.layout.context_size,
+            reshard=config.reshard,
+            accumulates=config.batch_size > micro_batch * groups,
         )
 
 
-def prepare(config: TrainingConfig) -> Prepared:
+def prepare(config: TrainingConfig, layout: Layout | None = None) -> Prepared:
     """Read, check and, where that is not done yet, tokenise what a run needs.
+
+    Args:
+        config: the options.
+        layout: the processes, each of which calls this; None for this one alone, on the device of the options.
 
     Raises:
         ValueError, TypeError: an option cannot be met; the message says which, and why.
     """
     require_loggers(config.log_to)
-    device = choose_device(config.device)
+    layout = Layout(choose_device(config.device)) if layout is None else layout
     tokenizer = open_tokenizer(config.tokenizer)
     model = config.model(tokenizer.size)
-    folder = Path(config.tokens)
-    corpus = tokenise(config.data, config.files, tokenizer, folder)
+    with layout.main_first():
+        corpus, other = _tokenised(config, tokenizer)
+    train: Tokens
     validation: Tokens | None
-    if config.val_data:
-        train, validation = corpus.tokens, tokenise(config.val_data, config.files, tokenizer, folder).tokens
+    if other is not None:
+        train, validation = corpus.tokens, other.tokens
     elif config.val_fraction:
         train, validation = split(corpus.tokens, config.val_fraction)
     else:
@@ -90,8 +109,8 @@ def prepare(config: TrainingConfig) -> Prepared:
     about += f" to validate on ({'as tokenised before' if corpus.reused else 'tokenised now'})"
     prepared = Prepared(
         config=config,
-        device=device,
-        autocast=uses_autocast(config.dtype, device),
+        layout=layout,
+        autocast=uses_autocast(config.dtype, layout.device),
         tokenizer=tokenizer,
         train=train,
         validation=validation,
@@ -104,9 +123,19 @@ def prepare(config: TrainingConfig) -> Prepared:
     return prepared
 
 
+def _tokenised(config: TrainingConfig, tokenizer: Tokenizer) -> tuple[Corpus, Corpus | None]:
+    """The text to train on and, where it is another, the text to validate on."""
+    folder = Path(config.tokens)
+    corpus = tokenise(config.data, config.files, tokenizer, folder)
+    return corpus, tokenise(config.val_data, config.files, tokenizer, folder) if config.val_data else None
+
+
 def _check(prepared: Prepared) -> None:
     prepared.windows()
-    context = prepared.model.context_length
+    prepared.config.micro_batch(prepared.layout.data_size)
+    context, sharers = prepared.model.context_length, prepared.layout.context_size
+    if sharers > 1 and context < 2 * sharers:
+        raise ValueError(f"context_length must be at least 2 · {sharers} to be shared by {sharers}; got {context}")
     if prepared.validation is not None:
         validation_starts(prepared.validation, context, prepared.config.eval_sequences)
     if len(prepared.prompt()) > context:
@@ -143,11 +172,10 @@ def uses_autocast(dtype: str, device: torch.device) -> bool:
     return dtype == "bfloat16"
 
 
-def build_model(prepared: Prepared) -> Transformer:
-    """A new model, drawn from the seed."""
-    torch.manual_seed(prepared.config.seed)
-    return Transformer(
-        prepared.model, checkpoint_every=prepared.config.recompute_every, device=prepared.device, dtype=torch.float32
+def model_maker(prepared: Prepared) -> Callable[[Place], Transformer]:
+    """What makes the model of a run on a device, from torch's generator."""
+    return lambda device: Transformer(
+        prepared.model, checkpoint_every=prepared.config.recompute_every, device=device, dtype=torch.float32
     )
 
 

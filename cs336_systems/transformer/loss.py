@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .config import check_size
+from .config import check_positive, check_size
 
 IGNORED = -100
 """The target of a token that does not count, as torch has it."""
@@ -21,6 +21,7 @@ def head_cross_entropy(
     hidden: Float[Tensor, "batch length d_model"],
     targets: Int[Tensor, "batch length"],
     chunk: int | None = None,
+    count: float | None = None,
 ) -> Float[Tensor, ""]:
     """The mean of -log softmax(head(hidden))[target] over the targets that are not -100.
 
@@ -30,23 +31,28 @@ def head_cross_entropy(
         targets: the token that follows each.
         chunk: how many tokens have their logits in memory at a time; None for all. The backward pass computes those
             of each chunk again, which costs one more product with the head's matrix.
+        count: what their sum is divided by, in place of how many they are: those of a whole step, of which these are a
+            part. Without it the loss of no target at all is NaN; with it, 0.
 
     Returns:
         The loss, in float32 (float64 for float64 logits).
 
     Raises:
-        TypeError, ValueError: ``chunk`` is not a positive int, or the shapes of hidden and targets do not fit.
+        TypeError, ValueError: ``chunk`` is not a positive int, ``count`` not a positive number, or the shapes of hidden
+            and targets do not fit.
     """
+    if count is not None:
+        check_positive("count", count)
     if targets.shape != hidden.shape[:-1]:
         raise ValueError(f"targets must have shape {tuple(hidden.shape[:-1])}; got {tuple(targets.shape)}")
     rows, wanted = hidden.flatten(0, -2), targets.flatten()
     if chunk is None:
-        return _summed(head, rows, wanted) / (wanted != IGNORED).sum()
+        return _summed(head, rows, wanted) / ((wanted != IGNORED).sum() if count is None else count)
     check_size("chunk", chunk)
     parts = zip(rows.split(chunk), wanted.split(chunk), strict=True)
     # Nothing in the head is random, so there is no state of a generator to restore.
     sums = [checkpoint(_summed, head, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
-    return torch.stack(sums).sum() / (wanted != IGNORED).sum()
+    return torch.stack(sums).sum() / ((wanted != IGNORED).sum() if count is None else count)
 
 
 def _summed(head: Callable[[Tensor], Tensor], rows: Tensor, wanted: Tensor) -> Tensor:

@@ -99,9 +99,7 @@ class Transformer(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew, in the order in which a new model draws them."""
-        for module in self.modules():
-            if isinstance(module, (Linear, Embedding, RMSNorm, RotaryEmbedding)):
-                module.reset_parameters()
+        reset_parameters(self)
 
     def forward(
         self,
@@ -112,6 +110,7 @@ class Transformer(nn.Module):
         logits_at: Int[Tensor, " batch"] | None = None,
         targets: Int[Tensor, "batch length"] | None = None,
         chunk: int | None = None,
+        count: float | None = None,
     ) -> Float[Tensor, "batch length vocab_size"] | Float[Tensor, "batch vocab_size"] | Float[Tensor, ""]:
         """The logits of the token after each, or those asked for alone, or the loss.
 
@@ -124,12 +123,13 @@ class Transformer(nn.Module):
             logits_at: an index for each sequence: the logits (batch, vocab_size) of this token alone are computed.
             targets: what follows each token, -100 where that does not count: their mean cross-entropy is returned.
             chunk: how many tokens have logits in memory at a time while that is computed; None for all.
+            count: what the sum over the targets is divided by; None for how many they are. See `head_cross_entropy`.
 
         Raises:
             ValueError: there are more tokens than the context length, arguments exclude one another, or a cache is to
                 keep what needs gradients.
         """
-        self._check(token_ids, positions, cache, logits_at, targets, chunk)
+        self._check(token_ids, positions, cache, logits_at, targets, {"chunk": chunk, "count": count})
         step = None if cache is None else cache.begin(token_ids.shape[1], token_ids.device, self.config.window)
         x = self.token_embeddings(token_ids)
         if step is not None:
@@ -143,7 +143,7 @@ class Transformer(nn.Module):
         else:
             x = _through(self.layers, x, positions)
         if targets is not None:
-            return head_cross_entropy(self._head, self.ln_final(x), targets, chunk)
+            return head_cross_entropy(self._head, self.ln_final(x), targets, chunk, count)
         if logits_at is not None:
             x = x[torch.arange(len(x), device=x.device), logits_at]
         return self._head(self.ln_final(x))
@@ -173,7 +173,7 @@ class Transformer(nn.Module):
         cache: KVCache | None,
         logits_at: Tensor | None,
         targets: Tensor | None,
-        chunk: int | None,
+        of_loss: dict[str, float | None],
     ) -> None:
         if token_ids.ndim != 2:
             raise ValueError(f"token_ids must have shape (batch, length); got {tuple(token_ids.shape)}")
@@ -189,8 +189,16 @@ class Transformer(nn.Module):
         if targets is not None and (cache is not None or logits_at is not None):
             name, other = ("logits_at", logits_at) if cache is None else ("cache", cache)
             raise ValueError(f"{name} must be None with targets; got {type(other).__name__}")
-        if chunk is not None and targets is None:
-            raise ValueError(f"chunk must be None without targets; got {chunk}")
+        for name, value in of_loss.items():
+            if value is not None and targets is None:
+                raise ValueError(f"{name} must be None without targets; got {value}")
+
+
+def reset_parameters(part: nn.Module) -> None:
+    """Draw the parameters of a part of a model anew."""
+    for module in part.modules():
+        if isinstance(module, (Linear, Embedding, RMSNorm, RotaryEmbedding)):
+            module.reset_parameters()
 
 
 def _through(blocks: Iterable[nn.Module], x: Tensor, positions: Tensor | None) -> Tensor:
