@@ -7,6 +7,7 @@ import dataclasses
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
@@ -24,6 +25,9 @@ from .stopping import Ending, NotFiniteError
 IMPOSSIBLE, TOO_LARGE, NOT_FINITE = 2, 3, 4
 SIGNALLED = 128
 """Added to a signal's number, as shells do."""
+
+HEAD_START = 2.0
+"""Seconds. torchrun ends all processes when one fails: the first, which says why, is to be done with that by then."""
 
 T = TypeVar("T")
 
@@ -206,5 +210,13 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def program() -> int:
+    """`main`, of a process that torchrun may have started."""
+    code = main()
+    if code and not is_main_process():
+        time.sleep(HEAD_START)
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

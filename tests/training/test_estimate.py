@@ -89,6 +89,35 @@ def test_parameters_gradients_and_optimizer_are_exact():
     assert parts.total == sum(dataclasses.astuple(parts))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_shards_divide_what_belongs_to_parameters(tied):
+    config = TransformerConfig(**SIZES | {"tie_embeddings": tied})
+    whole, shared = (estimate_memory(config, 1, autocast=False, shards=shards) for shards in (1, 4))
+    assert (shared.parameters, shared.gradients, shared.optimizer) == tuple(
+        part // 4 for part in (whole.parameters, whole.gradients, whole.optimizer)
+    )
+    assert (shared.blocks, shared.loss, shared.ends) == (whole.blocks, whole.loss, whole.ends)
+    model = Transformer(config)
+    block = sum(each.numel() for each in model.get_submodule("layers.0").parameters())
+    root = sum(each.numel() for each in model.parameters()) - 4 * block
+    assert shared.gathered == 8 * root + 2 * 4 * block + 8 * block
+    kept = estimate_memory(config, 1, autocast=True, shards=4, reshard=False)
+    assert kept.gathered == 8 * root + 4 * 2 * block + 8 * block
+    assert kept.narrow_weights == 2 * 320 * 96
+    # Gradients that accumulate are whole until the last part of a step.
+    assert estimate_memory(config, 1, autocast=False, shards=4, accumulates=True).gradients == whole.gradients
+
+
+def test_sharers_of_a_sequence_divide_its_activations():
+    config = TransformerConfig(**SIZES | {"num_kv_heads": 1})
+    whole, shared = (estimate_memory(config, 2, autocast=True, context_size=size) for size in (1, 4))
+    extra = 4 * 64 * 2 * 96  # layers, tokens, bytes, width: attention's output a second time
+    assert shared.blocks == whole.blocks // 4 + extra
+    assert (shared.loss, shared.ends) == (whole.loss // 4, whole.ends // 4)
+    assert (shared.parameters, shared.optimizer) == (whole.parameters, whole.optimizer)
+    assert (whole.gathered, shared.gathered) == (0, 256 * 24 * 16)
+
+
 def test_a_run_that_does_not_fit_is_refused(monkeypatch):
     needed = MemoryEstimate(*[GIB] * 7)
     monkeypatch.setattr(module, "available_bytes", lambda _: 7 * GIB)

@@ -86,6 +86,8 @@ def test_every_option_comes_back_from_json(tmp_path):
         ({"suite": "1999"}, "suite must be one of '2025', '2026'; got '1999'"),
         ({"attn": "fast"}, "attn must be one of .*; got 'fast'"),
         ({"dtype": "float16"}, "dtype must be one of 'auto', 'float32', 'bfloat16'; got 'float16'"),
+        ({"parallel": "tensor"}, "parallel must be one of 'none', 'ddp', .*; got 'tensor'"),
+        ({"context_size": -1}, "context_size must be at least 1; got -1"),
         ({"log_to": ("paper",)}, "log_to must be one of 'tensorboard', 'wandb'; got 'paper'"),
     ],
 )
@@ -104,6 +106,17 @@ def test_the_model_of_a_preset_with_changes():
     assert TrainingConfig(data=("x",), vocab_size=10_000).model(257).vocab_size == 10_000
     with pytest.raises(ValueError, match="vocab_size must be at least the tokenizer's 257; got 100"):
         TrainingConfig(data=("x",), vocab_size=100).model(257)
+
+
+def test_a_resumed_run_may_change_how_processes_share_it():
+    config = TrainingConfig(data=("x",), parallel="context", context_size=2)
+    changed = resumed(config, {"parallel": "fsdp", "context_size": 0, "reshard": False})
+    assert (changed.parallel, changed.context_size) == ("fsdp", None)
+
+
+@pytest.mark.parametrize(("groups", "micro_batch_size", "expected"), [(1, None, 16), (2, None, 8), (4, 2, 2)])
+def test_sequences_at_a_time(groups, micro_batch_size, expected):
+    assert TrainingConfig(data=("x",), micro_batch_size=micro_batch_size).micro_batch(groups) == expected
 
 
 def test_what_a_resumed_run_may_change():

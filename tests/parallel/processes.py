@@ -1,0 +1,47 @@
+"""Runs a function in several processes, which see the environment that torchrun would give them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import multiprocessing
+
+from cs336_systems.parallel import Layout, start
+
+MOST_GROUPS = 12
+"""Process groups that a function may start, one after the other: each meets at a port of its own."""
+
+_ports: Iterator[int]
+
+
+def spawn(function: Callable[..., None], count: int, *arguments: object) -> None:
+    """Call ``function(*arguments)`` in each of ``count`` processes; what one raises is raised here."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(MOST_GROUPS)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        ports = [each.getsockname()[1] for each in sockets]
+    multiprocessing.spawn(_begin, (function, count, ports, arguments), nprocs=count)
+
+
+def _begin(rank: int, function: Callable[..., None], count: int, ports: list[int], arguments: tuple[object]) -> None:
+    global _ports
+    _ports = iter(ports)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
+    torch.set_num_threads(1)
+    # As pytest has it, but for what torch says of itself.
+    warnings.simplefilter("error", FutureWarning)
+    function(*arguments)
+
+
+@contextlib.contextmanager
+def layout_of(mode: str, device: str, context_size: int | None = None) -> Iterator[Layout]:
+    """`start`, for functions that `spawn` calls."""
+    os.environ["MASTER_PORT"] = str(next(_ports))
+    with start(mode, torch.device(device), context_size) as layout:
+        yield layout

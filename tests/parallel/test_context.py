@@ -1,0 +1,125 @@
+"""Attention over shared sequences: values and gradients are those of the whole ones, in float64 by the formula."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from cs336_systems.attention import Attention, attention
+from cs336_systems.parallel import ContextAttention
+from cs336_systems.parallel.zigzag import chunks_of
+
+from .processes import layout_of, spawn
+
+HEADS, KV_HEADS, CHUNK, D = 4, 2, 5, 8
+
+
+def share(x, layout):
+    """A process's two chunks."""
+    chunks = x.split(CHUNK, dim=2)
+    return torch.cat([chunks[number] for number in chunks_of(layout.context_rank, layout.context_size)], dim=2)
+
+
+def drawn(layout, dtype=torch.float64):
+    """q, k, v and the output's gradient of whole sequences, the same for all processes."""
+    generator = torch.Generator().manual_seed(7)
+    length = 2 * layout.context_size * CHUNK
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    made = [torch.randn(2, count, length, D, dtype=torch.float64, generator=generator) for count in heads]
+    return [x.to(layout.device, dtype) for x in made]
+
+
+def check_gradients(layout, impl, window, checkpointed):
+    dtype = torch.float64 if impl in ("naive", "tiled") else torch.float32
+    q, k, v, dout = drawn(layout)
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = attention(*whole, causal=True, window=window, impl="naive")
+    expected.backward(dout)
+    mine = [share(x, layout).to(dtype).requires_grad_() for x in (q, k, v)]
+    attend = ContextAttention(Attention(causal=True, window=window, impl=impl), layout.context_group)
+
+    def layer(*inputs):
+        return 2 * attend(*(x + 0 for x in inputs))  # nothing that goes in is a leaf, as in a model
+
+    out = checkpoint(layer, *mine, use_reentrant=False) if checkpointed else layer(*mine)
+    out.backward(share(dout, layout).to(dtype) / 2)
+    close = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+    what = f"{impl}, window {window}, checkpointed {checkpointed}"
+    torch.testing.assert_close(out.double() / 2, share(expected, layout), msg=lambda text: f"{what}: {text}", **close)
+    for name, x, of_whole in zip("qkv", mine, whole, strict=True):
+        torch.testing.assert_close(
+            x.grad.double(),
+            share(of_whole.grad, layout),
+            msg=lambda text, name=name: f"{what}, d{name}: {text}",
+            **close,
+        )
+
+
+def check_memory(layout):
+    """Of what autograd keeps, the gathered keys and values have no memory until the backward pass."""
+    q, k, v, _ = (share(x, layout).requires_grad_() for x in drawn(layout))
+    kept = []
+    with saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = ContextAttention(Attention(causal=True, impl="tiled"), layout.context_group)(q, k, v)
+    gathered = [x for x in kept if x.shape[1] == KV_HEADS and x.untyped_storage().size() == 0]
+    # Of two calls, and in what releases them: keys and values each.
+    assert len(gathered) == 6
+    whole = k.nbytes * layout.context_size
+    assert all(x.untyped_storage().size() < whole for x in kept if x.shape[1] == KV_HEADS)
+    out.sum().backward(retain_graph=True)
+    first = k.grad.clone()
+    out.sum().backward()
+    torch.testing.assert_close(k.grad, 2 * first)
+
+
+def check_autocast(layout):
+    """Keys are sent in autocast's dtype, and their gradients come back in that of the keys."""
+    q, k, v, dout = (share(x, layout) for x in drawn(layout, torch.float32))
+    expected = attention(*(x.to(layout.device) for x in drawn(layout)[:3]), causal=True)
+    mine = [x.requires_grad_() for x in (q, k, v)]
+    with torch.autocast(layout.device.type, torch.bfloat16):
+        out = ContextAttention(Attention(causal=True), layout.context_group)(*mine)
+    out.backward(dout.to(out.dtype))
+    assert (out.dtype, k.grad.dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(out.double(), share(expected, layout), rtol=2e-2, atol=2e-2)
+
+
+def check_refusals(layout):
+    group = layout.context_group
+    with pytest.raises(ValueError, match="whole must be causal, aligned at the bottom right; got causal=False"):
+        ContextAttention(Attention(), group)
+    with pytest.raises(ValueError, match=r"whole must have a dropout_p of 0; got 0\.5"):
+        ContextAttention(Attention(causal=True, dropout_p=0.5), group)
+    odd = torch.zeros(1, 1, 3, 8, device=layout.device)
+    with pytest.raises(ValueError, match="q must have an even length, two chunks of a sequence; got 3"):
+        ContextAttention(Attention(causal=True), group)(odd, odd, odd)
+
+
+def all_checks(place):
+    with layout_of("context", place) as layout:
+        for impl, window, checkpointed in itertools.product(
+            ("naive", "tiled", "flash", "auto"), (None, (7, 0)), (False, True)
+        ):
+            check_gradients(layout, impl, window, checkpointed)
+        check_gradients(layout, "sdpa", None, False)  # it has no windows
+        check_memory(layout)
+        check_autocast(layout)
+        check_refusals(layout)
+
+
+def test_shared_sequences_have_the_values_and_gradients_of_whole_ones(place):
+    spawn(all_checks, 2, place)
+
+
+def three(place):
+    with layout_of("context", place) as layout:
+        check_gradients(layout, "tiled", None, True)
+        check_gradients(layout, "tiled", (11, 0), False)
+
+
+def test_of_three_processes():
+    spawn(three, 3, "cpu")

@@ -1,0 +1,172 @@
+"""A model that several processes train: its loss and gradients are those of one process, whatever they share."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from cs336_systems.parallel import ContextAttention, Layout, ParallelModel
+from cs336_systems.training.optimizer import clip
+from cs336_systems.transformer import Transformer, TransformerConfig, generate
+
+from .processes import layout_of, spawn
+
+SIZES = {
+    "vocab_size": 40,
+    "context_length": 22,  # neither 4 chunks nor 8
+    "d_model": 32,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+}
+CASES = [
+    ({}, {}, {}),
+    ({"tie_embeddings": True, "window": 5}, {"checkpoint_every": 1}, {"reshard": False}),
+    ({"attn": "naive"}, {"checkpoint_every": 2}, {"compile": True}),
+]
+"""Changes of the model's config, its settings, and those of `ParallelModel`."""
+SEQUENCES, PARTS = 8, 2
+
+
+def batch():
+    """Tokens and targets, some of which do not count: a whole sequence, and most of another."""
+    tokens = torch.randint(40, (SEQUENCES, 23), generator=torch.Generator().manual_seed(1))
+    targets = tokens[:, 1:].clone()
+    targets[0, 4:] = targets[5] = -100
+    return tokens[:, :-1], targets
+
+
+def made(changes, settings):
+    """What makes the model, and the model of one process."""
+    make = functools.partial(Transformer, TransformerConfig(**SIZES | changes), **settings)
+    return lambda place: make(device=place)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def step(parallel, chunk=None):
+    """The loss of a step in parts, its gradients left in the parameters."""
+    layout, (tokens, targets) = parallel.layout, batch()
+    each = SEQUENCES // layout.data_size // PARTS
+    total = torch.zeros((), device=layout.device)
+    for part in range(PARTS):
+        first = (part * layout.data_size + layout.data_rank) * each
+        mine = slice(first, first + each)
+        with parallel.part(last=part == PARTS - 1):
+            loss = parallel.loss(tokens[mine], targets[mine], count=int((targets != -100).sum()), chunk=chunk)
+            loss.backward()
+        total += loss.detach()
+    return layout.total(total) / layout.size
+
+
+def check_gradients(layout, changes, settings, ways):
+    make, what = made(changes, settings), f"{layout.mode} of {layout.context_size}, {changes}, {settings}, {ways}"
+
+    def told(text, name=""):
+        return f"{what}, {name}: {text}"
+
+    torch.manual_seed(3)
+    alone = make(layout.device)
+    torch.manual_seed(3)
+    parallel = ParallelModel(make, layout, **ways)
+    # Drawn block by block, and yet the same.
+    for (name, parameter), other in zip(parallel.model.named_parameters(), alone.parameters(), strict=True):
+        assert torch.equal(whole(parameter.detach()), other), told("it was drawn otherwise", name)
+        assert isinstance(parameter, DTensor) == (layout.shards > 1)
+    tokens, targets = (half.to(layout.device) for half in batch())
+    expected = alone(tokens, targets=targets)
+    expected.backward()
+    torch.testing.assert_close(step(parallel, chunk=7 if "tie_embeddings" in changes else None), expected.detach())
+    for (name, parameter), other in zip(parallel.model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(whole(parameter.grad), other.grad, msg=functools.partial(told, name=name))
+    norm, limit = clip(alone.parameters(), None), 0.01
+    assert norm > limit
+    for mine in (clip(parallel.model.parameters(), None), clip(parallel.model.parameters(), limit)):
+        assert not isinstance(mine, DTensor)
+        torch.testing.assert_close(mine, norm, msg=told)
+    torch.testing.assert_close(clip(parallel.model.parameters(), None), torch.full_like(norm, limit), rtol=1e-3, atol=0)
+
+
+def check_evaluation(layout):
+    """Samples are one process's, and what was gathered for them is given back."""
+    make = made({}, {})
+    torch.manual_seed(3)
+    alone = make(layout.device)
+    torch.manual_seed(3)
+    parallel = ParallelModel(make, layout, reshard=False)
+    with parallel.evaluating(whole=True):
+        assert generate(parallel.model, [[1, 2], [3]], 5, temperature=0) == generate(
+            alone, [[1, 2], [3]], 5, temperature=0
+        )
+    attend = parallel.model.get_submodule("layers.0.attn").attend
+    assert isinstance(attend, ContextAttention) == (layout.context_size > 1)
+    assert all(isinstance(parameter, DTensor) for parameter in parallel.model.parameters()) == (layout.shards > 1)
+
+
+def check_bfloat16(layout):
+    """Blocks are gathered in bfloat16, and what autocast keeps in float32 stays so."""
+    make, (tokens, targets) = made({}, {}), batch()
+    torch.manual_seed(3)
+    alone = make(layout.device)
+    torch.manual_seed(3)
+    parallel = ParallelModel(make, layout, autocast=True)
+    seen = set()
+    block = parallel.model.get_submodule("layers.1")
+    block.register_forward_hook(lambda module, inputs, out: seen.add((inputs[0].dtype, out.dtype)))
+    with torch.autocast(layout.device.type, torch.bfloat16):
+        expected = alone(tokens.to(layout.device), targets=targets.to(layout.device))
+        loss = step(parallel)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=2e-3, atol=0)
+    assert seen == {(torch.float32, torch.float32)}
+    for (name, parameter), other in zip(parallel.model.named_parameters(), alone.parameters(), strict=True):
+        mine, of_one = whole(parameter.grad), whole(other.grad)
+        assert mine.dtype == torch.float32
+        error = (mine - of_one).norm() / of_one.norm()
+        assert error < 2e-2, f"{layout.mode}, {name}: {error}"
+
+
+def all_modes(place, modes):
+    # Generated code would take most of the time here, and is not what is tested.
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    for mode, context_size in modes:
+        with layout_of(mode, place, context_size) as layout:
+            for case in CASES:
+                check_gradients(layout, *case)
+            check_evaluation(layout)
+            check_bfloat16(layout)
+
+
+def test_two_processes_have_the_gradients_of_one(place):
+    spawn(all_modes, 2, place, [("ddp", None), ("fsdp", None), ("context", None), ("fsdp+context", None)])
+
+
+def test_four_processes_in_two_dimensions():
+    spawn(all_modes, 4, "cpu", [("fsdp+context", 2), ("context", 2)])
+
+
+def test_a_process_alone():
+    layout = Layout(torch.device("cpu"))
+    check_gradients(layout, *CASES[0])
+    check_evaluation(layout)
+    check_bfloat16(layout)
+
+
+def test_no_target_at_all_is_no_loss():
+    model = made({}, {})("cpu")
+    tokens, targets = batch()
+    loss = model(tokens[5:6], targets=targets[5:6], count=3)
+    loss.backward()
+    assert loss == 0
+    assert all(parameter.grad.eq(0).all() for parameter in model.parameters())
+    for wrong, error in ((0, ValueError), (True, TypeError)):
+        with pytest.raises(error, match="count must be"):
+            model(tokens, targets=targets, count=wrong)
+    with pytest.raises(ValueError, match="count must be None without targets; got 3"):
+        model(tokens, count=3)
