@@ -55,13 +55,18 @@ class Sharers:
         in_order = [received[place[number]] for number in range(self.chunks_seen[1])]
         return torch.stack(in_order, dim=2).flatten(2, 3)
 
-    def sum_back(self, *gradients: Float[Tensor, "batch heads _ d"] | None) -> Float[Tensor, "batch heads share d"]:
-        """The gradient of what this process gave to `gather`, of those that all processes have: in float32.
+    def sum_back(
+        self, *gradients: Float[Tensor, "batch heads _ d"] | None
+    ) -> Float[Tensor, "batch heads share d"] | None:
+        """The gradient of what this process gave to `gather`, from those that all processes have: in float32.
 
         Args:
-            gradients: of the first keys or values, as many whole chunks as each has.
+            gradients: of the first keys or values, as many whole chunks as each has. None where there is none, as on
+                all other processes.
         """
         there = [gradient for gradient in gradients if gradient is not None]
+        if not there:
+            return None
         batch, heads, _, d = there[0].shape
         chunk = there[-1].shape[2] // self.chunks_seen[1]
         wide = torch.promote_types(there[0].dtype, torch.float32)
@@ -92,10 +97,11 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         early_k, early_v, late_k, late_v = gradients
-        dk, dv = ctx.sharers.sum_back(early_k, late_k), ctx.sharers.sum_back(early_v, late_v)
-        return dk.to(ctx.dtypes[0]), dv.to(ctx.dtypes[1]), None
+        both = ctx.sharers.sum_back(early_k, late_k), ctx.sharers.sum_back(early_v, late_v)
+        dk, dv = (None if x is None else x.to(dtype) for x, dtype in zip(both, ctx.dtypes, strict=True))
+        return dk, dv, None
 
 
 class _Release(torch.autograd.Function):

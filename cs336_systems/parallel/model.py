@@ -17,7 +17,7 @@ from ..transformer import Transformer
 from ..transformer.layers import Place
 from ..transformer.model import reset_parameters
 from .context import share_context, whole_sequences
-from .layout import WITH_CONTEXT, WITH_SHARDS, Layout
+from .layout import WITH_SHARDS, Layout
 from .zigzag import share_of
 
 # The only buffer, RoPE's table, is the same everywhere from the beginning. torch 2.13 has another name for this.
@@ -59,11 +59,12 @@ class ParallelModel:
         compile: bool = False,
     ) -> None:
         self.layout = layout
+        self._compiles = compile
         if layout.mode in WITH_SHARDS:
             self.model = _sharded(make, layout, autocast, reshard)
         else:
             self.model = make(layout.device)
-        if layout.mode in WITH_CONTEXT:
+        if layout.context_size > 1:
             share_context(self.model, layout.context_group)
         self._forward: Callable[..., Tensor] = self.model
         if compile and layout.is_alone:
@@ -121,11 +122,13 @@ class ParallelModel:
         Args:
             whole: whether the model is called with whole sequences, on every process alike.
         """
-        settings: list[Any] = [torch.no_grad(), torch.compiler.set_stance("force_eager")]
         with contextlib.ExitStack() as stack:
-            for setting in [*settings, *([whole_sequences(self.model)] if whole else [])]:
-                stack.enter_context(setting)
             stack.callback(self._reshard)
+            stack.enter_context(torch.no_grad())
+            if self._compiles:  # to ask for it otherwise would import the compiler
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            if whole:
+                stack.enter_context(whole_sequences(self.model))
             yield
 
     def _reshard(self) -> None:

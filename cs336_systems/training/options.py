@@ -33,6 +33,8 @@ examples:
   python -m cs336_systems.training --data my-text --preset small --context-length 1024 --batch-size 64 \\
       --micro-batch-size 16 --learning-rate 6e-4 --steps 20000 --warmup-steps 500 --compile
       a larger one, on a GPU
+  torchrun --nproc-per-node 8 -m cs336_systems.training --data my-text --preset large --parallel fsdp
+      on several GPUs: docs/scaling.md
   python -m cs336_systems.training --data my-text --preset large --dry-run
       the options, the number of parameters and the memory it takes, and nothing else
   python -m cs336_systems.training --config run.toml --steps 1000

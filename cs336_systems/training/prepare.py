@@ -16,7 +16,7 @@ from ..transformer import Transformer, TransformerConfig
 from ..transformer.layers import Place
 from . import checkpoint
 from .config import TrainingConfig
-from .corpus import Corpus, Tokens, tokenise
+from .corpus import Tokens, tokenise
 from .data import Windows, split, validation_starts
 from .estimate import MemoryEstimate, estimate_memory
 from .metrics import require_loggers
@@ -82,7 +82,7 @@ class Prepared:
 
 
 def prepare(config: TrainingConfig, layout: Layout | None = None) -> Prepared:
-    """Read, check and, where that is not done yet, tokenise what a run needs.
+    """Read, check and, where that is not done yet, tokenise what a run needs: by the main process before the others.
 
     Args:
         config: the options.
@@ -91,16 +91,21 @@ def prepare(config: TrainingConfig, layout: Layout | None = None) -> Prepared:
     Raises:
         ValueError, TypeError: an option cannot be met; the message says which, and why.
     """
-    require_loggers(config.log_to)
     layout = Layout(choose_device(config.device)) if layout is None else layout
+    with layout.main_first():
+        return _prepare(config, layout)
+
+
+def _prepare(config: TrainingConfig, layout: Layout) -> Prepared:
+    require_loggers(config.log_to)
     tokenizer = open_tokenizer(config.tokenizer)
     model = config.model(tokenizer.size)
-    with layout.main_first():
-        corpus, other = _tokenised(config, tokenizer)
+    folder = Path(config.tokens)
+    corpus = tokenise(config.data, config.files, tokenizer, folder)
     train: Tokens
     validation: Tokens | None
-    if other is not None:
-        train, validation = corpus.tokens, other.tokens
+    if config.val_data:
+        train, validation = corpus.tokens, tokenise(config.val_data, config.files, tokenizer, folder).tokens
     elif config.val_fraction:
         train, validation = split(corpus.tokens, config.val_fraction)
     else:
@@ -121,13 +126,6 @@ def prepare(config: TrainingConfig, layout: Layout | None = None) -> Prepared:
     )
     _check(prepared)
     return prepared
-
-
-def _tokenised(config: TrainingConfig, tokenizer: Tokenizer) -> tuple[Corpus, Corpus | None]:
-    """The text to train on and, where it is another, the text to validate on."""
-    folder = Path(config.tokens)
-    corpus = tokenise(config.data, config.files, tokenizer, folder)
-    return corpus, tokenise(config.val_data, config.files, tokenizer, folder) if config.val_data else None
 
 
 def _check(prepared: Prepared) -> None:

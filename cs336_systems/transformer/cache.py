@@ -123,8 +123,13 @@ class LayerCache(NamedTuple):
         fewer than the keys, mostly a single one, and "auto" chooses what computes that.
 
         Raises:
+            TypeError: ``attend`` is no `Attention`, but what takes its place where processes share sequences.
             ValueError: keys or values need gradients, which would be lost in the cache.
         """
+        if not isinstance(attend, Attention):
+            raise TypeError(
+                f"attend must be an Attention, of whole sequences, with a cache; got {type(attend).__name__}"
+            )
         seen_k, seen_v = self._write(k, v)
         step = self.step
         if step.end == k.shape[2]:

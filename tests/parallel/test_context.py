@@ -76,6 +76,20 @@ def check_memory(layout):
     torch.testing.assert_close(k.grad, 2 * first)
 
 
+def check_frozen(layout):
+    """Keys that need no gradient have none, and those of the others are what they were."""
+    q, k, v, dout = (share(x, layout) for x in drawn(layout))
+    attend = ContextAttention(Attention(causal=True, impl="naive"), layout.context_group)
+    grads = []
+    for needs in ((q, k, v), (q, v), (q,)):
+        mine = [x.clone().requires_grad_(any(x is each for each in needs)) for x in (q, k, v)]
+        attend(*mine).backward(dout)
+        grads.append([x.grad for x in mine])
+    assert grads[1][1] is grads[2][1] is grads[2][2] is None
+    assert torch.equal(grads[0][0], grads[2][0])
+    assert torch.equal(grads[0][2], grads[1][2])
+
+
 def check_autocast(layout):
     """Keys are sent in autocast's dtype, and their gradients come back in that of the keys."""
     q, k, v, dout = (share(x, layout) for x in drawn(layout, torch.float32))
@@ -107,6 +121,7 @@ def all_checks(place):
             check_gradients(layout, impl, window, checkpointed)
         check_gradients(layout, "sdpa", None, False)  # it has no windows
         check_memory(layout)
+        check_frozen(layout)
         check_autocast(layout)
         check_refusals(layout)
 

@@ -46,6 +46,10 @@ def made(changes, settings):
     return lambda place: make(device=place)
 
 
+def sharded(layout):
+    return layout.mode in ("fsdp", "fsdp+context")
+
+
 def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -78,7 +82,7 @@ def check_gradients(layout, changes, settings, ways):
     # Drawn block by block, and yet the same.
     for (name, parameter), other in zip(parallel.model.named_parameters(), alone.parameters(), strict=True):
         assert torch.equal(whole(parameter.detach()), other), told("it was drawn otherwise", name)
-        assert isinstance(parameter, DTensor) == (layout.shards > 1)
+        assert isinstance(parameter, DTensor) == sharded(layout)
     tokens, targets = (half.to(layout.device) for half in batch())
     expected = alone(tokens, targets=targets)
     expected.backward()
@@ -106,7 +110,10 @@ def check_evaluation(layout):
         )
     attend = parallel.model.get_submodule("layers.0.attn").attend
     assert isinstance(attend, ContextAttention) == (layout.context_size > 1)
-    assert all(isinstance(parameter, DTensor) for parameter in parallel.model.parameters()) == (layout.shards > 1)
+    assert all(isinstance(parameter, DTensor) for parameter in parallel.model.parameters()) == sharded(layout)
+    if layout.context_size > 1:
+        with pytest.raises(TypeError, match=r"attend must be an Attention .*; got ContextAttention"), torch.no_grad():
+            generate(parallel.model, [[1, 2]], 2)
 
 
 def check_bfloat16(layout):
@@ -132,23 +139,27 @@ def check_bfloat16(layout):
         assert error < 2e-2, f"{layout.mode}, {name}: {error}"
 
 
-def all_modes(place, modes):
+def all_modes(place, modes, cases):
     # Generated code would take most of the time here, and is not what is tested.
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
     for mode, context_size in modes:
         with layout_of(mode, place, context_size) as layout:
-            for case in CASES:
+            for case in cases:
                 check_gradients(layout, *case)
             check_evaluation(layout)
             check_bfloat16(layout)
 
 
 def test_two_processes_have_the_gradients_of_one(place):
-    spawn(all_modes, 2, place, [("ddp", None), ("fsdp", None), ("context", None), ("fsdp+context", None)])
+    spawn(all_modes, 2, place, [("ddp", None), ("fsdp", None), ("context", None), ("fsdp+context", None)], CASES)
 
 
 def test_four_processes_in_two_dimensions():
-    spawn(all_modes, 4, "cpu", [("fsdp+context", 2), ("context", 2)])
+    spawn(all_modes, 4, "cpu", [("fsdp+context", 2), ("context", 2)], CASES[:2])
+
+
+def test_one_process_that_shares_with_nobody():
+    spawn(all_modes, 1, "cpu", [("context", None), ("fsdp", None)], CASES[:1])
 
 
 def test_a_process_alone():

@@ -1,0 +1,49 @@
+"""docs/scaling.md: its flags, modes and example are those that there are."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from cs336_systems.parallel import MODES
+from cs336_systems.training.options import build_parser
+from cs336_systems.training.stopping import SAME_WITHIN
+
+PAGE = (Path(__file__).parents[2] / "docs/scaling.md").read_text()
+OF_TORCHRUN = {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint"}
+
+
+def test_every_flag_that_is_named_exists():
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", PAGE))
+    known = {flag for action in build_parser()._actions for flag in action.option_strings}
+    assert named - OF_TORCHRUN <= known
+    assert {"--parallel", "--context-size", "--no-reshard"} <= named
+
+
+def test_every_mode_has_a_row():
+    table = PAGE[PAGE.index("| `--parallel` |") :]
+    rows = re.findall(r"^\| `([a-z+]+)` \|", table[: table.index("\n\n")], re.MULTILINE)
+    assert ["none", *rows] == list(MODES)
+
+
+def test_the_seconds_between_signals():
+    assert f"Signals within {SAME_WITHIN:.0f} s" in " ".join(PAGE.split())
+
+
+# What torch says of random numbers for DTensor on a CPU.
+@pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
+def test_the_example_runs(monkeypatch):
+    (example,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    names: dict[str, object] = {}
+    exec(example, names)
+    assert not torch.distributed.is_initialized()
