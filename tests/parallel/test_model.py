@@ -112,7 +112,7 @@ def check_evaluation(layout):
     assert isinstance(attend, ContextAttention) == (layout.context_size > 1)
     assert all(isinstance(parameter, DTensor) for parameter in parallel.model.parameters()) == sharded(layout)
     if layout.context_size > 1:
-        with pytest.raises(TypeError, match=r"attend must be an Attention .*; got ContextAttention"), torch.no_grad():
+        with pytest.raises(TypeError, match=r"attend must be an Attention, .*; got ContextAttention"), torch.no_grad():
             generate(parallel.model, [[1, 2]], 2)
 
 
