@@ -30,6 +30,8 @@ CASES = [
 ]
 """Changes of the model's config, its settings, and those of `ParallelModel`."""
 SEQUENCES, PARTS = 8, 2
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+"""Of float32 that is added up in another order, and on a GPU multiplied in other tiles."""
 
 
 def batch():
@@ -86,14 +88,15 @@ def check_gradients(layout, changes, settings, ways):
     tokens, targets = (half.to(layout.device) for half in batch())
     expected = alone(tokens, targets=targets)
     expected.backward()
-    torch.testing.assert_close(step(parallel, chunk=7 if "tie_embeddings" in changes else None), expected.detach())
+    loss = step(parallel, chunk=7 if "tie_embeddings" in changes else None)
+    torch.testing.assert_close(loss, expected.detach(), msg=told, **CLOSE)
     for (name, parameter), other in zip(parallel.model.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(whole(parameter.grad), other.grad, msg=functools.partial(told, name=name))
+        torch.testing.assert_close(whole(parameter.grad), other.grad, msg=functools.partial(told, name=name), **CLOSE)
     norm, limit = clip(alone.parameters(), None), 0.01
     assert norm > limit
     for mine in (clip(parallel.model.parameters(), None), clip(parallel.model.parameters(), limit)):
         assert not isinstance(mine, DTensor)
-        torch.testing.assert_close(mine, norm, msg=told)
+        torch.testing.assert_close(mine, norm, msg=told, **CLOSE)
     torch.testing.assert_close(clip(parallel.model.parameters(), None), torch.full_like(norm, limit), rtol=1e-3, atol=0)
 
 
@@ -136,7 +139,7 @@ def check_bfloat16(layout):
         mine, of_one = whole(parameter.grad), whole(other.grad)
         assert mine.dtype == torch.float32
         error = (mine - of_one).norm() / of_one.norm()
-        assert error < 2e-2, f"{layout.mode}, {name}: {error}"
+        assert error < 3e-2, f"{layout.mode}, {name}: {error}"
 
 
 def all_modes(place, modes, cases):
