@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import re
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 
 from cs336_systems.parallel import MODES
-from cs336_systems.training.options import build_parser
 from cs336_systems.training.stopping import SAME_WITHIN
+
+from ..parallel.processes import free_ports
+from .pages import examples, flags, flags_of_training
 
 PAGE = (Path(__file__).parents[2] / "docs/scaling.md").read_text()
 OF_TORCHRUN = {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint"}
 
 
 def test_every_flag_that_is_named_exists():
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", PAGE))
-    known = {flag for action in build_parser()._actions for flag in action.option_strings}
-    assert named - OF_TORCHRUN <= known
+    named = flags(PAGE)
+    assert named - OF_TORCHRUN <= flags_of_training()
     assert {"--parallel", "--context-size", "--no-reshard"} <= named
 
 
@@ -37,10 +37,8 @@ def test_the_seconds_between_signals():
 # What torch says of random numbers for DTensor on a CPU.
 @pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
 def test_the_example_runs(monkeypatch):
-    (example,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (example,) = examples(PAGE)
+    (port,) = free_ports(1)
     variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))

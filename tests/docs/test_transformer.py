@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from cs336_systems.transformer import PRESETS, preset
+
+from .pages import examples
 
 PAGE = (Path(__file__).parents[2] / "docs/transformer.md").read_text()
 
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.usefixtures("compile_afresh")
 def test_the_examples_run(tmp_path, monkeypatch, capsys):
     """One after another, as a reader would type them."""
     monkeypatch.chdir(tmp_path)
-    examples = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    assert len(examples) == 8
-    torch._dynamo.reset()
+    found = examples(PAGE)
+    assert len(found) == 8
     names: dict[str, object] = {}
-    for example in examples:
+    for example in found:
         exec(example, names)
 
 

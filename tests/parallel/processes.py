@@ -21,12 +21,16 @@ _ports: Iterator[int]
 
 def spawn(function: Callable[..., None], count: int, *arguments: object) -> None:
     """Call ``function(*arguments)`` in each of ``count`` processes; what one raises is raised here."""
+    multiprocessing.spawn(_begin, (function, count, free_ports(MOST_GROUPS), arguments), nprocs=count)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this machine at which nothing listens, no two the same."""
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(MOST_GROUPS)]
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
             each.bind(("127.0.0.1", 0))
-        ports = [each.getsockname()[1] for each in sockets]
-    multiprocessing.spawn(_begin, (function, count, ports, arguments), nprocs=count)
+        return [each.getsockname()[1] for each in sockets]
 
 
 def _begin(rank: int, function: Callable[..., None], count: int, ports: list[int], arguments: tuple[object]) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ from cs336_systems.training.checkpoint import checkpoints, latest
 from cs336_systems.training.metrics import read_rows
 from cs336_systems.training.stopping import SAME_WITHIN, NotFiniteError, StopRequest
 
-from ..parallel.processes import layout_of, spawn
+from ..parallel.processes import free_ports, layout_of, spawn
 
 ROOT = Path(__file__).parents[2]
 MODES = ("ddp", "fsdp", "context", "fsdp+context")
@@ -144,9 +143,7 @@ def test_signals_within_seconds_are_one(monkeypatch):
 
 
 def torchrun(*arguments):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     where = ["--nproc-per-node", "2", "--master-port", str(port), "-m", "cs336_systems.training"]
     return subprocess.Popen(
