@@ -16,11 +16,11 @@ from ..files import write_text
 from ..profiling import Axes, Panel, Progress, Series, save_panels
 from ..profiling.memory import GIB
 from ..profiling.progress import readable_seconds
+from ..profiling.sweep import Row
 
 METRICS = "metrics.jsonl"
 PLOT = "loss.png"
 
-Row = dict[str, Any]
 _MOST_POINTS = 400
 _PROJECT = "cs336_systems"
 

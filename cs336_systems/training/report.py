@@ -13,7 +13,8 @@ import torch
 
 from ..profiling import device_peak
 from ..profiling.environment import device_name
-from .metrics import Line, Metrics, Row, memory_bytes, open_loggers
+from ..profiling.sweep import Row
+from .metrics import Line, Metrics, memory_bytes, open_loggers
 from .prepare import Prepared
 from .stopping import NotFiniteError
 
