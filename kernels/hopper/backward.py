@@ -1,7 +1,7 @@
 """FlashAttention backward with warps that have roles, for tiles of keys, one after the other; dQ is added up in memory.
 
 K and V of the tile stay in shared memory; tiles of q and dout, with numbers for each of their rows, come through rings.
-Each of one or two warp groups owns 64 keys; what it does with a tile of q and dout is in `backward_step`.
+Each of two warp groups owns 64 keys; what it does with a tile of q and dout is in `backward_step`.
 """
 
 from triton.experimental import gluon
@@ -71,7 +71,6 @@ def compute(
     dtype: gl.constexpr = memory.k.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_Q, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    KEYS: gl.constexpr = schedule.TILE_Q
     number = 0
     turn = 0
     kind, batch, head, first_row = memory.queue.hear(turn, 4)
@@ -87,9 +86,8 @@ def compute(
             MEMBER, HEAD_DIM, TILE_Q,
         )  # fmt: skip
         mbarrier.arrive(memory.k_read, count=1)
-        if KEYS > GROUP:
-            # Until nobody reads slopes, which leave room for dK.
-            named.meet(named.MET, KEYS // GROUP * named.GROUP)
+        # Until nobody reads slopes, which leave room for dK.
+        named.meet(named.MET, named.BOTH)
         store_gradients(
             dk_desc, dv_desc, own, work, first_column, 0,
             memory.v.index(MEMBER), room_in(memory.slopes, dk_desc, MEMBER), (dk * scale).to(dtype), dv.to(dtype),
@@ -148,7 +146,6 @@ def backward_kernel(
     steepness,
     sequences,
     HEAD_DIM: gl.constexpr,
-    GROUPS: gl.constexpr,
     TILE_Q: gl.constexpr,
     STAGES: gl.constexpr,
     LEFT: gl.constexpr,
@@ -160,7 +157,7 @@ def backward_kernel(
     COPY_REGISTERS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """Grid: as many programs as the GPU runs at once, or fewer: one for each tile of keys, 64 for each group.
+    """Grid: as many programs as the GPU runs at once, or fewer: one for each tile of keys, 64 for each of two groups.
 
     ``matrices`` and ``heads`` are k's. lse, in exponents of 2, and delta are (matrices of q, padded); ``padded`` is a
     multiple of TILE_Q, and lse is +inf beyond q_len. dq_desc describes the sums (matrices of q, padded, HEAD_DIM), laid
@@ -171,43 +168,30 @@ def backward_kernel(
     # Of a key at column c the rows c - right to c - left see it: the same schedule with the roles exchanged.
     packing = new_packing(k_starts, q_starts, sequences, TO_THE_END)
     schedule = Schedule(
-        matrices, heads, k_len, q_len, -right, -left, section, packing, GROUPS * GROUP, TILE_Q, RIGHT, LEFT
+        matrices, heads, k_len, q_len, -right, -left, section, packing, 2 * GROUP, TILE_Q, RIGHT, LEFT
     )  # fmt: skip
     exponents = Exponents(exponent_scale, steepness, CAPPED)
     dtype: gl.constexpr = q_desc.dtype
-    slopes_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUPS * GROUP, TILE_Q], dtype)
-    READERS: gl.constexpr = GROUPS * named.GROUP
+    slopes_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * GROUP, TILE_Q], dtype)
     memory = Memory(
-        new_queue(GROUPS + 1, packing.PACKED), new_tiles(k_desc, 1), new_tiles(v_desc, GROUPS),
-        new_barriers(1, GROUPS).index(0), new_barriers(1, GROUPS).index(0),
-        NamedRing(new_tiles(q_desc, STAGES), new_barriers(STAGES, 1), named.Q_FREE, READERS, STAGES),
-        NamedRing(new_tiles(dout_desc, STAGES), new_barriers(STAGES, 1), named.DOUT_FREE, READERS, STAGES),
+        new_queue(3, packing.PACKED), new_tiles(k_desc, 1), new_tiles(v_desc, 2),
+        new_barriers(1, 2).index(0), new_barriers(1, 2).index(0),
+        NamedRing(new_tiles(q_desc, STAGES), new_barriers(STAGES, 1), named.Q_FREE, named.BOTH, STAGES),
+        NamedRing(new_tiles(dout_desc, STAGES), new_barriers(STAGES, 1), named.DOUT_FREE, named.BOTH, STAGES),
         new_tiles(lse_desc, STAGES), new_tiles(delta_desc, STAGES),
-        gl.allocate_shared_memory(dtype, [2, GROUPS * GROUP, TILE_Q], slopes_layout), new_tiles(dq_desc, GROUPS),
+        gl.allocate_shared_memory(dtype, [2, 2 * GROUP, TILE_Q], slopes_layout), new_tiles(dq_desc, 2),
     )  # fmt: skip
     fence_async_shared()
-    if GROUPS == 1:
-        gl.warp_specialize([
-            (compute, (
-                0, dk_desc, dv_desc, memory, schedule, group, scale, exponents, HEAD_DIM, TILE_Q,
-            )),
-            (copy_ahead, (
-                (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), counter, memory, schedule, group,
-                HEAD_DIM, TILE_Q, PERSISTENT,
-            )),
-            (add_up, (dq_desc, added, memory, schedule, group, padded, GROUPS, HEAD_DIM, TILE_Q, IN_ORDER)),
-        ], [1, 1], [COPY_REGISTERS, COPY_REGISTERS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (compute, (
-                0, dk_desc, dv_desc, memory, schedule, group, scale, exponents, HEAD_DIM, TILE_Q,
-            )),
-            (compute, (
-                1, dk_desc, dv_desc, memory, schedule, group, scale, exponents, HEAD_DIM, TILE_Q,
-            )),
-            (copy_ahead, (
-                (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), counter, memory, schedule, group,
-                HEAD_DIM, TILE_Q, PERSISTENT,
-            )),
-            (add_up, (dq_desc, added, memory, schedule, group, padded, GROUPS, HEAD_DIM, TILE_Q, IN_ORDER)),
-        ], [4, 1, 1], [REGISTERS, COPY_REGISTERS, COPY_REGISTERS])  # fmt: skip
+    gl.warp_specialize([
+        (compute, (
+            0, dk_desc, dv_desc, memory, schedule, group, scale, exponents, HEAD_DIM, TILE_Q,
+        )),
+        (compute, (
+            1, dk_desc, dv_desc, memory, schedule, group, scale, exponents, HEAD_DIM, TILE_Q,
+        )),
+        (copy_ahead, (
+            (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), counter, memory, schedule, group,
+            HEAD_DIM, TILE_Q, PERSISTENT,
+        )),
+        (add_up, (dq_desc, added, memory, schedule, group, padded, HEAD_DIM, TILE_Q, IN_ORDER)),
+    ], [4, 1, 1], [REGISTERS, COPY_REGISTERS, COPY_REGISTERS])  # fmt: skip

@@ -142,7 +142,7 @@ NUMBERS_A_ROW = gl.constexpr(32)
 @gluon.jit
 def add_up(
     dq_desc, added, memory, schedule, group, padded,
-    GROUPS: gl.constexpr, HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr, IN_ORDER: gl.constexpr,
+    HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr, IN_ORDER: gl.constexpr,
 ):  # fmt: skip
     """The adding warp: what the groups have put into shared memory of every tile of dQ, to the sums in global memory.
 
@@ -162,9 +162,9 @@ def add_up(
             number = work.first_row // schedule.TILE_Q
             following = number + 1
             for tile in range(work.begin, work.end):
-                for part in gl.static_range(GROUPS):
-                    # The additions of the other parts may go on.
-                    tma.store_wait(GROUPS - 1 - part)
+                for part in gl.static_range(2):
+                    # The addition of the other part may go on.
+                    tma.store_wait(1 - part)
                     named.arrive(named.TAKEN + part, THREADS)
                 if IN_ORDER:
                     before = number
@@ -175,9 +175,9 @@ def add_up(
                         before = following - 1 - number
                     place = added + (rows // GROUP + tile * (TILE_Q // GROUP))
                     wait_for(place, before)
-                for part in gl.static_range(GROUPS):
+                for part in gl.static_range(2):
                     named.meet(named.FULL + part, THREADS)
-                    tma_add(dq_desc, [first + tile * TILE + part * (TILE // GROUPS), 0], memory.more.index(part))
+                    tma_add(dq_desc, [first + tile * TILE + part * (TILE // 2), 0], memory.more.index(part))
                 if IN_ORDER:
                     finish_additions(turn)
                     gl.atomic_add(place, 1, sem="release")

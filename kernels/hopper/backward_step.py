@@ -108,8 +108,7 @@ def step(
     # Begun before, this would hold the warps up until the tensor cores had read all its weights from their registers.
     dv = warpgroup_mma(operand_of_dv, dout_tile, dv, is_async=True)
     fence_async_shared()
-    if KEYS > GROUP:
-        named.meet(named.MET, KEYS // GROUP * named.GROUP)
+    named.meet(named.MET, named.BOTH)
     dq = slopes_product(slopes_tile, k_tile, MEMBER, HEAD_DIM, TILE_Q)
     operand_of_dk = gl.convert_layout(slopes, operand)
     dk = warpgroup_mma(operand_of_dk, q_tile, dk, is_async=True)

@@ -66,7 +66,7 @@ def step(
     slopes_tile = memory.slopes.index(number & 1)
     slopes_tile.slice(MEMBER * ROWS, ROWS, dim=1).store((weights * (dweights - delta)).to(dtype))
     fence_async_shared()
-    named.meet(named.MET, 2 * named.GROUP)
+    named.meet(named.MET, named.BOTH)
     no_dq = gl.zeros([GROUP, HALF], gl.float32, wide)
     k_half = k_tile.slice(MEMBER * HALF, HALF, dim=1)
     dq = warpgroup_mma(slopes_tile.permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
@@ -107,7 +107,7 @@ def compute(
             MEMBER, HEAD_DIM, GROUP,
         )  # fmt: skip
         # Until nobody reads v, weights and slopes, which leave room for gradients.
-        named.meet(named.MET, 2 * named.GROUP)
+        named.meet(named.MET, named.BOTH)
         store_gradients(
             dk_desc, dv_desc, own, work, work.first_row, MEMBER * HALF,
             room_in(memory.v, dv_desc, MEMBER), room_of_dk, (dk * scale).to(dtype), dv.to(dtype),
@@ -168,12 +168,11 @@ def backward_wide_kernel(
     exponents = Exponents(exponent_scale, steepness, CAPPED)
     dtype: gl.constexpr = q_desc.dtype
     pairs_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP, TILE_Q], dtype)
-    READERS: gl.constexpr = 2 * named.GROUP
     memory = Memory(
         new_queue(2, packing.PACKED), new_tiles(k_desc, 1), new_tiles(v_desc, 1),
         new_barriers(1, 2).index(0), new_barriers(1, 2).index(0),
-        NamedRing(new_tiles(q_desc, STAGES), new_barriers(STAGES, 1), named.Q_FREE, READERS, STAGES),
-        NamedRing(new_tiles(dout_desc, STAGES), new_barriers(STAGES, 1), named.DOUT_FREE, READERS, STAGES),
+        NamedRing(new_tiles(q_desc, STAGES), new_barriers(STAGES, 1), named.Q_FREE, named.BOTH, STAGES),
+        NamedRing(new_tiles(dout_desc, STAGES), new_barriers(STAGES, 1), named.DOUT_FREE, named.BOTH, STAGES),
         new_tiles(lse_desc, STAGES), new_tiles(delta_desc, STAGES),
         gl.allocate_shared_memory(dtype, [2, GROUP, TILE_Q], pairs_layout),
         gl.allocate_shared_memory(dtype, [2, GROUP, TILE_Q], pairs_layout),

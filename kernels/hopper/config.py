@@ -38,21 +38,19 @@ class Columns(NamedTuple):
 
 
 class BackwardConfig(NamedTuple):
-    """`keys` a program of so many `groups` that compute, tile_q rows a step, and a ring of `stages` such tiles.
+    """`keys` of a program, tile_q rows a step, and a ring of `stages` such tiles.
 
-    Each group has 64 keys, or both have the same. part: the columns of a tile of dK, dV or dQ that a group stores or
-    adds at a time. programs: how many a multiprocessor runs at once.
+    Of two groups that compute each has 64 keys, or both have the same. part: the columns of a tile of dK, dV or dQ that
+    a group stores or adds at a time.
     """
 
     keys: int
-    groups: int
     tile_q: int
     part: int
     stages: int
     registers: int
     copy_registers: int
     most_registers: int
-    programs: int = 1
 
 
 SHORT_LENGTH = 1024
@@ -89,15 +87,9 @@ FORWARD_PACKED = {
     (256, 0): ForwardConfig(64, 2, 2, 232, 40, 168, False),
 }
 BACKWARD = {
-    64: BackwardConfig(128, 2, 128, 64, 2, 240, 24, 168),
-    128: BackwardConfig(128, 2, 64, 64, 2, 240, 24, 168),
-    256: BackwardConfig(64, 2, 64, 128, 2, 240, 24, 168),
-}
-FEW_ROWS = 4096
-BACKWARD_OF_FEW = {
-    # With a causal mask, and so many rows at most. Two programs of one group each share a multiprocessor, as in the
-    # forward; of wider gradients one group's fill the registers of one program.
-    64: BackwardConfig(64, 1, 64, 64, 2, 232, 24, 128, 2),
+    64: BackwardConfig(128, 128, 64, 2, 240, 24, 168),
+    128: BackwardConfig(128, 64, 64, 2, 240, 24, 168),
+    256: BackwardConfig(64, 64, 128, 2, 240, 24, 168),
 }
 WIDTHS = (64, 128, 256)
 """Columns that tiles have; head dimensions between are filled up with zeros as they are copied."""
@@ -117,12 +109,6 @@ def forward_config(
         return FORWARD_PACKED[width, more]
     uneven_or_few = band != (None, None) or k_len <= SHORT_LENGTH
     return FORWARD_MORE[width, more, uneven_or_few] if more else FORWARD[width, uneven_or_few]
-
-
-def backward_config(width: int, band: tuple[int | None, int | None], q_len: int, *, is_packed: bool) -> BackwardConfig:
-    """How the backward computes a call with so many queries."""
-    few = band[1] is not None and q_len <= FEW_ROWS and not is_packed
-    return BACKWARD_OF_FEW[width] if few and width in BACKWARD_OF_FEW else BACKWARD[width]
 
 
 def columns_of(head_dim: int, v_head_dim: int) -> Columns | None:

@@ -15,7 +15,7 @@ from ..launching import Launch
 from ..portable.softmax import LOG2_E
 from ..settings import Window
 from .backward_copying import NUMBERS_A_ROW
-from .config import BACKWARD, backward_config, columns_of, forward_config, width_of
+from .config import BACKWARD, columns_of, forward_config, width_of
 from .coverage import ALIGNMENT
 from .packing import BOUND, FILLED_UP
 from .tiles import GROUP
@@ -238,22 +238,21 @@ def describe_backward(
     """
     q, k, v, dout = as_heads(q, k, v, dout)
     width = width_of(q.shape[-1])
-    config = backward_config(width, band, q.shape[2], is_packed=packed.sequences > 0)
+    config = BACKWARD[width]
     batch, heads, k_len, _ = k.shape
     group = q.shape[1] // heads
     lengths = batch * heads, heads, group, q.shape[2], k_len, rows.delta.shape[-1]
-    is_shared = config.keys < config.groups * ROWS
+    is_shared = config.keys == ROWS
     columns = config.part if is_shared else width
     tiles = batch * heads * tiles_of(k_len, config.keys, packed.sequences)
-    programs = processors * config.programs
     return Launch(
-        (min(programs, tiles), 1),
+        (min(processors, tiles), 1),
         (
             *(descriptor(x, config.tile_q, width, packed) for x in (q, dout)),
             *(descriptor(k, config.keys, width, packed), descriptor(v, ROWS, width, packed)),
             *(of_rows(rows.exponents, config.tile_q), of_rows(rows.delta, config.tile_q)),
             *(descriptor(x, ROWS, columns, packed) for x in as_heads(*gradients)),
-            rows.sums if is_shared else _of_sums(rows.sums, width * config.tile_q // config.groups),
+            rows.sums if is_shared else _of_sums(rows.sums, width * config.tile_q // 2),
             *(() if is_shared else (rows.added,)),
             *(counter, *packed.starts),
         ),
@@ -263,13 +262,13 @@ def describe_backward(
         ),
         {
             "HEAD_DIM": width,
-            **({} if is_shared else {"GROUPS": config.groups, "IN_ORDER": deterministic}),
+            **({} if is_shared else {"IN_ORDER": deterministic}),
             "TILE_Q": config.tile_q,
             "STAGES": config.stages,
             **band_constants(band),
             "CAPPED": softcap is not None,
             "TO_THE_END": packed.to_the_end,
-            "PERSISTENT": programs < tiles,
+            "PERSISTENT": processors < tiles,
             "COPY_REGISTERS": config.copy_registers,
             "REGISTERS": config.registers,
         },

@@ -20,6 +20,8 @@ DOUT_FREE = gl.constexpr(14)
 
 GROUP = gl.constexpr(128)
 """Threads of a warp group."""
+BOTH = gl.constexpr(256)
+"""Threads of the two groups of the backward."""
 WARP = gl.constexpr(32)
 """Threads of a warp, which copies or adds."""
 

@@ -101,7 +101,7 @@ def compile_one(
     step = beside_a_product(report.sass)
     # Those of a group's part of a tile, for each of its 128 threads.
     tile = launch.constants["TILE_K" if name == "forward" else "TILE_Q"]
-    if name == "backward" and "GROUPS" not in launch.constants:
+    if name == "backward" and config.BACKWARD[head_dim].keys == describe.ROWS:
         tile //= 2
     return {
         "pass": name,
@@ -138,9 +138,6 @@ def main(arguments: Iterable[str]) -> None:
             compile_one("forward", dim, band, torch.bfloat16) for dim in with_more for band in ("none", "causal")
         ]
     if "backward" in options.passes:
-        compiled += [
-            compile_one("backward", dim, "causal", torch.bfloat16, length=64) for dim in config.BACKWARD_OF_FEW
-        ]
         compiled.append(compile_one("backward", 128, "window", torch.bfloat16, deterministic=True))
     for name in options.passes:
         dims = config.WIDTHS if name == "forward" else config.BACKWARD

@@ -11,7 +11,7 @@ from cs336_systems.attention.spec import AttentionSpec, Causal
 from cs336_systems.attention.variants import alibi, softcap
 from cs336_systems.kernels import tuning
 from cs336_systems.kernels.hopper import coverage
-from cs336_systems.kernels.hopper.config import FEW_ROWS, backward_config, columns_of
+from cs336_systems.kernels.hopper.config import columns_of
 from cs336_systems.kernels.hopper.coverage import is_aligned, why_not_computed, why_not_differentiated, why_not_forward
 from cs336_systems.kernels.settings import Settings
 from cs336_systems.testing import starts_of
@@ -75,16 +75,6 @@ def test_why_they_do_not_compute_a_call(call, scale, settings, reason):
 )
 def test_how_columns_are_held(dims, columns):
     assert columns_of(*dims) == columns
-
-
-def test_how_few_rows_are_differentiated():
-    causal, window, none = (None, 0), (-100, 0), (None, None)
-    for band in (causal, window):
-        assert backward_config(64, band, FEW_ROWS, is_packed=False).groups == 1
-        assert backward_config(64, band, FEW_ROWS + 1, is_packed=False).groups == 2
-    assert backward_config(64, none, 100, is_packed=False).groups == 2
-    assert backward_config(64, causal, 100, is_packed=True).groups == 2
-    assert backward_config(128, causal, 100, is_packed=False).groups == 2
 
 
 def test_v_may_be_narrower():
