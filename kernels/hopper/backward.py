@@ -175,7 +175,7 @@ def backward_kernel(
     slopes_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * GROUP, TILE_Q], dtype)
     memory = Memory(
         new_queue(3, packing.PACKED), new_tiles(k_desc, 1), new_tiles(v_desc, 2),
-        new_barriers(1, 2).index(0), new_barriers(1, 2).index(0),
+        new_barriers(1, 2).index(0), new_barriers(1, 2).index(0), new_barriers(1, 1).index(0),
         NamedRing(new_tiles(q_desc, STAGES), new_barriers(STAGES, 1), named.Q_FREE, named.BOTH, STAGES),
         NamedRing(new_tiles(dout_desc, STAGES), new_barriers(STAGES, 1), named.DOUT_FREE, named.BOTH, STAGES),
         new_tiles(lse_desc, STAGES), new_tiles(delta_desc, STAGES),

@@ -19,6 +19,7 @@ class Memory:
     queue: of the tiles of keys that the program computes, one after the other.
     k, v: such a tile, that of v in one piece for each warp group; k comes with the tile's first q, v with its first
     dout. k_read, v_read: barriers that say that they are read no more, and that v's room is not needed for gradients.
+    over: a barrier that nobody comes to, whose last phase is over.
     q, dout, lse, delta: rings; lse comes with q and delta with dout. slopes: the gradients of scores, two tiles of
     (keys, rows of q). more: two such tiles of weights, where groups share keys; else room for each group's part of a
     tile of dQ.
@@ -29,6 +30,7 @@ class Memory:
     v: gl.shared_memory_descriptor
     k_read: gl.shared_memory_descriptor
     v_read: gl.shared_memory_descriptor
+    over: gl.shared_memory_descriptor
     q: NamedRing
     dout: NamedRing
     lse: gl.shared_memory_descriptor
@@ -37,12 +39,13 @@ class Memory:
     more: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, queue, k, v, k_read, v_read, q, dout, lse, delta, slopes, more):
+    def __init__(self, queue, k, v, k_read, v_read, over, q, dout, lse, delta, slopes, more):
         self.queue = queue
         self.k = k
         self.v = v
         self.k_read = k_read
         self.v_read = v_read
+        self.over = over
         self.q = q
         self.dout = dout
         self.lse = lse

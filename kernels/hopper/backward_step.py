@@ -7,10 +7,15 @@ computes its part of a tile of dQ, which a warp of its own adds to a float32 buf
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from . import named
-from .tiles import GROUP, as_matrix
+from .tiles import GROUP, as_matrix, packed, unpacked
 
 
 @gluon.jit
@@ -95,7 +100,13 @@ def step(
         delta = memory.delta.index(stage).load(layout)
     if MASKED:
         weights = gl.where(visible(columns, tile * TILE_Q, schedule, layout, TILE_Q), weights, 0.0)
-    operand_of_dv = gl.convert_layout(weights.to(dtype), operand)
+    if EARLY:
+        operand_of_dv = unpacked(packed(weights, dtype, True), dtype, wide, TILE_Q)
+        # Without a branch, the assembler moves the wait for the product below above the exponentials.
+        mbarrier.wait(memory.over, 1)
+    else:
+        # Twice as many take longer by themselves than mixed with what follows.
+        operand_of_dv = gl.convert_layout(weights.to(dtype), operand)
     if exponents.CAPPED:
         # The derivative of the cap.
         weights *= 1.0 - scores * scores

@@ -15,15 +15,16 @@ def as_matrix(tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def packed(values, dtype: gl.constexpr):
+def packed(values, dtype: gl.constexpr, STAYS: gl.constexpr = False):
     """Pairs of neighbours in a row, rounded to ``dtype``, as one 32-bit number each.
 
-    What a loop carries from one turn to the next as 16-bit numbers takes two instructions more for each pair.
+    What a loop carries from one turn to the next as 16-bit numbers takes two instructions more for each pair. STAYS:
+    LLVM leaves it before the waits that follow, and so what computes the values.
     """
     even, odd = gl.split(gl.reshape(values, [values.shape[0], values.shape[1] // 2, 2]))
     name: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
     return gl.inline_asm_elementwise(
-        "cvt.rn." + name + ".f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+        "cvt.rn." + name + ".f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=not STAYS, pack=1
     )
 
 
