@@ -154,6 +154,7 @@ def backward_kernel(
     TO_THE_END: gl.constexpr,
     PERSISTENT: gl.constexpr,
     IN_ORDER: gl.constexpr,
+    TURNED: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
@@ -163,7 +164,8 @@ def backward_kernel(
     multiple of TILE_Q, and lse is +inf beyond q_len. dq_desc describes the sums (matrices of q, padded, HEAD_DIM), laid
     out as `hand_over` does, as rows of 32 numbers. IN_ORDER: whether they are added up in a fixed order, for which
     ``added`` counts how many have added to the sums of every 64 rows. For packed sequences see `packing`.
-    ``exponent_scale`` and ``steepness`` make `Exponents`.
+    For TURNED see `Schedule.in_place_of`: sums in a fixed order are not. ``exponent_scale`` and ``steepness`` make
+    `Exponents`.
     """
     # Of a key at column c the rows c - right to c - left see it: the same schedule with the roles exchanged.
     packing = new_packing(k_starts, q_starts, sequences, TO_THE_END)
@@ -191,7 +193,9 @@ def backward_kernel(
         )),
         (copy_ahead, (
             (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), counter, memory, schedule, group,
-            HEAD_DIM, TILE_Q, PERSISTENT,
+            HEAD_DIM, TILE_Q, PERSISTENT, TURNED and not IN_ORDER,
         )),
-        (add_up, (dq_desc, added, memory, schedule, group, padded, HEAD_DIM, TILE_Q, IN_ORDER)),
+        (add_up, (
+            dq_desc, added, memory, schedule, group, padded, HEAD_DIM, TILE_Q, IN_ORDER, TURNED and not IN_ORDER,
+        )),
     ], [4, 1, 1], [REGISTERS, COPY_REGISTERS, COPY_REGISTERS])  # fmt: skip

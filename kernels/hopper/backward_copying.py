@@ -57,7 +57,7 @@ class Memory:
 @gluon.jit
 def copy_ahead(
     descriptors, counter, memory, schedule, group,
-    HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr, PERSISTENT: gl.constexpr,
+    HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr, PERSISTENT: gl.constexpr, TURNED: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: what each tile of keys needs, tile after tile."""
     tiles = schedule.tiles()
@@ -66,7 +66,7 @@ def copy_ahead(
     place = found(gl.program_id(0), counter, schedule, PERSISTENT)
     while place < tiles:
         number, place = copy_tile(
-            descriptors, counter, memory, schedule, group, place, turn, number, HEAD_DIM, TILE_Q, PERSISTENT
+            descriptors, counter, memory, schedule, group, place, turn, number, HEAD_DIM, TILE_Q, PERSISTENT, TURNED
         )
         turn += 1
     work, own = schedule.work(0)
@@ -78,7 +78,7 @@ def copy_ahead(
 @gluon.jit
 def copy_tile(
     descriptors, counter, memory, schedule, group, place, turn, number,
-    HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr, TAKE: gl.constexpr,
+    HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr, TAKE: gl.constexpr, TURNED: gl.constexpr,
 ):  # fmt: skip
     """Tell of a tile of k and v, and copy it, and all of q and dout that sees it, for each query head of the group.
 
@@ -104,8 +104,9 @@ def copy_tile(
         head = work.head * group + member
         matrix = work.matrix * group + member
         for tile in range(work.begin, work.end):
-            corner = own.k_corner(work.batch, head, tile * TILE_Q, 0)
-            of_rows = [matrix, own.first_filled_up() + tile * TILE_Q]
+            row = own.in_place_of(tile, work, TURNED) * TILE_Q
+            corner = own.k_corner(work.batch, head, row, 0)
+            of_rows = [matrix, own.first_filled_up() + row]
             stage = memory.q.stage(number)
             memory.q.wait_empty(number)
             arrival = memory.q.arrival(number)
@@ -145,7 +146,7 @@ NUMBERS_A_ROW = gl.constexpr(32)
 @gluon.jit
 def add_up(
     dq_desc, added, memory, schedule, group, padded,
-    HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr, IN_ORDER: gl.constexpr,
+    HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr, IN_ORDER: gl.constexpr, TURNED: gl.constexpr,
 ):  # fmt: skip
     """The adding warp: what the groups have put into shared memory of every tile of dQ, to the sums in global memory.
 
@@ -180,7 +181,8 @@ def add_up(
                     wait_for(place, before)
                 for part in gl.static_range(2):
                     named.meet(named.FULL + part, THREADS)
-                    tma_add(dq_desc, [first + tile * TILE + part * (TILE // 2), 0], memory.more.index(part))
+                    visited = own.in_place_of(tile, work, TURNED)
+                    tma_add(dq_desc, [first + visited * TILE + part * (TILE // 2), 0], memory.more.index(part))
                 if IN_ORDER:
                     finish_additions(turn)
                     gl.atomic_add(place, 1, sem="release")

@@ -100,12 +100,12 @@ def step(
         delta = memory.delta.index(stage).load(layout)
     if MASKED:
         weights = gl.where(visible(columns, tile * TILE_Q, schedule, layout, TILE_Q), weights, 0.0)
-    if EARLY:
+    if EARLY and not exponents.CAPPED:
         operand_of_dv = unpacked(packed(weights, dtype, True), dtype, wide, TILE_Q)
         # Without a branch, the assembler moves the wait for the product below above the exponentials.
         mbarrier.wait(memory.over, 1)
     else:
-        # Twice as many take longer by themselves than mixed with what follows.
+        # Twice as many take longer by themselves than mixed with what follows; and with a cap, scores have to be kept.
         operand_of_dv = gl.convert_layout(weights.to(dtype), operand)
     if exponents.CAPPED:
         # The derivative of the cap.

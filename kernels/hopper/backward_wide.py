@@ -187,6 +187,6 @@ def backward_wide_kernel(
         )),
         (copy_ahead, (
             (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), counter, memory, schedule, group,
-            HEAD_DIM, TILE_Q, PERSISTENT,
+            HEAD_DIM, TILE_Q, PERSISTENT, False,
         )),
     ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip

@@ -41,7 +41,7 @@ class BackwardConfig(NamedTuple):
     """`keys` of a program, tile_q rows a step, and a ring of `stages` such tiles.
 
     Of two groups that compute each has 64 keys, or both have the same. part: the columns of a tile of dK, dV or dQ that
-    a group stores or adds at a time.
+    a group stores or adds at a time. turned: whether programs begin at different tiles of q, where none is masked.
     """
 
     keys: int
@@ -51,6 +51,7 @@ class BackwardConfig(NamedTuple):
     registers: int
     copy_registers: int
     most_registers: int
+    turned: bool = False
 
 
 SHORT_LENGTH = 1024
@@ -87,7 +88,7 @@ FORWARD_PACKED = {
     (256, 0): ForwardConfig(64, 2, 2, 232, 40, 168, False),
 }
 BACKWARD = {
-    64: BackwardConfig(128, 128, 64, 2, 240, 24, 168),
+    64: BackwardConfig(128, 128, 64, 2, 240, 24, 168, True),
     128: BackwardConfig(128, 64, 64, 2, 240, 24, 168),
     256: BackwardConfig(64, 64, 128, 2, 240, 24, 168),
 }

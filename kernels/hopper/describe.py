@@ -262,7 +262,7 @@ def describe_backward(
         ),
         {
             "HEAD_DIM": width,
-            **({} if is_shared else {"IN_ORDER": deterministic}),
+            **({} if is_shared else {"IN_ORDER": deterministic, "TURNED": config.turned}),
             "TILE_Q": config.tile_q,
             "STAGES": config.stages,
             **band_constants(band),

@@ -194,6 +194,18 @@ class Schedule:
         )  # fmt: skip
 
     @gluon.jit
+    def in_place_of(self, tile, work, TURNED: gl.constexpr):
+        """The tile of keys that is visited in a tile's place, where all are seen and TURNED.
+
+        Programs that begin together would all visit the first one first, and all add to the same numbers. So each
+        begins beside its own rows, as with a causal mask, and comes to the first tile after the last.
+        """
+        if TURNED and not (self.LEFT or self.RIGHT):
+            tile += work.first_row // self.TILE_K % work.end
+            tile = gl.where(tile < work.end, tile, tile - work.end)
+        return tile
+
+    @gluon.jit
     def sees(self, number, tile, work):
         """Whether there is a ``number``-th tile of rows in a tile's matrix, and a tile of keys is one of its first."""
         there = number < gl.cdiv(self.q_len, self.TILE_Q)
