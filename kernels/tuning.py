@@ -16,6 +16,8 @@ from typing import Literal
 import torch
 
 Pass = Literal["forward", "dq", "dkdv"]
+CACHED = "cached"
+"""What attention over a cache is called among the pins."""
 Arithmetic = Literal["half", "tf32", "float32"]
 """What products are computed in: float16 or bfloat16 inputs; float32 ones in TF32; those at float32-level error."""
 
@@ -54,7 +56,7 @@ WIDEST_TILE = 256
 Row = tuple[Pass, Arithmetic, int]
 """What a configuration is looked up by: pass, arithmetic, padded head dimension."""
 
-_pins: dict[Pass, TileConfig] = {}
+_pins: dict[str, TileConfig] = {}
 _version = 0
 _portable_alone = False
 
@@ -102,6 +104,21 @@ def columns_of_a_tile(head_dim: int, arithmetic: Arithmetic) -> int:
     return 128 if arithmetic == "float32" else WIDEST_TILE
 
 
+def lookup_cached(arithmetic: Arithmetic, head_dim: int, device: torch.device) -> TileConfig:
+    """The tiles of attention over a cache, for a padded head dimension: reasoned, not searched.
+
+    So few rows that Triton takes Ampere's matrix instructions, or none for float32: they have only to keep up with the
+    memory. A tile of keys and its values take 32 KiB. On large chips two such are on their way while a third is
+    computed with, and three programs share a processor; the others have one less.
+    """
+    if CACHED in _pins:
+        return _pins[CACHED]
+    rows, bytes_each, warps = (32, 2, 4) if arithmetic == "half" else (16, 4, 8)
+    keys = 16 * 1024 // (columns_of_a_tile(head_dim, arithmetic) * bytes_each)
+    stages = 3 if architecture_of(device) in ("sm_90", "sm_100") else 2
+    return TileConfig(rows, max(16, min(128, keys)), warps, stages)
+
+
 @contextmanager
 def pin(**configs: TileConfig) -> Iterator[None]:
     """Use these configurations, named by pass, instead of the table's: for tests and for the search.
@@ -110,7 +127,7 @@ def pin(**configs: TileConfig) -> Iterator[None]:
     """
     global _version
     before = dict(_pins)
-    _pins.update(configs)  # type: ignore[arg-type]
+    _pins.update(configs)
     _version += 1
     try:
         yield

@@ -5,6 +5,7 @@
 """
 
 from .budget import TF32_EPS, Finding, assert_within_budget, compare, difference
+from .cached import Cache, assert_cached_within_budget, make_cache
 from .evaluation import Attend, Results, evaluate, poisoned_memory
 from .features import Features, in_dtype, leaves_of
 from .inputs import LAYOUTS, Inputs, Shapes, make_inputs
@@ -15,11 +16,13 @@ __all__ = [
     "LAYOUTS",
     "TF32_EPS",
     "Attend",
+    "Cache",
     "Features",
     "Finding",
     "Inputs",
     "Results",
     "Shapes",
+    "assert_cached_within_budget",
     "assert_packed_within_budget",
     "assert_within_budget",
     "compare",
@@ -27,6 +30,7 @@ __all__ = [
     "evaluate",
     "in_dtype",
     "leaves_of",
+    "make_cache",
     "make_inputs",
     "make_packed",
     "naive_results",
