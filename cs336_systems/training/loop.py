@@ -159,6 +159,7 @@ class Trainer:
                 top_p=self.config.top_p,
                 seed=self.config.seed,
                 stop_tokens=stop_tokens,
+                graph=False,  # a recorded step would keep copies of the weights beside what training needs
             )
         ended = tokens[: tokens.index(end)] if end in tokens else tokens
         return self.config.sample_prompt + self.prepared.tokenizer.decode(ended)

@@ -3,6 +3,7 @@
 from .attention import MultiHeadAttention
 from .cache import KVCache
 from .config import TransformerConfig
+from .decoder import Decoder
 from .generate import generate, stream
 from .layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU
 from .loss import head_cross_entropy
@@ -13,6 +14,7 @@ from .weights import from_llama, llama_config, load_llama, load_weights
 
 __all__ = [
     "PRESETS",
+    "Decoder",
     "Embedding",
     "KVCache",
     "Linear",

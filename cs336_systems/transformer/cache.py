@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..attention import Attention, attention
+from ..attention import Attention, attention, attention_with_cache
 from .config import check_size
+
+FEW = 16
+"""New tokens that are taken for few: more of them, of sequences of one length, are attended to as in training."""
+
+Layers = dict[int, tuple[Tensor, Tensor]]
+"""Keys and values by the number of their layer."""
 
 
 class KVCache:
@@ -23,6 +29,8 @@ class KVCache:
         capacity: the longest of them, in tokens.
 
     ``layers`` has the keys and values (batch, kv_heads, capacity, d) of every layer that wrote some, by its number.
+    What a single further token of each sequence computes depends on the device's own count of tokens, ``filled``, and
+    on no number of the host, so it can be recorded in a CUDA graph: see `Decoder`.
 
     Raises:
         TypeError, ValueError: a size is not a positive int.
@@ -33,36 +41,47 @@ class KVCache:
         check_size("capacity", capacity)
         self.batch = batch
         self.capacity = capacity
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.layers: Layers = {}
+        self.filled: Int[Tensor, " batch"] = torch.zeros(batch, dtype=torch.long, device="cpu")
         self._lengths: list[int] = [0] * batch
         self._begun = 0
-        self._on_device: Int[Tensor, " batch"] = torch.zeros(batch, dtype=torch.long, device="cpu")
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """How many tokens each sequence has."""
         return tuple(self._lengths)
 
-    def begin(self, new: int, device: torch.device, window: int | None = None) -> Step:
+    def begin(self, new: int, device: torch.device) -> Step:
         """The places of ``new`` further tokens of every sequence, to be written layer by layer.
 
         Args:
             new: how many.
             device: of the model.
-            window: how many tokens a query sees, its own among them; None for all before it.
 
         Raises:
             ValueError: they do not fit in.
         """
+        self.reserve(new)
+        if self.filled.device != device:
+            self.filled = self.filled.to(device)
         start, end = min(self._lengths), max(self._lengths) + new
+        rows = torch.arange(self.batch, device=device)[:, None]
+        positions = self.filled[:, None] + torch.arange(new, device=device)
+        together = end if end == new or (new > FEW and start + new == end) else None
+        return Step(self.layers, self.capacity, rows, positions, self.filled + new, together)
+
+    def reserve(self, new: int) -> None:
+        """Make sure that ``new`` further tokens of every sequence fit in, and expect them to be counted by `advance`.
+
+        All that `begin` does on the host, for who replays what the device does.
+
+        Raises:
+            ValueError: they do not fit in.
+        """
+        end = max(self._lengths) + new
         if end > self.capacity:
             raise ValueError(f"cache must have room for {end} tokens a sequence; got a capacity of {self.capacity}")
         self._begun = new
-        self._on_device = self._on_device.to(device)
-        positions = self._on_device[:, None] + torch.arange(new, device=device)
-        # All queries being the last ones of their sequences, attention aligns them by itself.
-        mask = None if start + new == end else _visible(positions, end, window)
-        return Step(self, positions, start, end, mask)
 
     def advance(self, counts: list[int]) -> None:
         """Count tokens as seen: those beyond are overwritten by the next ones.
@@ -77,27 +96,37 @@ class KVCache:
             raise ValueError(f"counts must be {self.batch} numbers from 0 to {self._begun}; got {counts}")
         self._begun = 0
         self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
+        # In place: what was recorded reads this tensor.
         if len(set(counts)) == 1:
-            self._on_device = self._on_device + counts[0]  # nothing is copied to the device
+            self.filled += counts[0]  # nothing is copied to the device
         else:
-            self._on_device = torch.tensor(self._lengths).to(self._on_device.device)
+            self.filled.copy_(torch.tensor(self._lengths))
 
 
 class Step(NamedTuple):
     """Further tokens on their way through the model.
 
     Attributes:
-        cache: where they go.
-        positions: (batch, new), of the tokens.
-        start, end: the first slot that is written, and one after the last.
-        mask: (batch, 1, new, end), the slots that each token sees; None where these are the causal ones of the model.
+        layers: where their keys and values go.
+        capacity: of those.
+        rows: (batch, 1), the numbers of the sequences.
+        positions: (batch, new), of the tokens, which are their slots.
+        lengths: (batch,), how many slots each sequence has with them.
+        together: one after the last slot, where all sequences end with it and the tokens are many, or the first; then
+            attention is that of training. None where the device alone knows where sequences end.
     """
 
-    cache: KVCache
+    layers: Layers
+    capacity: int
+    rows: Int[Tensor, "batch 1"]
     positions: Int[Tensor, "batch new"]
-    start: int
-    end: int
-    mask: Bool[Tensor, "batch 1 new end"] | None
+    lengths: Int[Tensor, " batch"]
+    together: int | None
+
+    @property
+    def batch(self) -> int:
+        """How many sequences."""
+        return self.rows.shape[0]
 
     def of_layer(self, number: int) -> LayerCache:
         """What one layer is given of it."""
@@ -130,38 +159,31 @@ class LayerCache(NamedTuple):
             raise TypeError(
                 f"attend must be an Attention, of whole sequences, with a cache; got {type(attend).__name__}"
             )
-        seen_k, seen_v = self._write(k, v)
-        step = self.step
-        if step.end == k.shape[2]:
+        keys, values = self._write(k, v)
+        end = self.step.together
+        if end == k.shape[2]:
             return attend(q, k, v)
-        if step.mask is None:
-            return attention(q, seen_k, seen_v, causal=True, window=attend.window)
-        return attention(q, seen_k, seen_v, mask=step.mask)
+        window, scale, softcap = attend.window, attend.scale, attend.softcap
+        if end is None:
+            return attention_with_cache(q, keys, values, self.step.lengths, window=window, scale=scale, softcap=softcap)
+        seen = keys[:, :, :end], values[:, :, :end]
+        return attention(q, *seen, causal=True, window=window, scale=scale, softcap=softcap)
 
     def _write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values, and return all so far."""
+        """Store new keys and values, and return all slots."""
         if k.requires_grad or v.requires_grad:
             raise ValueError(
                 "cache must be used under torch.no_grad(): it keeps no graph; got keys that need gradients"
             )
-        step = self.step
-        stored = step.cache.layers.get(self.number)
+        step, new = self.step, k.shape[2]
+        stored = step.layers.get(self.number)
         if stored is None:
-            # Zeros, because slots that no token has are multiplied with weights of 0, and NaN · 0 is NaN.
-            shape = (*k.shape[:2], step.cache.capacity, k.shape[3])
-            stored = step.cache.layers[self.number] = k.new_zeros(shape), v.new_zeros(shape)
-        for slots, new in zip(stored, (k, v), strict=True):
-            if step.mask is None:
-                slots[:, :, step.start : step.end] = new
+            shape = (*k.shape[:2], step.capacity, k.shape[3])
+            # Nobody looks at slots that no token has.
+            stored = step.layers[self.number] = k.new_empty(shape), v.new_empty(shape)
+        for slots, written in zip(stored, (k, v), strict=True):
+            if step.together is not None:
+                slots[:, :, step.together - new : step.together] = written
             else:
-                rows = torch.arange(len(new), device=new.device)[:, None]
-                slots[rows, :, step.positions] = new.transpose(1, 2)
-        keys, values = stored
-        return keys[:, :, : step.end], values[:, :, : step.end]
-
-
-def _visible(positions: Int[Tensor, "batch new"], end: int, window: int | None) -> Bool[Tensor, "batch 1 new end"]:
-    """Which slots tokens at these positions see."""
-    distance = positions[:, None, :, None] - torch.arange(end, device=positions.device)
-    visible = distance >= 0
-    return visible if window is None else visible & (distance < window)
+                slots[step.rows, :, step.positions] = written.transpose(1, 2)
+        return stored

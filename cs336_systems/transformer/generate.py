@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
-from .cache import KVCache
 from .config import check_size
+from .decoder import Decoder, checked_prompts
 from .model import Transformer
 from .sampling import Sampling
 
@@ -26,20 +26,19 @@ def generate(
     generator: torch.Generator | None = None,
     stop_tokens: Collection[int] = (),
     use_cache: bool = True,
+    graph: bool | None = None,
+    compile: bool = False,
 ) -> list[list[int]]:
-    """The new tokens of each sequence, all at once; arguments as for `stream`, which gives them as they come."""
-    steps = stream(
-        model,
-        prompts,
-        max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        generator=generator,
-        stop_tokens=stop_tokens,
-        use_cache=use_cache,
-    )
+    """The new tokens of each sequence, all at once; arguments as for `stream`, which gives them as they come.
+
+    Without stop tokens nothing waits for the device until all are drawn.
+    """
+    sampling = Sampling(temperature, top_k, top_p)
+    drawn = _drawn(model, prompts, max_new_tokens, sampling, seed, generator, use_cache, graph, compile)
+    if not stop_tokens:
+        rows: list[list[int]] = torch.stack([*drawn], 1).tolist()
+        return rows
+    steps = _until_stopped(drawn, frozenset(stop_tokens))
     return [[token for token in tokens if token is not None] for tokens in zip(*steps, strict=True)]
 
 
@@ -55,6 +54,8 @@ def stream(
     generator: torch.Generator | None = None,
     stop_tokens: Collection[int] = (),
     use_cache: bool = True,
+    graph: bool | None = None,
+    compile: bool = False,
 ) -> Iterator[list[int | None]]:
     """The next token of each sequence, step by step; None for a sequence that has ended.
 
@@ -73,14 +74,33 @@ def stream(
         stop_tokens: each ends its sequence, of which it is the last token.
         use_cache: whether keys and values are kept. Without them every step computes the whole sequences again: the
             tokens are the same but for rounding.
+        graph: whether the steps after the prompts are recorded as a CUDA graph and replayed; None where that is
+            possible: on a GPU, without hooks, and not with weights that are spread over processes. See `Decoder`.
+        compile: whether these steps are compiled by ``torch.compile``, which takes a while.
 
     Raises:
         TypeError, ValueError: an argument is not what it has to be, or a sequence would exceed the context length. It
             is raised at the call, not at the first step.
     """
-    check_size("max_new_tokens", max_new_tokens)
     sampling = Sampling(temperature, top_k, top_p)
-    rows = _checked(prompts, model.config.vocab_size)
+    drawn = _drawn(model, prompts, max_new_tokens, sampling, seed, generator, use_cache, graph, compile)
+    return _until_stopped(drawn, frozenset(stop_tokens))
+
+
+def _drawn(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]] | Tensor,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int | None,
+    generator: torch.Generator | None,
+    use_cache: bool,
+    graph: bool | None,
+    compile: bool,
+) -> Iterator[Int[Tensor, " batch"]]:
+    """Arguments checked, and the tokens that are drawn for each sequence, step by step, on the model's device."""
+    check_size("max_new_tokens", max_new_tokens)
+    rows = checked_prompts(prompts, model.config.vocab_size)
     # The last new token does not go through the model.
     longest, most = max(map(len, rows)) + max_new_tokens - 1, model.config.context_length
     if longest > most:
@@ -91,60 +111,48 @@ def stream(
     if seed is not None:
         if generator is not None:
             raise ValueError("generator must be None where seed is given; got both")
-        generator = torch.Generator(_device_of(model)).manual_seed(seed)
-    return _steps(model, rows, max_new_tokens, sampling, generator, frozenset(stop_tokens), use_cache)
+        generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    if use_cache:
+        decoder = Decoder(model, len(rows), longest, graph=graph, compile=compile)
+        return _with_cache(decoder, rows, max_new_tokens, sampling, generator)
+    for name, value in (("graph", graph), ("compile", compile)):
+        if value:
+            raise ValueError(f"{name} must not be asked for without a cache: sequences grow; got {value}")
+    return _without_cache(model, rows, max_new_tokens, sampling, generator)
 
 
 @torch.no_grad()
-def _steps(
-    model: Transformer,
-    rows: list[list[int]],
-    max_new_tokens: int,
-    sampling: Sampling,
-    generator: torch.Generator | None,
-    stop_tokens: frozenset[int],
-    use_cache: bool,
-) -> Iterator[list[int | None]]:
-    device = _device_of(model)
-    capacity = max(map(len, rows)) + max_new_tokens - 1
-    cache = KVCache(len(rows), capacity) if use_cache else None
-    ended = [False] * len(rows)
-    new = rows
-    for _ in range(max_new_tokens):
-        counts = [len(row) for row in new]
-        # Sequences begin together: what fills up the shorter ones comes after them, where causal attention hides it.
-        padded = [row + [0] * (max(counts) - len(row)) for row in new]
-        last = torch.tensor(counts, device=device) - 1
-        logits = model(torch.tensor(padded, device=device), cache=cache, logits_at=last)
-        if cache is not None:
-            cache.advance(counts)
-        drawn = sampling.draw(logits, generator).tolist()
+def _with_cache(
+    decoder: Decoder, rows: list[list[int]], count: int, sampling: Sampling, generator: torch.Generator | None
+) -> Iterator[Tensor]:
+    drawn = sampling.draw(decoder.prefill(rows), generator)
+    yield drawn
+    for _ in range(count - 1):
+        drawn = sampling.draw(decoder.step(drawn), generator)
+        yield drawn
+
+
+@torch.no_grad()
+def _without_cache(
+    model: Transformer, rows: list[list[int]], count: int, sampling: Sampling, generator: torch.Generator | None
+) -> Iterator[Tensor]:
+    device, longest = next(model.parameters()).device, max(map(len, rows))
+    padded = torch.tensor([row + [0] * (longest + count - len(row)) for row in rows], device=device)
+    ends = torch.tensor([len(row) for row in rows], device=device)
+    for number in range(count):
+        drawn = sampling.draw(model(padded[:, : longest + number], logits_at=ends - 1), generator)
+        yield drawn
+        padded[torch.arange(len(rows), device=device), ends] = drawn
+        ends += 1
+
+
+def _until_stopped(steps: Iterator[Tensor], stop_tokens: frozenset[int]) -> Iterator[list[int | None]]:
+    """The tokens of each step, None for a sequence that has ended; none after all have."""
+    ended: list[bool] = []
+    for step in steps:
+        drawn: list[int] = step.tolist()
+        ended = ended or [False] * len(drawn)
         yield [None if end else token for end, token in zip(ended, drawn, strict=True)]
         ended = [end or token in stop_tokens for end, token in zip(ended, drawn, strict=True)]
         if all(ended):
             return
-        grown = [[token] for token in drawn]
-        new = grown if use_cache else [row + one for row, one in zip(new, grown, strict=True)]
-
-
-def _checked(prompts: Sequence[Sequence[int]] | Tensor, vocab_size: int) -> list[list[int]]:
-    """Prompts as lists of tokens."""
-    given = prompts.tolist() if isinstance(prompts, Tensor) else prompts
-    try:
-        # Also of NumPy's integers.
-        rows = [[operator.index(token) for token in row] for row in given]
-    except TypeError as error:
-        raise TypeError(f"prompts must be sequences of ints, or a tensor (batch, length): {error}") from error
-    if not rows:
-        raise ValueError("prompts must be at least one sequence; got none")
-    for index, row in enumerate(rows):
-        if not row:
-            raise ValueError(f"prompts must have at least one token each; got none in prompts[{index}]")
-        if min(row) < 0 or max(row) >= vocab_size:
-            wrong = min(row) if min(row) < 0 else max(row)
-            raise ValueError(f"prompts must have tokens from 0 up to {vocab_size}; got {wrong} in prompts[{index}]")
-    return rows
-
-
-def _device_of(model: Transformer) -> torch.device:
-    return next(model.parameters()).device

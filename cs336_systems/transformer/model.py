@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .attention import MultiHeadAttention
-from .cache import KVCache, LayerCache
+from .cache import KVCache, LayerCache, Step
 from .config import TransformerConfig, check_size
 from .layers import Embedding, Linear, Place, RMSNorm, RotaryEmbedding, SwiGLU, linear_std
 from .loss import head_cross_entropy
@@ -105,7 +105,7 @@ class Transformer(nn.Module):
         self,
         token_ids: Int[Tensor, "batch length"],
         positions: Int[Tensor, "#batch length"] | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | Step | None = None,
         *,
         logits_at: Int[Tensor, " batch"] | None = None,
         targets: Int[Tensor, "batch length"] | None = None,
@@ -120,6 +120,7 @@ class Transformer(nn.Module):
                 follows from their order.
             cache: holds earlier tokens, after which these come; it is given their keys and values, and has then to be
                 told by ``advance`` how many of them to keep. Positions follow from it. Under ``torch.no_grad`` alone.
+                Or what its ``begin`` returned for these tokens, for functions that are compiled or recorded.
             logits_at: an index for each sequence: the logits (batch, vocab_size) of this token alone are computed.
             targets: what follows each token, -100 where that does not count: their mean cross-entropy is returned.
             chunk: how many tokens have logits in memory at a time while that is computed; None for all.
@@ -130,7 +131,7 @@ class Transformer(nn.Module):
                 keep what needs gradients.
         """
         self._check(token_ids, positions, cache, logits_at, targets, {"chunk": chunk, "count": count})
-        step = None if cache is None else cache.begin(token_ids.shape[1], token_ids.device, self.config.window)
+        step = cache.begin(token_ids.shape[1], token_ids.device) if isinstance(cache, KVCache) else cache
         x = self.token_embeddings(token_ids)
         if step is not None:
             for number, block in enumerate(self.layers):
@@ -170,7 +171,7 @@ class Transformer(nn.Module):
         self,
         token_ids: Tensor,
         positions: Tensor | None,
-        cache: KVCache | None,
+        cache: KVCache | Step | None,
         logits_at: Tensor | None,
         targets: Tensor | None,
         of_loss: dict[str, float | None],
@@ -180,8 +181,9 @@ class Transformer(nn.Module):
         most = self.config.context_length
         if token_ids.shape[1] > most:
             raise ValueError(f"token_ids must have a length of at most {most}; got {token_ids.shape[1]}")
-        if cache is not None and cache.batch != token_ids.shape[0]:
-            raise ValueError(f"token_ids must have the batch of cache, {cache.batch}; got {token_ids.shape[0]}")
+        batch = len(token_ids) if cache is None else cache.batch
+        if batch != len(token_ids):
+            raise ValueError(f"token_ids must have the batch of cache, {batch}; got {token_ids.shape[0]}")
         if cache is not None and cache.capacity > most:
             raise ValueError(f"cache must have a capacity of at most {most}; got {cache.capacity}")
         if cache is not None and positions is not None:

@@ -64,7 +64,12 @@ class Sampling:
     def draw(
         self, logits: Float[Tensor, "batch vocab_size"], generator: torch.Generator | None = None
     ) -> Int[Tensor, " batch"]:
-        """A token for each row of logits; ``generator`` must be on their device."""
+        """A token for each row of logits; ``generator`` must be on their device, which nothing waits for.
+
+        Of exponentially distributed times with the probabilities as their rates, each is the first with its
+        probability. ``torch.multinomial`` draws so too, and then asks the device whether all probabilities were valid.
+        """
         if self.temperature == 0:
             return logits.argmax(-1)
-        return torch.multinomial(self.probabilities(logits), 1, generator=generator).squeeze(-1)
+        probabilities = self.probabilities(logits)
+        return (probabilities / torch.empty_like(probabilities).exponential_(generator=generator)).argmax(-1)

@@ -71,6 +71,24 @@ def test_cached_logits_are_those_of_the_whole_sequence(tiny, device):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("window", [None, 11])
+def test_many_tokens_at_a_time(tiny, device, window):
+    """More than are few: of sequences of one length, and of different ones, both after others."""
+    model = Transformer(tiny(context_length=80, window=window), device=device, dtype=torch.float64)
+    token_ids = torch.randint(40, (2, 80), device=device)
+    whole = model(token_ids)
+    cache = KVCache(2, 80)
+    lengths = [0, 0]
+    for counts in ([3, 3], [20, 20], [20, 1], [18, 18]):
+        part = torch.stack([token_ids[i, length : length + max(counts)] for i, length in enumerate(lengths)])
+        logits = model(part, cache=cache)
+        cache.advance(counts)
+        for i, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            torch.testing.assert_close(logits[i, :count], whole[i, length : length + count])
+        lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
+
+
+@torch.no_grad()
 def test_the_cache_is_allocated_once(model, device):
     cache = KVCache(2, 24)
     token_ids = torch.zeros(2, 3, dtype=torch.long, device=device)

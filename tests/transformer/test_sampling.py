@@ -68,3 +68,25 @@ def test_draws_are_as_frequent_as_they_are_probable(device):
 def test_what_is_refused(settings, error, message):
     with pytest.raises(error, match=f"^{message}$"):
         Sampling(**settings)
+
+
+def test_tokens_are_those_of_multinomial(device):
+    """So seeds mean what they always did."""
+    logits = torch.randn(64, 40, device=device)
+    for settings in ({}, {"temperature": 0.7, "top_k": 12, "top_p": 0.9}):
+        sampling = Sampling(**settings)
+        expected, drawn = (torch.Generator(device).manual_seed(5) for _ in range(2))
+        tokens = torch.multinomial(sampling.probabilities(logits), 1, generator=expected).squeeze(-1)
+        assert torch.equal(sampling.draw(logits, drawn), tokens)
+
+
+@pytest.mark.gpu
+def test_drawing_waits_for_nothing():
+    logits = torch.randn(4, 40, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for settings in ({}, {"temperature": 0}, {"top_k": 5, "top_p": 0.9}):
+            Sampling(**settings).draw(logits, generator)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
