@@ -23,7 +23,7 @@ def test_the_examples_run(tmp_path, monkeypatch, capsys):
     """One after another, as a reader would type them."""
     monkeypatch.chdir(tmp_path)
     found = examples(PAGE)
-    assert len(found) == 8
+    assert len(found) == 9
     names: dict[str, object] = {}
     for example in found:
         exec(example, names)
