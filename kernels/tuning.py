@@ -108,8 +108,8 @@ def lookup_cached(arithmetic: Arithmetic, head_dim: int, device: torch.device) -
     """The tiles of attention over a cache, for a padded head dimension: reasoned, not searched.
 
     So few rows that Triton takes Ampere's matrix instructions, or none for float32: they have only to keep up with the
-    memory. A tile of keys and its values take 32 KiB. On large chips two such are on their way while a third is
-    computed with, and three programs share a processor; the others have one less.
+    memory. A tile of keys and its values take 32 KiB. On large chips up to two such are on their way while a third
+    is computed with, and three programs share a processor; the others have one less.
     """
     if CACHED in _pins:
         return _pins[CACHED]

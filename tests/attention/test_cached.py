@@ -92,11 +92,22 @@ def test_any_call(flash_device, call, seed, processors):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("d", [16, 32, 64, 80, 128, 256])
-@pytest.mark.parametrize(("q_heads", "kv_heads", "new"), [(8, 8, 1), (32, 8, 1), (16, 1, 2), (32, 1, 2)])
-def test_loops_over_many_tiles(d, dtype, q_heads, kv_heads, new):
+@pytest.mark.parametrize(
+    ("d", "heads"),
+    [
+        (16, (8, 8, 1)),
+        (32, (16, 1, 2)),
+        (64, (32, 8, 1)),
+        (64, (32, 1, 2)),
+        (80, (8, 8, 3)),
+        (128, (32, 8, 1)),
+        (128, (32, 1, 2)),
+        (256, (8, 2, 1)),
+    ],
+)
+def test_loops_over_many_tiles(d, dtype, heads):
     """As the table says that they are tiled, and as the device's processors divide them."""
-    sizes = {"q_heads": q_heads, "kv_heads": kv_heads, "new": new, "d": d}
+    sizes = dict(zip(("q_heads", "kv_heads", "new"), heads, strict=True)) | {"d": d}
     check("flash", make_cache([3001, 1, 700, 2048], capacity=3001, **sizes, dtype=dtype, device="cuda"))
     window = {"window": (512, None)}
     check("flash", make_cache([3001, 1, 700], capacity=4096, **sizes, dtype=dtype, device="cuda"), **window)
