@@ -42,9 +42,6 @@ from benchmarks.processes import run_jobs
 from cs336_systems.profiling.environment import Environment, collect_environment
 from cs336_systems.profiling.report import environment_lines, format_number
 from cs336_systems.profiling.sweep import (
-    CONFIGURATION,
-    JOURNAL,
-    UNDER_WAY,
     ConfigurationMismatchError,
     DeathLog,
     Outcome,
@@ -210,14 +207,6 @@ def configuration_of(conditions: Conditions, names: Sequence[str], environment: 
     }
 
 
-def opened(options: argparse.Namespace, configuration: dict[str, Any]) -> RowStore:
-    """The folder's rows, or none unless they are wanted. Raises ConfigurationMismatchError for those of another run."""
-    if not options.resume:
-        for name in (CONFIGURATION, JOURNAL, UNDER_WAY):
-            (options.output / name).unlink(missing_ok=True)
-    return RowStore.open(options.output, configuration)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; the exit status is 0, 2 for what cannot be done, 3 for a lost device, 130 when interrupted."""
     options = parse(arguments)
@@ -230,7 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = contenders_of(options)
     environment = collect_environment(options.device, packages=PEER_DISTRIBUTIONS, commit=options.commit)
     try:
-        store = opened(options, configuration_of(conditions, names, environment))
+        open_store = RowStore.open if options.resume else RowStore.begin
+        store = open_store(options.output, configuration_of(conditions, names, environment))
     except ConfigurationMismatchError as error:
         print(f"features.py: error: {error}", file=sys.stderr)
         return 2

@@ -143,13 +143,16 @@ def is_main_process() -> bool:
 
 
 @contextlib.contextmanager
-def start(mode: str, device: torch.device, context_size: int | None = None) -> Iterator[Layout]:
+def start(
+    mode: str, device: torch.device, context_size: int | None = None, patience: timedelta | None = None
+) -> Iterator[Layout]:
     """The layout of this process, and a process group until the block ends; nothing of it for mode "none".
 
     Args:
         mode: one of `MODES`.
         device: cpu, for gloo, or cuda, for NCCL: then each process takes the GPU of its number on its machine.
         context_size: how many processes share each sequence; None for all of them, where the mode has that.
+        patience: how long processes wait for one another; None for torch's own time, and `PATIENCE` for processors.
 
     Raises:
         ValueError: the mode and how the process was started do not go together, or a size does not divide another.
@@ -162,7 +165,7 @@ def start(mode: str, device: torch.device, context_size: int | None = None) -> I
     if on_gpu:
         device = torch.device("cuda", _local_rank())
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None, timeout=patience)
     try:
         world, rank = dist.get_world_size(), dist.get_rank()
         grid = (world // size, size)
@@ -174,7 +177,7 @@ def start(mode: str, device: torch.device, context_size: int | None = None) -> I
             size,
             mesh=init_device_mesh(device.type, (world,), mesh_dim_names=("all",)),
             grid=init_device_mesh(device.type, grid, mesh_dim_names=("data", "context")),
-            hosts=dist.new_group(backend="gloo", timeout=PATIENCE),
+            hosts=dist.new_group(backend="gloo", timeout=patience or PATIENCE),
         )
     finally:
         dist.destroy_process_group()

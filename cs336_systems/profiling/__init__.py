@@ -15,7 +15,15 @@ from cs336_systems.profiling.sweep import (
     outcome_of,
     write_csv,
 )
-from cs336_systems.profiling.timing import RoundTimes, TimingMethod, compare, interleave, measure_ms, rotated
+from cs336_systems.profiling.timing import (
+    RoundTimes,
+    TimingMethod,
+    compare,
+    consecutive_ms,
+    interleave,
+    measure_ms,
+    rotated,
+)
 
 __all__ = [
     "Axes",
@@ -35,6 +43,7 @@ __all__ = [
     "available_bytes",
     "collect_environment",
     "compare",
+    "consecutive_ms",
     "device_peak",
     "format_number",
     "forward_memory",

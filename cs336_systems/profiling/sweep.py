@@ -94,6 +94,13 @@ class RowStore:
             path.write_text(json.dumps(wanted, indent=2) + "\n")
         return cls(folder, _read_journal(folder / JOURNAL))
 
+    @classmethod
+    def begin(cls, folder: Path, configuration: Mapping[str, Any]) -> RowStore:
+        """Start a sweep in `folder`, from which what another one left there is removed."""
+        for name in (CONFIGURATION, JOURNAL, UNDER_WAY):
+            (folder / name).unlink(missing_ok=True)
+        return cls.open(folder, configuration)
+
     @property
     def rows(self) -> list[Row]:
         """All rows, in the order in which their cells were finished."""

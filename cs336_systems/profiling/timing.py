@@ -10,6 +10,7 @@ measurement is short and comes after the same pause, and ratios are taken within
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -160,6 +161,26 @@ def _measure_by_wall_clock(function: Callable[[], object], device: torch.device 
     while sum(times) < method.repetitions_ms:
         times.append(call_milliseconds(function, device))
     return statistics.median(times)
+
+
+def consecutive_ms(function: Callable[[], object], count: int, *, device: torch.device | str) -> RoundTimes:
+    """The time of each of so many calls that follow one another, as in a loop that does not wait for its device.
+
+    On CUDA a time is that between two events which the device records, one before the first call and one after each:
+    the host may run ahead, as it does in training, so that its own time counts only where the device waits for it. On
+    other devices the clock is the wall's. `function` must already have been called, as for `measure_ms`.
+    """
+    with collection_paused():
+        if torch.device(device).type != "cuda":
+            return RoundTimes(tuple(call_milliseconds(function, device) for _ in range(count)))
+        torch.cuda.synchronize(device)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        events[0].record()
+        for event in events[1:]:
+            function()
+            event.record()
+        torch.cuda.synchronize(device)
+    return RoundTimes(tuple(float(begin.elapsed_time(end)) for begin, end in itertools.pairwise(events)))
 
 
 def interleave(

@@ -49,6 +49,12 @@ def test_rows_are_there_again_when_the_folder_is_opened_again(tmp_path):
     assert read_configuration(tmp_path) == {"lengths": [1, 2], "dtype": "float32"}
 
 
+def test_a_new_sweep_removes_what_an_earlier_one_left(tmp_path):
+    RowStore.open(tmp_path, {"rounds": 3}).append("a", [{"x": 1}])
+    assert RowStore.begin(tmp_path, {"rounds": 5}).rows == []
+    assert RowStore.open(tmp_path, {"rounds": 5}).rows == []
+
+
 def test_a_cell_is_stored_once(tmp_path):
     store = RowStore.open(tmp_path, {})
     store.append("a", [])
