@@ -208,7 +208,7 @@ def measure_cell(job: tuple[Cell, Conditions]) -> dict[str, Any]:
     cell, conditions = job
     device = conditions.device
     try:
-        if device.type == "cuda":
+        if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)
         allow_tf32(conditions.tf32)
         refusal = why_not(cell.model, cell.config, device)

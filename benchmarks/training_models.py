@@ -6,7 +6,7 @@ All take tokens and targets, and return the loss: the mean cross-entropy, from l
 from __future__ import annotations
 
 import importlib.util
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -32,6 +32,7 @@ MODELS = {
 WHOLE, BLOCKS, NOTHING = "model", "blocks", "none"
 COMPILE = (WHOLE, BLOCKS, NOTHING)
 """What torch.compile is given: the model, each block by itself, or nothing."""
+CUDNN_ALONE = [SDPBackend.CUDNN_ATTENTION]
 
 
 def names_of(suite: str) -> tuple[str, ...]:
@@ -83,7 +84,7 @@ def make_model(model: str, config: TransformerConfig, device: torch.device) -> n
     if model in (SDPA, CUDNN):
         layers: Any = made.layers
         for block in layers:
-            block.attn.attend = TorchAttention(SDPBackend.CUDNN_ATTENTION if model == CUDNN else None)
+            block.attn.attend = TorchAttention(cudnn_alone=model == CUDNN)
     return made
 
 
@@ -99,15 +100,15 @@ def compiled(model: nn.Module, how: str) -> nn.Module:
 
 
 class TorchAttention(nn.Module):
-    """Causal ``scaled_dot_product_attention`` as torch itself computes it, by any of its kernels or by one.
+    """Causal ``scaled_dot_product_attention`` as torch itself computes it, by any of its kernels or by cuDNN's.
 
     This library's ``attn="sdpa"`` keeps torch from cuDNN's kernel in what is compiled, where it cannot know that
     addresses are such as cuDNN needs. In this model they are, so that torch may choose.
     """
 
-    def __init__(self, backend: SDPBackend | None = None) -> None:
+    def __init__(self, cudnn_alone: bool = False) -> None:
         super().__init__()
-        self.backend = backend
+        self.cudnn_alone = cudnn_alone
 
     def forward(
         self,
@@ -115,9 +116,8 @@ class TorchAttention(nn.Module):
         k: Float[Tensor, "batch heads length d"],
         v: Float[Tensor, "batch heads length d"],
     ) -> Float[Tensor, "batch heads length d"]:
-        """The output, in the dtype of q. Raises RuntimeError where the one kernel cannot compute it."""
-        allowed: AbstractContextManager[object] = nullcontext() if self.backend is None else sdpa_kernel(self.backend)
-        with allowed:
+        """The output, in the dtype of q. Raises RuntimeError where cuDNN's kernel has to compute it and cannot."""
+        with sdpa_kernel(CUDNN_ALONE) if self.cudnn_alone else nullcontext():
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 

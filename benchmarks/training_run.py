@@ -116,7 +116,7 @@ class Rows:
         store: those that there are.
         measure: the columns of a cell's row.
         write: writes the files for people.
-        total: how many cells there will be, as far as that is known.
+        total: how many cells there will be; None where each depends on the one before.
         environment: of the run; its commit and date stand in every row.
     """
 
@@ -125,25 +125,30 @@ class Rows:
         store: RowStore,
         measure: Callable[[Any], Row],
         write: Callable[[], None],
-        total: int,
+        total: int | None,
         environment: Environment,
     ) -> None:
         self._store, self._measure, self._write = store, measure, write
         self._stamp = {"device": environment.device, "commit": environment.commit, "date": environment.date}
-        self.progress = Progress(total)
+        self._counted = total is not None
+        self.progress = Progress(total or 0)
 
     def of(self, cell: HasKey) -> Row:
         """The row of a cell."""
         if self._store.is_finished(cell.key):
             self.progress.keep_cell()
             return self._store.rows_of(cell.key)[0]
-        self.progress.start_cell(cell.key)
+        if self._counted:
+            self.progress.start_cell(cell.key)
         begin = time.monotonic()
         row = self._measure(cell)
         row |= {"row_s": round(time.monotonic() - begin, 1), **self._stamp}
         self._store.append(cell.key, [row])
         self._write()
-        self.progress.finish_cell(_summary(row))
+        if self._counted:
+            self.progress.finish_cell(_summary(row))
+        else:
+            self.progress.note(f"{cell.key}: {_summary(row)}")
         return row
 
 

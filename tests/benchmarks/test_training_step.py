@@ -202,12 +202,21 @@ class TestCell:
         assert measured_step(step, CPU, untimed=0, timed=1).compile_s is None
 
     @pytest.mark.gpu
-    @pytest.mark.parametrize("model", [name for name in MODELS if name != LLAMA])
-    def test_every_model_on_a_gpu(self, model, compile_afresh):
-        cell = dataclasses.replace(CELL, model=model, context=128, compile="blocks")
+    @pytest.mark.parametrize(("model", "how"), [*((name, "blocks") for name in MODELS), ("flash", "model")])
+    def test_every_model_on_a_gpu(self, model, how, compile_afresh):
+        if model == LLAMA:
+            pytest.importorskip("transformers")
+        cell = dataclasses.replace(CELL, model=model, context=128, compile=how)
         row = measure_cell((cell, dataclasses.replace(CONDITIONS, device=torch.device("cuda"))))
         assert row["status"] == "ok", row
+        # Parameters, gradients, and AdamW's two averages.
         assert row["peak_bytes"] > 4 * 4 * cell.config.parameters()
+
+    def test_torchs_attention_is_restricted_to_cudnn_where_asked_for(self):
+        config = CELL.config
+        asked = {name: make_model(name, config, CPU).layers for name in ("sdpa", "cudnn")}
+        assert [layer.attn.attend.cudnn_alone for layer in asked["sdpa"]] == [False] * config.num_layers
+        assert [layer.attn.attend.cudnn_alone for layer in asked["cudnn"]] == [True] * config.num_layers
 
     def test_blocks_are_compiled_and_nothing_else(self, monkeypatch):
         given = []
