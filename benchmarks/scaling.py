@@ -17,7 +17,6 @@ import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -28,6 +27,7 @@ from benchmarks.attention import termination_as_interruption
 from benchmarks.scaling_cell import LONGEST, SCALES, STEP, STRONG, WEAK, Cell, Job
 from benchmarks.scaling_groups import log_of, run_group
 from benchmarks.scaling_report import row_of, write
+from benchmarks.scaling_search import first_length, search
 from benchmarks.training_cell import columns_of_failure
 from benchmarks.training_run import (
     TOKENS,
@@ -44,25 +44,25 @@ from cs336_systems.parallel.layout import MODES, NONE, WITH_CONTEXT
 from cs336_systems.profiling.environment import Environment
 from cs336_systems.profiling.sweep import ConfigurationMismatchError, Outcome, Row, RowStore, Status
 from cs336_systems.training.config import TINY
-from cs336_systems.training.estimate import estimate_memory
 
-LEAST_LENGTH = 64
-"""Shorter sequences are not tried."""
-_USABLE = 0.95
-"""Of a GPU's memory: the rest is the context's, and what fragments."""
+SEVERAL = tuple(mode for mode in MODES if mode != NONE)
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line. Ends the program with a message for what cannot be done."""
+def tokens_of_one() -> int:
+    """How many tokens a process has in a step, unless a batch is given."""
+    return TOKENS if torch.cuda.is_available() else 256
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser; without a GPU its defaults are tiny."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     gpu = torch.cuda.is_available()
     add_model_options(parser, ["medium", "large"] if gpu else [TINY], [4096 if gpu else 128])
     add = parser.add_argument
-    tokens = TOKENS if gpu else 256
-    batch = f"{tokens} / context, at least 1; with --longest, 1"
+    batch = f"{tokens_of_one()} / context, at least 1; with --longest, 1"
     add("--batch", type=positive, metavar="B", help=f"sequences of a process, or of all if strong (default: {batch})")
-    modes = MODES[1:]
-    add("--parallel", nargs="+", choices=modes, metavar="MODE", help=f"of {', '.join(modes)} (default: all that apply)")
+    modes = ", ".join(SEVERAL)
+    add("--parallel", nargs="+", choices=SEVERAL, metavar="MODE", help=f"of {modes} (default: all that apply)")
     add("--processes", nargs="+", type=positive, default=[1, 2, 4], metavar="N", help="default: %(default)s")
     add("--scale", choices=SCALES, help=f"whether work grows with the processes (default: {WEAK})")
     add("--longest", action="store_true", help="look for the longest sequence that fits, in place of timing steps")
@@ -73,15 +73,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--loss-chunk", type=positive, metavar="N", help="as for training")
     add("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu", help="default: %(default)s")
     add_run_options(parser, "results/scaling")
+    return parser
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line. Ends the program with a message for what cannot be done."""
+    parser = build_parser()
     options = parser.parse_args(arguments)
     check_presets(parser, options)
-    if options.device == "cuda" and not gpu:
+    if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device")
     if options.longest:
         _check_longest(parser, options)
-    options.parallel = options.parallel or [*(WITH_CONTEXT if options.longest else modes)]
+    options.parallel = options.parallel or [*(WITH_CONTEXT if options.longest else SEVERAL)]
     options.scale = STRONG if options.longest else options.scale or WEAK
-    options.tokens = tokens
     options.compile = not options.longest if options.compile is None else options.compile
     return options
 
@@ -115,7 +120,7 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
             mode=mode,
             processes=processes,
             context=context,
-            batch=options.batch or (1 if options.longest else max(1, options.tokens // context)),
+            batch=options.batch or (1 if options.longest else max(1, tokens_of_one() // context)),
             compile=options.compile,
             recompute_every=options.recompute_every,
             loss_chunk=options.loss_chunk,
@@ -140,62 +145,6 @@ def impossible(cell: Cell, device: str) -> Outcome | None:
 
 class CannotTellError(Exception):
     """A length failed for another reason than memory: whether it fits is not known."""
-
-
-class Found(NamedTuple):
-    """The longest that fits and the shortest that does not, of those that were tried."""
-
-    fits: int | None
-    fails: int | None
-
-
-def search(fits: Callable[[int], bool], first: int, most: int, bisections: int) -> Found:
-    """Look for the longest that fits: by doubling or halving from the first, then between the last two.
-
-    Raises what `fits` raises.
-    """
-    good, bad, length = None, None, first
-    while length <= most:
-        if not fits(length):
-            bad = length
-            break
-        good, length = length, 2 * length
-    while good is None and bad is not None and bad // 2 >= LEAST_LENGTH:
-        if fits(bad // 2):
-            good = bad // 2
-        else:
-            bad //= 2
-    for _ in range(bisections):
-        if good is None or bad is None:
-            break
-        middle = (good + bad) // 2
-        if fits(middle):
-            good = middle
-        else:
-            bad = middle
-    return Found(good, bad)
-
-
-def first_length(cell: Cell, memory_bytes: int | None, most: int) -> int:
-    """The longest doubling of the cell's length that the estimate of the training command finds room for.
-
-    Where the memory is not known, it is the cell's own length.
-    """
-    length = cell.context
-    while memory_bytes is not None and 2 * length <= most:
-        estimate = estimate_memory(
-            dataclasses.replace(cell, context=2 * length).config,
-            cell.batch,
-            autocast=True,
-            recompute_every=cell.recompute_every,
-            loss_chunk=cell.loss_chunk,
-            shards=cell.shards,
-            context_size=cell.processes,
-        )
-        if estimate.total > _USABLE * memory_bytes:
-            break
-        length *= 2
-    return length
 
 
 def look_for_longest(cell: Cell, options: argparse.Namespace, rows: Rows, memory_bytes: int | None) -> None:

@@ -42,8 +42,8 @@ from cs336_systems.training.config import TINY
 from cs336_systems.training.prepare import choose_device
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line. Ends the program with a message for what cannot be done."""
+def build_parser() -> argparse.ArgumentParser:
+    """The parser; without a GPU its defaults are tiny."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     gpu = torch.cuda.is_available()
     presets, contexts = (("small", "medium", "large", "2.7B"), (512, 1024, 4096, 16384)) if gpu else ((TINY,), (128,))
@@ -56,6 +56,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--compile", choices=COMPILE, default=WHOLE, help="what torch.compile is given (default: %(default)s)")
     add("--device", default="auto", help="cuda, cuda:1 or cpu (default: a GPU where there is one)")
     add_run_options(parser, "results/training-step")
+    return parser
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line. Ends the program with a message for what cannot be done."""
+    parser = build_parser()
     options = parser.parse_args(arguments)
     check_presets(parser, options)
     try:

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import training_cell, training_report, training_step
 from benchmarks.training_cell import Cell, Conditions, measure_cell, measured_step, prepared_step
-from benchmarks.training_models import LLAMA, MODELS, compiled, config_of, make_model
+from benchmarks.training_models import LLAMA, MODELS, TorchAttention, compiled, config_of, make_model
 from benchmarks.training_report import flops_per_token, rates_of, row_of, warnings_of, with_ratios
 from benchmarks.training_step import cells_of, no_room, parse
 from cs336_systems.training.optimizer import clip
@@ -213,10 +213,10 @@ class TestCell:
         assert row["peak_bytes"] > 4 * 4 * cell.config.parameters()
 
     def test_torchs_attention_is_restricted_to_cudnn_where_asked_for(self):
-        config = CELL.config
-        asked = {name: make_model(name, config, CPU).layers for name in ("sdpa", "cudnn")}
-        assert [layer.attn.attend.cudnn_alone for layer in asked["sdpa"]] == [False] * config.num_layers
-        assert [layer.attn.attend.cudnn_alone for layer in asked["cudnn"]] == [True] * config.num_layers
+        for name, alone in (("sdpa", False), ("cudnn", True)):
+            modules = make_model(name, CELL.config, CPU).modules()
+            found = [module.cudnn_alone for module in modules if isinstance(module, TorchAttention)]
+            assert found == [alone] * CELL.config.num_layers
 
     def test_blocks_are_compiled_and_nothing_else(self, monkeypatch):
         given = []

@@ -14,7 +14,7 @@ def examples(page: str) -> list[str]:
 
 def flags(page: str) -> set[str]:
     """The flags that it names."""
-    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", page))
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", page))
 
 
 def flags_of_training() -> set[str]:
