@@ -96,7 +96,7 @@ def _percent(value: float | None) -> str:
 
 _STEP_HEADERS = (
     *("preset, sequences × length", "processes", "scale", "step, ms", "± std", "tokens/s", "efficiency"),
-    *("of the work", "MFU", "peak a GPU, GiB", "compiling, s"),
+    *("of the work", "MFU", "peak a GPU, GiB", "compiling, s", "row, s"),
 )
 
 
@@ -109,7 +109,7 @@ def step_line(row: Row) -> list[str]:
         format_number(row["median_ms"], 4) if row["status"] == Status.OK.value else row["status"],
         *(format_number(row.get(name)) for name in ("std_ms", "tokens_per_second")),
         *(_percent(row.get(name)) for name in ("efficiency", "work_efficiency", "mfu")),
-        *(format_number(row.get(name)) for name in ("peak_gib", "compile_s")),
+        *(format_number(row.get(name)) for name in ("peak_gib", "compile_s", "row_s")),
     ]
 
 

@@ -121,7 +121,7 @@ def warnings_of(rows: Sequence[Row]) -> list[str]:
 
 _HEADERS = (
     *("preset, batch × context, model", "compile", "step, ms", "± std", "mean", "min", "tokens/s", "MFU", "peak, GiB"),
-    *("compiling, s", "over llama, ×", "over sdpa, ×"),
+    *("compiling, s", "row, s", "over llama, ×", "over sdpa, ×"),
 )
 
 
@@ -135,7 +135,7 @@ def line_of(row: Row) -> list[str]:
         format_number(row["median_ms"], 4) if row["status"] == Status.OK.value else row["status"],
         *(format_number(row.get(name)) for name in numbers),
         ABSENT if mfu is None else f"{100 * mfu:.1f} %",
-        *(format_number(row.get(name)) for name in ("peak_gib", "compile_s", "over_llama", "over_sdpa")),
+        *(format_number(row.get(name)) for name in ("peak_gib", "compile_s", "row_s", "over_llama", "over_sdpa")),
     ]
 
 

@@ -19,7 +19,8 @@ from benchmarks.training_step import cells_of, no_room, parse
 from cs336_systems.training.optimizer import clip
 from cs336_systems.transformer import preset
 
-TINY = ("--preset", "tiny", "--context", "32", "--tokens", "64", "--vocab-size", "64", "--steps", "2", "--warmup", "1")
+TINY = ("--preset", "tiny", "--context", "32", "--tokens", "64", "--vocab-size", "64", "--device", "cpu")
+SHORT = ("--steps", "2", "--warmup", "1")
 CELL = Cell("tiny", "2025", 64, 32, 2, "sdpa", "none")
 CPU = torch.device("cpu")
 CONDITIONS = Conditions(CPU, warmup=1, steps=2, tf32=False, seed=0)
@@ -232,8 +233,11 @@ class TestCell:
 
 class TestRun:
     def test_rows_come_one_by_one_and_are_kept(self, tmp_path, monkeypatch):
-        assert training_step.main([*TINY, "--model", "sdpa", "--compile", "blocks", "--output", str(tmp_path)]) == 0
-        more = [*TINY, "--model", "flash", "sdpa", "--compile", "blocks", "--output", str(tmp_path), "--resume"]
+        assert (
+            training_step.main([*TINY, *SHORT, "--model", "sdpa", "--compile", "blocks", "--output", str(tmp_path)])
+            == 0
+        )
+        more = [*TINY, *SHORT, "--model", "flash", "sdpa", "--compile", "blocks", "--output", str(tmp_path), "--resume"]
         alone = training_step.measured_alone
         measured = []
 
@@ -256,8 +260,8 @@ class TestRun:
 
     def test_another_run_is_not_gone_on_with(self, tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(training_step, "measured_alone", lambda *arguments: {"status": "error", "reason": "no"})
-        assert training_step.main([*TINY, "--output", str(tmp_path), "--model", "sdpa"]) == 0
-        assert training_step.main([*TINY, "--output", str(tmp_path), "--resume", "--seed", "1"]) == 2
+        assert training_step.main([*TINY, *SHORT, "--output", str(tmp_path), "--model", "sdpa"]) == 0
+        assert training_step.main([*TINY, *SHORT, "--output", str(tmp_path), "--resume", "--seed", "1"]) == 2
         assert "seed was 0 and is now 1" in capsys.readouterr().err
 
     def test_an_interrupted_run_has_its_tables(self, tmp_path, monkeypatch):
@@ -269,12 +273,12 @@ class TestRun:
             return rows.pop()
 
         monkeypatch.setattr(training_step, "measured_alone", interrupted)
-        assert training_step.main([*TINY, "--output", str(tmp_path), "--model", "sdpa", "llama"]) == 130
+        assert training_step.main([*TINY, *SHORT, "--output", str(tmp_path), "--model", "sdpa", "llama"]) == 130
         assert "| tiny, 2 × 32, sdpa" in (tmp_path / "tables.md").read_text()
         assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 1
 
     def test_a_row_that_takes_too_long_is_an_error(self, tmp_path):
-        assert training_step.main([*TINY, "--output", str(tmp_path), "--model", "sdpa", "--limit", "0.2"]) == 0
+        assert training_step.main([*TINY, *SHORT, "--output", str(tmp_path), "--model", "sdpa", "--limit", "0.2"]) == 0
         assert "error: took longer than 0.2 s" in (tmp_path / "tables.md").read_text()
 
     def test_longer_sequences_of_what_ran_out_of_memory_are_not_tried(self):
