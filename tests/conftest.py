@@ -16,6 +16,17 @@ import hypothesis
 import pytest
 import torch
 
+
+def _begin_with_a_gpu_of_its_own() -> None:
+    """Share the GPUs out among pytest's workers: each sees them all, but another one first."""
+    count = torch.cuda.device_count()
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    if count > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        order = ((int(worker) + number) % count for number in range(count))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, order))
+
+
+_begin_with_a_gpu_of_its_own()
 HAS_CUDA = torch.cuda.is_available()
 
 # The tests compute little at a time: threads of torch's own, here and in the programs that tests run, would only get
@@ -27,7 +38,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 MOST_WORKERS = 8
 """Of pytest, unless a number is given: each takes most of a GiB, and seconds to start."""
 MOST_WORKERS_ON_A_GPU = 4
-"""They share the GPU and its memory; what they gain there is that kernels are compiled side by side."""
+"""They share its memory; what they gain is that kernels are compiled side by side."""
 
 # Triton decides when it is imported, so this comes before anything that imports it.
 if HAS_CUDA:
@@ -82,7 +93,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
 def pytest_xdist_auto_num_workers() -> int:
     """What ``-n auto`` means: as many workers as there are cores to use, up to a limit."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, MOST_WORKERS_ON_A_GPU if HAS_CUDA else MOST_WORKERS)
+    return min(cores, MOST_WORKERS_ON_A_GPU * torch.cuda.device_count() if HAS_CUDA else MOST_WORKERS)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
