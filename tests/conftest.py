@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import hypothesis
@@ -164,6 +166,23 @@ def _gpu_memory_for_others() -> Iterator[None]:
     yield
     if HAS_CUDA and torch.cuda.memory_reserved() > MOST_KEPT:
         torch.cuda.empty_cache()
+
+
+@contextmanager
+def _waiting_forbidden() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def waiting_forbidden() -> Callable[[], AbstractContextManager[None]]:
+    """Inside of what it makes, waiting for the GPU is an error."""
+    return _waiting_forbidden
 
 
 @pytest.fixture

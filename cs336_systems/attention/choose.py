@@ -65,6 +65,8 @@ class Explanation:
 
 def parse(impl: str | Implementation) -> Implementation | None:
     """The implementation that was named; None for "auto"."""
+    if isinstance(impl, Implementation):
+        return impl  # a member made of another is more than torch.compile of torch 2.11 can trace
     expected = ", ".join(map(repr, NAMES))
     if not isinstance(impl, str):
         raise TypeError(f"impl must be one of {expected}; got {impl!r} of type {type(impl).__name__}")

@@ -6,14 +6,16 @@ naive in float64. With ``m`` either the Euclidean norm or the largest magnitude,
     m(x - oracle) <= 2 m(naive - oracle)      twice the error of the straightforward computation
                      + eps m(oracle)          the result is rounded to its dtype, whose eps this is
                      + rounding m(terms)      so is what is multiplied, and sums are rounded, in float32 or float64
-                     + smallest m(1)          nothing is resolved below the smallest subnormal number
+                     + smallest m(1)          nothing is resolved below the smallest subnormal number of its dtype,
+                                              nor below float32's smallest normal one, unless that is float64
 
 where rounding is eps / 2, but at least 4 eps of float32, and 16 eps in float64, in which the oracle is no more exact. A
 gradient in a finer dtype than out's, as a float32 bias of float16 inputs has it, is made of numbers rounded to out's.
 ``terms`` is, element for element, the root of the sum of the squares of what is added up to make it. It matters where
 naive happens to be exact, and where terms cancel: with a single key the gradients of q and k are 0, and computed as the
-difference of two roundings of the same number. A score's terms count among its weight's, whose exponent it is. A NaN
-is within no budget, and an infinity only where the oracle's is.
+difference of two roundings of the same number. A score's terms count among its weight's, whose exponent it is. GPUs
+compute in float32, and take its subnormal numbers for 0. A NaN is within no budget, and an infinity only where the
+oracle's is.
 """
 
 from __future__ import annotations
@@ -101,6 +103,8 @@ def compare(
         )
         for measure, (error, naive_error, size, of_terms, of_ones) in zip(("norm", "largest"), sizes, strict=True):
             smallest = info.smallest_normal * info.eps
+            if x.dtype != torch.float64:
+                smallest = max(smallest, torch.finfo(torch.float32).smallest_normal)
             budget = 2 * naive_error + own_eps * size + rounding * of_terms + smallest * of_ones
             findings.append(Finding(name, measure, error, naive_error, size, budget))
     return findings

@@ -291,11 +291,8 @@ def test_a_recorded_call_follows_the_lengths(dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("impl", ["flash", "naive"])
-def test_nothing_waits_for_the_device(impl):
+def test_nothing_waits_for_the_device(impl, waiting_forbidden):
     cache = make_cache([100, 7], capacity=128, q_heads=8, kv_heads=2, d=64, dtype=torch.bfloat16, device="cuda")
     attention_with_cache(*cache, impl=impl)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_forbidden():
         attention_with_cache(*cache, impl=impl)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -190,19 +190,15 @@ def test_tensors_may_have_any_strides(flash_device):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
-def test_nothing_waits_for_the_device_and_nothing_is_compiled_anew():
+def test_nothing_waits_for_the_device_and_nothing_is_compiled_anew(waiting_forbidden):
     from cs336_systems.kernels.portable.forward import forward_kernel
 
     def call(lengths):
         inputs = make_packed([(x, x) for x in lengths], d=64, dtype=torch.bfloat16, device="cuda")
         starts = starts_of(lengths, "cuda")
         torch.cuda.synchronize()
-        try:
-            torch.cuda.set_sync_debug_mode("error")
+        with waiting_forbidden():
             evaluate(on([starts], causal=True), inputs)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     call([100, 28, 256])
     caches = forward_kernel.device_caches[torch.cuda.current_device()][0]

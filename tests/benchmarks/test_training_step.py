@@ -202,6 +202,8 @@ class TestCell:
         assert measured.compile_s is not None
         assert measured_step(step, CPU, untimed=0, timed=1).compile_s is None
 
+    # torch.compile of torch 2.11 looks at gradients of tensors that have none, here where Llama's blocks meet.
+    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
     @pytest.mark.gpu
     @pytest.mark.parametrize(("model", "how"), [*((name, "blocks") for name in MODELS), ("flash", "model")])
     def test_every_model_on_a_gpu(self, model, how, compile_afresh):

@@ -165,8 +165,7 @@ def test_numbers_out_of_order_leave_the_next_call_as_it_is(width):
     assert all(torch.equal(expected[name], again[name]) for name in ("out", "lse", "dk", "dv"))
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
-def test_nothing_waits_for_the_device_and_nothing_is_compiled_anew():
+def test_nothing_waits_for_the_device_and_nothing_is_compiled_anew(waiting_forbidden):
     from cs336_systems.kernels.hopper.backward import backward_kernel
     from cs336_systems.kernels.hopper.forward import forward_kernel
     from cs336_systems.kernels.hopper.rows import finish_kernel, prepare_kernel
@@ -176,11 +175,8 @@ def test_nothing_waits_for_the_device_and_nothing_is_compiled_anew():
         inputs = made(both, 64)
         starts = starts_of(lengths, "cuda")
         torch.cuda.synchronize()
-        try:
-            torch.cuda.set_sync_debug_mode("error")
+        with waiting_forbidden():
             attend(inputs, starts)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     def attend(inputs, starts):
         from cs336_systems.kernels.hopper import launch

@@ -119,17 +119,14 @@ def test_a_graph_is_what_none_chooses_on_a_gpu(tiny):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_recorded_steps_wait_for_nothing(tiny, dtype):
+def test_recorded_steps_wait_for_nothing(tiny, dtype, waiting_forbidden):
     model = Transformer(tiny(), device="cuda", dtype=dtype)
     made = Decoder(model, 4, 24)
     made.step(made.prefill(PROMPTS).argmax(-1))
     tokens = torch.randint(40, (4,), device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_forbidden():
         for _ in range(3):
             made.step(tokens)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -81,12 +81,9 @@ def test_tokens_are_those_of_multinomial(device):
 
 
 @pytest.mark.gpu
-def test_drawing_waits_for_nothing():
+def test_drawing_waits_for_nothing(waiting_forbidden):
     logits = torch.randn(4, 40, device="cuda")
     generator = torch.Generator("cuda").manual_seed(0)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_forbidden():
         for settings in ({}, {"temperature": 0}, {"top_k": 5, "top_p": 0.9}):
             Sampling(**settings).draw(logits, generator)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
