@@ -28,17 +28,24 @@ from benchmarks.scaling_cell import LONGEST, SCALES, STEP, STRONG, WEAK, Cell, J
 from benchmarks.scaling_groups import log_of, run_group
 from benchmarks.scaling_report import row_of, write
 from benchmarks.scaling_search import first_length, search
-from benchmarks.training_cell import columns_of_failure
-from benchmarks.training_run import (
-    TOKENS,
+from benchmarks.suite import (
     Rows,
-    add_model_options,
     add_run_options,
-    check_presets,
+    check_filter,
+    chosen,
+    columns_of_failure,
     environment_of,
+    listing,
     opened,
     positive,
-    shared_configuration,
+    with_environment,
+)
+from benchmarks.training_run import (
+    TOKENS,
+    add_model_options,
+    add_timing_options,
+    check_presets,
+    timing_configuration,
 )
 from cs336_systems.parallel.layout import MODES, NONE, WITH_CONTEXT
 from cs336_systems.profiling.environment import Environment
@@ -72,7 +79,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--recompute-every", type=positive, metavar="N", help="as for training")
     add("--loss-chunk", type=positive, metavar="N", help="as for training")
     add("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu", help="default: %(default)s")
-    add_run_options(parser, "results/scaling")
+    add_timing_options(parser)
+    add_run_options(parser, "results/scaling", chooses_device=False)
     return parser
 
 
@@ -81,6 +89,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = build_parser()
     options = parser.parse_args(arguments)
     check_presets(parser, options)
+    check_filter(parser, options)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device")
     if options.longest:
@@ -222,9 +231,13 @@ def measurer(options: argparse.Namespace, environment: Environment) -> Callable[
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; the exit status is 0, 2 for what cannot be done, 130 when interrupted."""
     options = parse(arguments)
+    cells = chosen(cells_of(options), options.filter)
+    if options.dry_run:
+        print(listing(cells))
+        return 0
     try:
         environment = environment_of(torch.device(options.device), options.commit)
-        store: RowStore = opened(options, shared_configuration(options, environment))
+        store: RowStore = opened(options, with_environment(timing_configuration(options), environment))
     except (ConfigurationMismatchError, RuntimeError) as error:
         print(f"scaling.py: error: {error}", file=sys.stderr)
         return 2
@@ -233,7 +246,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def write_all() -> None:
         write(options.output, store.rows, environment, method_of(options))
 
-    cells = cells_of(options)
     total = None if options.longest else len(cells)
     rows = Rows(store, measurer(options, environment), write_all, total, environment)
     status = go_through(cells, options, rows, environment.device_memory_bytes)

@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.suite import columns_of_failure
 from benchmarks.training_cell import (
     Measured,
     TrainingStep,
     allow_tf32,
     autocast,
     columns_of,
-    columns_of_failure,
     make_batch,
     make_step,
     measured_step,

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.scaling_cell import FAILURE, RESULT, Cell, Job
-from benchmarks.training_cell import columns_of_failure
-from benchmarks.training_run import failed
+from benchmarks.suite import columns_of_failure, failed
 from cs336_systems.parallel.layout import NONE
 from cs336_systems.profiling.sweep import Row, Status
 

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from benchmarks.suite import columns_of_failure
 from benchmarks.training_models import NAIVE, NOTHING, attn_of, compiled, config_of, make_model, why_not
 from cs336_systems.profiling.sweep import Outcome, Row, Status, outcome_of
 from cs336_systems.profiling.timing import RoundTimes, call_milliseconds, consecutive_ms
@@ -191,11 +192,6 @@ def columns_of(measured: Measured) -> Row:
         "first_loss": measured.first_loss,
         "last_loss": measured.last_loss,
     }
-
-
-def columns_of_failure(outcome: Outcome) -> Row:
-    """The columns of a row without figures."""
-    return {"status": outcome.status.value, "reason": outcome.reason}
 
 
 def allow_tf32(allowed: bool) -> None:

@@ -20,26 +20,26 @@ if not __package__:
 
 import torch
 
-from benchmarks.attention import termination_as_interruption
-from benchmarks.processes import run_jobs
-from benchmarks.training_cell import Cell, Conditions, columns_of_failure, measure_cell
-from benchmarks.training_models import COMPILE, MODELS, WHOLE
-from benchmarks.training_report import PLOT, draw, row_of, write
+from benchmarks.suite import Estimate, Tool, add_run_options, check_run_options, positive, run
+from benchmarks.training_cell import Cell, Conditions, measure_cell
+from benchmarks.training_models import COMPILE, LLAMA, MODELS, WHOLE
+from benchmarks.training_report import draw, flops_per_token, row_of, write
 from benchmarks.training_run import (
     TOKENS,
-    Rows,
     add_model_options,
-    add_run_options,
+    add_timing_options,
     check_presets,
-    environment_of,
-    failed,
-    opened,
-    positive,
-    shared_configuration,
+    timing_configuration,
 )
-from cs336_systems.profiling.sweep import ConfigurationMismatchError, Outcome, Row, RowStore, Status
+from cs336_systems.profiling.environment import Environment, device_name
+from cs336_systems.profiling.flops import device_peak
+from cs336_systems.profiling.sweep import Outcome, Row, Status
 from cs336_systems.training.config import TINY
-from cs336_systems.training.prepare import choose_device
+from cs336_systems.training.estimate import estimate_memory
+
+_USUAL_PART_OF_PEAK = 0.4
+_START_SECONDS = 40.0
+"""Of a row: imports, and compilation."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -54,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--batch", type=positive, metavar="B", help="sequences of a step (default: tokens / context, at least 1)")
     add("--model", nargs="+", choices=MODELS, default=[*MODELS], metavar="NAME", help=f"of {', '.join(MODELS)}")
     add("--compile", choices=COMPILE, default=WHOLE, help="what torch.compile is given (default: %(default)s)")
-    add("--device", default="auto", help="cuda, cuda:1 or cpu (default: a GPU where there is one)")
+    add_timing_options(parser)
     add_run_options(parser, "results/training-step")
     return parser
 
@@ -64,10 +64,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = build_parser()
     options = parser.parse_args(arguments)
     check_presets(parser, options)
-    try:
-        options.device = choose_device(options.device)
-    except ValueError as error:
-        parser.error(str(error))
+    check_run_options(parser, options)
     return options
 
 
@@ -93,15 +90,6 @@ def no_room(cell: Cell, rows: Sequence[Row]) -> Outcome | None:
     return None
 
 
-def measured_alone(cell: Cell, conditions: Conditions, limit: float) -> Row:
-    """The columns of a cell, measured in a process of its own, which ends with it."""
-    (finished,) = run_jobs(measure_cell, [(cell, conditions)], processes=1, seconds_each=limit)
-    if finished.failure:
-        return columns_of_failure(failed(finished.failure))
-    row: Row = finished.result
-    return row
-
-
 def method_of(options: argparse.Namespace) -> list[str]:
     """How rows were measured, in sentences."""
     tf32 = "may use" if options.tf32 else "do not use"
@@ -113,46 +101,53 @@ def method_of(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def measure_all(options: argparse.Namespace, store: RowStore, rows: Rows, cells: Sequence[Cell]) -> int:
-    """Go through the cells; the exit status."""
-    rows.progress.note(f"results: {options.output}")
-    try:
-        with termination_as_interruption():
-            for cell in cells:
-                rows.of(cell)
-    except KeyboardInterrupt:
-        rows.progress.note("interrupted; the same command with --resume goes on")
-        return 130
-    finally:
-        if draw(options.output, store.rows):
-            rows.progress.note(f"wrote {options.output / PLOT}")
-    return 0
+def tool_of(options: argparse.Namespace) -> Tool[Cell]:
+    """What measures the cells, as the options say."""
+    conditions = Conditions(options.device, options.warmup, options.steps, options.tf32, options.seed)
+
+    def finish(cell: Cell, measured: Row, environment: Environment) -> Row:
+        return row_of(cell, measured, options.tf32, environment.device)
+
+    def write_all(folder: Path, rows: Sequence[Row], environment: Environment) -> None:
+        write(folder, rows, environment, method_of(options))
+
+    def estimate(cell: Cell) -> Estimate:
+        return Estimate(_seconds(cell, options), _bytes(cell))
+
+    return Tool(
+        "training_step.py",
+        measure_cell,
+        conditions,
+        finish,
+        write_all,
+        timing_configuration(options),
+        no_room,
+        estimate,
+        draw,
+        packages=("transformers",),
+    )
+
+
+def _seconds(cell: Cell, options: argparse.Namespace) -> float | None:
+    """At the part of the peak that training usually reaches; None where the peak is not known."""
+    peak = device_peak(device_name(options.device))
+    if peak is None:
+        return None
+    flops = flops_per_token(cell.config) * cell.batch * cell.context * (options.warmup + options.steps)
+    return _START_SECONDS + flops / (_USUAL_PART_OF_PEAK * peak.half * 1e12)
+
+
+def _bytes(cell: Cell) -> int | None:
+    """What the trainer estimates for the same model; nothing is known of others' models."""
+    if cell.model == LLAMA:
+        return None
+    return estimate_memory(cell.config, cell.batch, autocast=True).total
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; the exit status is 0, 2 for what cannot be done, 130 when interrupted."""
     options = parse(arguments)
-    conditions = Conditions(options.device, options.warmup, options.steps, options.tf32, options.seed)
-    try:
-        environment = environment_of(options.device, options.commit)
-        store = opened(options, shared_configuration(options, environment))
-    except (ConfigurationMismatchError, RuntimeError) as error:
-        print(f"training_step.py: error: {error}", file=sys.stderr)
-        return 2
-    environment.write(options.output / "environment.json")
-
-    def measure(cell: Cell) -> Row:
-        skipped = no_room(cell, store.rows)
-        measured = columns_of_failure(skipped) if skipped else measured_alone(cell, conditions, options.limit)
-        return row_of(cell, measured, options.tf32, environment.device)
-
-    def write_all() -> None:
-        write(options.output, store.rows, environment, method_of(options))
-
-    cells = cells_of(options)
-    status = measure_all(options, store, Rows(store, measure, write_all, len(cells), environment), cells)
-    write_all()
-    return status
+    return run(tool_of(options), options, cells_of(options))
 
 
 if __name__ == "__main__":

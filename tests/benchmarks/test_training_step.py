@@ -11,7 +11,7 @@ import re
 import pytest
 import torch
 
-from benchmarks import training_cell, training_report, training_step
+from benchmarks import suite, training_cell, training_report, training_step
 from benchmarks.training_cell import Cell, Conditions, measure_cell, measured_step, prepared_step
 from benchmarks.training_models import LLAMA, MODELS, TorchAttention, compiled, config_of, make_model
 from benchmarks.training_report import flops_per_token, rates_of, row_of, warnings_of, with_ratios
@@ -59,7 +59,7 @@ class TestOptions:
 
     def test_with_a_gpu_the_default_is_every_preset_context_and_model(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(training_step, "choose_device", torch.device)
+        monkeypatch.setattr(suite, "choose_device", torch.device)
         cells = cells_of(parse(["--device", "cuda"]))
         assert len(cells) == len({cell.key for cell in cells}) == 4 * 4 * len(MODELS)
         assert {cell.batch * cell.context for cell in cells} == {16384}
@@ -240,14 +240,14 @@ class TestRun:
             == 0
         )
         more = [*TINY, *SHORT, "--model", "flash", "sdpa", "--compile", "blocks", "--output", str(tmp_path), "--resume"]
-        alone = training_step.measured_alone
+        alone = suite.measured_alone
         measured = []
 
-        def noted(cell, *others):
-            measured.append(cell.model)
-            return alone(cell, *others)
+        def noted(measure, job, limit):
+            measured.append(job[0].model)
+            return alone(measure, job, limit)
 
-        monkeypatch.setattr(training_step, "measured_alone", noted)
+        monkeypatch.setattr(suite, "measured_alone", noted)
         assert training_step.main(more) == 0
         assert measured == ["flash"]
         with (tmp_path / "results.csv").open() as file:
@@ -261,7 +261,7 @@ class TestRun:
         assert json.loads((tmp_path / "environment.json").read_text())["packages"].keys() <= {"transformers"}
 
     def test_another_run_is_not_gone_on_with(self, tmp_path, capsys, monkeypatch):
-        monkeypatch.setattr(training_step, "measured_alone", lambda *arguments: {"status": "error", "reason": "no"})
+        monkeypatch.setattr(suite, "measured_alone", lambda *arguments: {"status": "error", "reason": "no"})
         assert training_step.main([*TINY, *SHORT, "--output", str(tmp_path), "--model", "sdpa"]) == 0
         assert training_step.main([*TINY, *SHORT, "--output", str(tmp_path), "--resume", "--seed", "1"]) == 2
         assert "seed was 0 and is now 1" in capsys.readouterr().err
@@ -274,7 +274,7 @@ class TestRun:
                 raise KeyboardInterrupt
             return rows.pop()
 
-        monkeypatch.setattr(training_step, "measured_alone", interrupted)
+        monkeypatch.setattr(suite, "measured_alone", interrupted)
         assert training_step.main([*TINY, *SHORT, "--output", str(tmp_path), "--model", "sdpa", "llama"]) == 130
         assert "| tiny, 2 × 32, sdpa" in (tmp_path / "tables.md").read_text()
         assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 1

@@ -1,0 +1,298 @@
+"""What benchmarks of whole models have in common: cells that are measured each by itself, and stored as they come.
+
+A program says what its cells are and how one is measured (`Tool`), and `run` does the rest: it lists them with
+--dry-run, chooses among them with --filter, measures each in a process of its own, goes on where an earlier run stopped
+with --resume, and writes the files for people after each row, so that an interruption loses no finished one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from benchmarks.attention import termination_as_interruption
+from benchmarks.processes import run_jobs
+from cs336_systems.profiling.environment import Environment, collect_environment
+from cs336_systems.profiling.memory import GIB
+from cs336_systems.profiling.progress import Progress, readable_seconds
+from cs336_systems.profiling.report import format_number
+from cs336_systems.profiling.sweep import ConfigurationMismatchError, Outcome, Row, RowStore, Status
+from cs336_systems.training.prepare import choose_device
+
+_START_SECONDS = 300.0
+
+
+class HasKey(Protocol):
+    """A cell: what a row is measured of."""
+
+    @property
+    def key(self) -> str:
+        """The cell in words, which no other has."""
+        ...
+
+
+CellT = TypeVar("CellT", bound=HasKey)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a cell is expected to take, from its sizes alone: seconds, and bytes of the device; None where unknown."""
+
+    seconds: float | None = None
+    bytes: int | None = None
+
+
+def _nothing_skipped(cell: Any, rows: Sequence[Row]) -> Outcome | None:
+    return None
+
+
+def _nothing_drawn(folder: Path, rows: Sequence[Row]) -> None:
+    return None
+
+
+def _unknown(cell: Any) -> Estimate:
+    return Estimate()
+
+
+@dataclass(frozen=True)
+class Tool(Generic[CellT]):
+    """A program that measures cells.
+
+    Attributes:
+        program: the name of its file.
+        measure: the columns of a cell's row, from (cell, conditions); a function of a module, for another process.
+            What cannot be measured is a status among them: see `columns_of_failure`.
+        conditions: how cells are measured, the same for all.
+        finish: the whole row, from a cell and those columns, or those of a failure.
+        write: writes the files for people, from all rows that there are.
+        draw: draws plots of them, once, at the end.
+        configuration: what rows must have in common to stand in one table, beside the environment.
+        skip: why a cell is not tried, from the rows before it; None if it is.
+        estimate: for --dry-run.
+        packages: whose versions are part of the environment.
+    """
+
+    program: str
+    measure: Callable[[tuple[CellT, Any]], Row]
+    conditions: Any
+    finish: Callable[[CellT, Row, Environment], Row]
+    write: Callable[[Path, Sequence[Row], Environment], None]
+    configuration: dict[str, Any]
+    skip: Callable[[CellT, Sequence[Row]], Outcome | None] = _nothing_skipped
+    estimate: Callable[[CellT], Estimate] = _unknown
+    draw: Callable[[Path, Sequence[Row]], object] = _nothing_drawn
+    packages: tuple[str, ...] = ()
+
+
+def add_run_options(parser: argparse.ArgumentParser, folder: str, *, chooses_device: bool = True) -> None:
+    """Which of the cells are measured, on what, and where results go. After parsing, see `check_run_options`."""
+    add = parser.add_argument
+    if chooses_device:
+        add("--device", default="auto", help="cuda, cuda:1, mps or cpu (default: a GPU where there is one)")
+    add("--seed", type=int, default=0, help="of random numbers (default: %(default)s)")
+    add("--limit", type=float, default=600, metavar="S", help="seconds for a row, its start included (%(default)g)")
+    add("--output", type=Path, default=Path(folder), metavar="FOLDER", help="default: %(default)s")
+    add("--resume", action="store_true", help="measure what the output folder does not have yet")
+    add("--filter", metavar="REGEX", help="measure only cells in whose names, as --dry-run lists them, it is found")
+    add("--dry-run", action="store_true", help="list what would be measured, with an estimate of time and memory")
+    add("--commit", help="the commit to record where the checkout is not in a git repository")
+
+
+def check_run_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Make a torch.device of --device, and a pattern of --filter; end the program where that cannot be done."""
+    try:
+        options.device = choose_device(options.device)
+    except ValueError as error:
+        parser.error(str(error))
+    check_filter(parser, options)
+
+
+def check_filter(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Make a pattern of --filter; end the program where it is none."""
+    try:
+        options.filter = None if options.filter is None else re.compile(options.filter)
+    except re.error as error:
+        parser.error(f"--filter must be a regular expression: {error}; got {options.filter!r}")
+
+
+def positive(text: str) -> int:
+    """A number of the command line that is at least 1. Raises argparse.ArgumentTypeError for others."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1; got {text!r}")
+    return number
+
+
+def environment_of(device: torch.device, commit: str | None, packages: Sequence[str] = ()) -> Environment:
+    """The environment, read in a process that ends: this one takes no memory of the GPU that is measured.
+
+    Raises:
+        RuntimeError: it cannot be read; the message says why.
+    """
+    read = functools.partial(collect_environment, packages=tuple(packages), commit=commit)
+    (finished,) = run_jobs(read, [device], processes=1, seconds_each=_START_SECONDS)
+    if finished.failure:
+        raise RuntimeError(f"the environment of {device} cannot be read: {finished.failure}")
+    environment: Environment = finished.result
+    return environment
+
+
+def with_environment(configuration: dict[str, Any], environment: Environment) -> dict[str, Any]:
+    """What rows must have in common to stand in one table: settings, device, and versions."""
+    return configuration | {
+        "device": environment.device,
+        "torch": environment.torch,
+        "triton": environment.triton,
+        **environment.packages,
+    }
+
+
+def opened(options: argparse.Namespace, configuration: dict[str, Any]) -> RowStore:
+    """The folder's rows, or none unless they are wanted. Raises ConfigurationMismatchError for those of another run."""
+    open_store = RowStore.open if options.resume else RowStore.begin
+    return open_store(options.output, configuration)
+
+
+def columns_of_failure(outcome: Outcome) -> Row:
+    """The columns of a row without figures."""
+    return {"status": outcome.status.value, "reason": outcome.reason}
+
+
+def failed(reason: str) -> Outcome:
+    """The outcome of a row whose process, or group of them, did not say what happened."""
+    return Outcome(Status.ERROR, " ".join(reason.split())[:300])
+
+
+def measured_alone(measure: Callable[[Any], Row], job: Any, limit: float) -> Row:
+    """What a function returns for a job in a process of its own, which has ``limit`` seconds, and ends with it."""
+    (finished,) = run_jobs(measure, [job], processes=1, seconds_each=limit)
+    if finished.failure:
+        return columns_of_failure(failed(finished.failure))
+    row: Row = finished.result
+    return row
+
+
+class Rows:
+    """The rows of a run: each is measured where it is not stored, then stored, and everything written anew.
+
+    Args:
+        store: those that there are.
+        measure: the columns of a cell's row.
+        write: writes the files for people.
+        total: how many cells there will be; None where each depends on the one before.
+        environment: of the run; its commit and date stand in every row.
+    """
+
+    def __init__(
+        self,
+        store: RowStore,
+        measure: Callable[[Any], Row],
+        write: Callable[[], None],
+        total: int | None,
+        environment: Environment,
+    ) -> None:
+        self._store, self._measure, self._write = store, measure, write
+        self._stamp = {"device": environment.device, "commit": environment.commit, "date": environment.date}
+        self._counted = total is not None
+        self.progress = Progress(total or 0)
+
+    def of(self, cell: HasKey) -> Row:
+        """The row of a cell."""
+        if self._store.is_finished(cell.key):
+            self.progress.keep_cell()
+            return self._store.rows_of(cell.key)[0]
+        if self._counted:
+            self.progress.start_cell(cell.key)
+        begin = time.monotonic()
+        row = self._measure(cell)
+        row |= {"row_s": round(time.monotonic() - begin, 1), **self._stamp}
+        self._store.append(cell.key, [row])
+        self._write()
+        if self._counted:
+            self.progress.finish_cell(_summary(row))
+        else:
+            self.progress.note(f"{cell.key}: {_summary(row)}")
+        return row
+
+
+def run(tool: Tool[CellT], options: argparse.Namespace, cells: Sequence[CellT]) -> int:
+    """Measure the cells; the exit status is 0, 2 for what cannot be done, 130 when interrupted.
+
+    ``options`` have those of `add_run_options`, after `check_run_options`.
+    """
+    cells = chosen(cells, options.filter)
+    if options.dry_run:
+        print(listing(cells, tool.estimate))
+        return 0
+    try:
+        environment = environment_of(options.device, options.commit, tool.packages)
+        store = opened(options, with_environment(tool.configuration, environment))
+    except (ConfigurationMismatchError, RuntimeError) as error:
+        print(f"{tool.program}: error: {error}", file=sys.stderr)
+        return 2
+    environment.write(options.output / "environment.json")
+
+    def measure(cell: CellT) -> Row:
+        skipped = tool.skip(cell, store.rows)
+        job = (cell, tool.conditions)
+        found = columns_of_failure(skipped) if skipped else measured_alone(tool.measure, job, options.limit)
+        return tool.finish(cell, found, environment)
+
+    def write_all() -> None:
+        tool.write(options.output, store.rows, environment)
+
+    rows = Rows(store, measure, write_all, len(cells), environment)
+    rows.progress.note(f"results: {options.output}")
+    try:
+        with termination_as_interruption():
+            for cell in cells:
+                rows.of(cell)
+    except KeyboardInterrupt:
+        rows.progress.note("interrupted; the same command with --resume goes on")
+        return 130
+    finally:
+        write_all()
+        tool.draw(options.output, store.rows)
+    return 0
+
+
+def chosen(cells: Sequence[CellT], pattern: re.Pattern[str] | None) -> list[CellT]:
+    """The cells in whose names --filter's pattern is found; all without one."""
+    return [cell for cell in cells if pattern is None or pattern.search(cell.key)]
+
+
+def listing(cells: Sequence[CellT], estimate: Callable[[CellT], Estimate] = _unknown) -> str:
+    """A line for each cell with what it is expected to take, and one for all of them."""
+    estimates = [estimate(cell) for cell in cells]
+    lines = [f"{cell.key}: {_expected(expected)}" for cell, expected in zip(cells, estimates, strict=True)]
+    known = [expected.seconds for expected in estimates if expected.seconds is not None]
+    total = readable_seconds(sum(known)) if len(known) == len(cells) else "time unknown"
+    return "\n".join([*lines, f"{len(cells)} rows, {total}"])
+
+
+def _expected(estimate: Estimate) -> str:
+    seconds = "time unknown" if estimate.seconds is None else readable_seconds(estimate.seconds)
+    room = "memory unknown" if estimate.bytes is None else f"{format_number(estimate.bytes / GIB)} GiB"
+    return f"{seconds}, {room}"
+
+
+def _summary(row: Row) -> str:
+    took = f"the row took {readable_seconds(row['row_s'])}"
+    if row["status"] != Status.OK.value:
+        return f"{row['status']}, {took} ({row['reason'][:120]})"
+    compiling, median = row.get("compile_s"), row.get("median_ms")
+    shown = [] if median is None else [f"{format_number(median)} ms a step"]
+    shown += [] if compiling is None else [f"the first step {format_number(compiling)} s more"]
+    return ", ".join([*shown, took])
