@@ -25,13 +25,13 @@ import torch
 from benchmarks.attention import termination_as_interruption
 from benchmarks.attention_cell import DeviceLostError
 from benchmarks.attention_presets import DTYPE_ALIASES, DTYPES
+from benchmarks.feature_cells import Measurement
 from benchmarks.generation_cells import (
     BACKENDS,
     MODES,
     OURS,
     TORCH,
     Conditions,
-    Measurement,
     Shape,
     cache_bytes,
     copy_rate,

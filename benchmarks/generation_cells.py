@@ -16,11 +16,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.attention_cell import release_memory_of_failure
 from benchmarks.attention_contender import relative_difference
+from benchmarks.feature_cells import Measurement
 from cs336_systems.attention import attention_with_cache
 from cs336_systems.profiling.memory import collection_paused, release_memory, without_frames
-from cs336_systems.profiling.sweep import OK, Outcome, outcome_of
+from cs336_systems.profiling.sweep import OK, outcome_of
 from cs336_systems.profiling.timing import (
-    RoundTimes,
     TimingMethod,
     call_milliseconds,
     compare,
@@ -71,16 +71,6 @@ class Conditions:
     device: torch.device
     dtype: torch.dtype
     method: TimingMethod
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """What came of one contender: seconds until it was ready, times where all went well, how far from another's."""
-
-    outcome: Outcome = OK
-    ready_s: float | None = None
-    times: RoundTimes | None = None
-    difference: float | None = None
 
 
 def copy_rate(conditions: Conditions) -> float:

@@ -10,7 +10,7 @@ from benchmarks.training_report import flops_per_token, rates_of
 from cs336_systems.parallel.layout import NONE
 from cs336_systems.profiling.environment import Environment
 from cs336_systems.profiling.memory import GIB
-from cs336_systems.profiling.report import ABSENT, environment_lines, format_number, markdown_table
+from cs336_systems.profiling.report import ABSENT, format_number, markdown_table, report_page
 from cs336_systems.profiling.sweep import Row, Status, write_csv
 
 COLUMNS = (
@@ -158,21 +158,13 @@ def report(rows: Sequence[Row], environment: Environment, method: Sequence[str])
     """The tables, with what they were measured in and how, and why some rows have no figure."""
     steps = [row for row in with_efficiency(rows) if row["what"] == STEP]
     tried = longest_lines(rows)
-    reasons = [f"- {_name(row)}: {row['status']}: {row['reason']}" for row in rows if row["status"] != Status.OK.value]
-    parts = [
-        "# Several GPUs",
-        "\n".join(environment_lines(environment)),
-        "\n".join(f"- {text}" for text in method),
-    ]
+    reasons = [f"{_name(row)}: {row['status']}: {row['reason']}" for row in rows if row["status"] != Status.OK.value]
+    parts = []
     if steps:
         parts.append("## Steps\n\n" + markdown_table(_STEP_HEADERS, map(step_line, steps)))
     if tried:
         parts.append("## The longest sequence that fits\n\n" + markdown_table(_LONGEST_HEADERS, tried))
-    if warned := warnings_of(rows):
-        parts.append("## Warnings\n\n" + "\n".join(f"- {text}" for text in warned))
-    if reasons:
-        parts.append("## Without a figure\n\n" + "\n".join(reasons))
-    return "\n\n".join(parts) + "\n"
+    return report_page("Several GPUs", environment, method, parts, warned=warnings_of(rows), reasons=reasons)
 
 
 def write(folder: Path, rows: Sequence[Row], environment: Environment, method: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from cs336_systems.profiling.environment import Environment
 from cs336_systems.profiling.flops import device_peak
 from cs336_systems.profiling.memory import GIB
 from cs336_systems.profiling.plots import Axes, Panel, Series, save_panels
-from cs336_systems.profiling.report import ABSENT, environment_lines, format_number, markdown_table
+from cs336_systems.profiling.report import ABSENT, format_number, markdown_table, report_page
 from cs336_systems.profiling.sweep import Row, Status, write_csv
 from cs336_systems.transformer import TransformerConfig
 
@@ -143,23 +143,13 @@ def report(rows: Sequence[Row], environment: Environment, method: Sequence[str])
     """The table, with what it was measured in and how, and why some rows have no figure."""
     rows = with_ratios(rows)
     reasons = [
-        f"- {row['preset']}, {row['batch']} × {row['context']}, {row['model']}: {row['status']}: {row['reason']}"
+        f"{row['preset']}, {row['batch']} × {row['context']}, {row['model']}: {row['status']}: {row['reason']}"
         for row in rows
         if row["status"] != Status.OK.value
     ]
     models = [f"- `{name}`: {what}" for name, what in MODELS.items() if any(row["model"] == name for row in rows)]
-    parts = [
-        "# Training steps",
-        "\n".join(environment_lines(environment)),
-        "\n".join(f"- {text}" for text in method),
-        "\n".join(models),
-        markdown_table(_HEADERS, [line_of(row) for row in rows]),
-    ]
-    if warned := warnings_of(rows):
-        parts.append("## Warnings\n\n" + "\n".join(f"- {text}" for text in warned))
-    if reasons:
-        parts.append("## Without a figure\n\n" + "\n".join(reasons))
-    return "\n\n".join(parts) + "\n"
+    parts = ["\n".join(models), markdown_table(_HEADERS, [line_of(row) for row in rows])]
+    return report_page("Training steps", environment, method, parts, warned=warnings_of(rows), reasons=reasons)
 
 
 def write(folder: Path, rows: Sequence[Row], environment: Environment, method: Sequence[str]) -> None:

@@ -10,16 +10,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..kernels.settings import Window
-from . import ops
+from . import choose, ops
 from .api import attention
-from .choose import Explanation, Implementation, parse, why_not
+from .choose import Explanation, Implementation
 from .features import positive
 from .precision import autocast_inputs
 from .validation import Problem, check, shape_of
 from .varlen import INTEGERS
 
-PREFERENCE = {"cuda": (Implementation.FLASH, Implementation.NAIVE)}
-"""The order in which "auto" asks, by device type; naive alone on others."""
+PREFERENCE = {"cuda": (Implementation.FLASH, Implementation.NAIVE), "cpu": (Implementation.NAIVE,)}
+"""The order in which "auto" asks, by device type; other devices are asked as the CPU is."""
 
 MOST_REMEMBERED = 4096
 
@@ -131,16 +131,7 @@ def explain_with_cache(
     """Which implementation `attention_with_cache` would use, and why not each other one. Computes nothing."""
     q, k, v = autocast_inputs(q, k, v)
     problem = _check(q, k, v, lengths, window, scale, softcap, return_lse)
-    choice = _choose(problem, impl)
-    others = f"{choice.value!r} " + (
-        "was asked for" if parse(impl) is not None else f"comes before it on {problem.device.type}"
-    )
-    passed_over = {
-        implementation: _why_not(implementation, problem) or others
-        for implementation in Implementation
-        if implementation is not choice
-    }
-    return Explanation(choice, passed_over)
+    return choose.explain(problem, impl, PREFERENCE, _why_not)
 
 
 def _prepare(
@@ -173,7 +164,7 @@ def _prepare(
         if known is not None:
             return known
     problem = _check(q, k, v, lengths, window, scale, softcap, return_lse)
-    chosen = _choose(problem, impl), problem.spec.scale
+    chosen = choose.choose(problem, impl, PREFERENCE, _why_not), problem.spec.scale
     if key is not None:
         if len(_remembered) >= MOST_REMEMBERED:
             _remembered.clear()
@@ -207,20 +198,9 @@ def _check(
     return problem
 
 
-def _choose(problem: Problem, impl: str | Implementation) -> Implementation:
-    asked = parse(impl)
-    if asked is not None:
-        reason = _why_not(asked, problem)
-        if reason is not None:
-            raise ValueError(f"impl={asked.value!r} cannot compute this call: {reason}")
-        return asked
-    order = PREFERENCE.get(problem.device.type, (Implementation.NAIVE,))
-    return next(implementation for implementation in order if _why_not(implementation, problem) is None)
-
-
 def _why_not(implementation: Implementation, problem: Problem) -> str | None:
     if implementation in (Implementation.FLASH, Implementation.NAIVE):
-        return why_not(implementation, problem)
+        return choose.why_not(implementation, problem)
     return "it takes no lengths that the device alone knows"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import importlib.util
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,10 @@ class Implementation(str, enum.Enum):
     NAIVE = "naive"
 
 
-PREFERENCE = {
+Preference = Mapping[str, tuple[Implementation, ...]]
+ReasonAgainst = Callable[[Implementation, Problem], "str | None"]
+
+PREFERENCE: Preference = {
     "cuda": (Implementation.FLASH, Implementation.SDPA, Implementation.TILED, Implementation.NAIVE),
     "cpu": (Implementation.SDPA, Implementation.TILED, Implementation.NAIVE),
 }
@@ -75,31 +79,49 @@ def parse(impl: str | Implementation) -> Implementation | None:
     return None if impl == "auto" else Implementation(impl)
 
 
-def choose(problem: Problem, impl: str | Implementation = "auto") -> Implementation:
+def choose(
+    problem: Problem,
+    impl: str | Implementation = "auto",
+    preference: Preference = PREFERENCE,
+    reason_against: ReasonAgainst | None = None,
+) -> Implementation:
     """The implementation that computes a call.
+
+    Args:
+        problem: the call.
+        impl: what was asked for.
+        preference: the order of "auto" by device type, "cpu" for those that are not there.
+        reason_against: `why_not`, or what takes its place for calls of another kind.
 
     Raises:
         ValueError: ``impl`` names an implementation that cannot compute the call.
     """
+    against = why_not if reason_against is None else reason_against
     asked = parse(impl)
     if asked is not None:
         # The others are not asked: an answer can depend on lengths, and what is traced would hold for such alone.
-        reason = why_not(asked, problem)
+        reason = against(asked, problem)
         if reason is not None:
             raise ValueError(f"impl={asked.value!r} cannot compute this call: {reason}")
         return asked
-    order = PREFERENCE.get(problem.device.type, PREFERENCE["cpu"])
-    return next(implementation for implementation in order if why_not(implementation, problem) is None)
+    order = preference.get(problem.device.type, preference["cpu"])
+    return next(implementation for implementation in order if against(implementation, problem) is None)
 
 
-def explain(problem: Problem, impl: str | Implementation = "auto") -> Explanation:
+def explain(
+    problem: Problem,
+    impl: str | Implementation = "auto",
+    preference: Preference = PREFERENCE,
+    reason_against: ReasonAgainst | None = None,
+) -> Explanation:
     """Choose as `choose` does, and say why not each other one."""
-    choice = choose(problem, impl)
+    choice = choose(problem, impl, preference, reason_against)
+    against = why_not if reason_against is None else reason_against
     others = f"{choice.value!r} " + (
         "was asked for" if parse(impl) is not None else f"comes before it on {problem.device.type}"
     )
     passed_over = {
-        implementation: why_not(implementation, problem) or others
+        implementation: against(implementation, problem) or others
         for implementation in IMPLEMENTATIONS
         if implementation is not choice
     }

@@ -70,6 +70,29 @@ def environment_lines(environment: Environment) -> list[str]:
     return [f"- {name}: {fact}" for name, fact in facts.items() if fact is not None]
 
 
+def report_page(
+    title: str,
+    environment: Environment,
+    method: Sequence[str],
+    parts: Sequence[str],
+    *,
+    warned: Sequence[str] = (),
+    reasons: Sequence[str] = (),
+) -> str:
+    """A page of Markdown: the environment, how it was measured, the parts, warnings, and why some rows have no figure.
+
+    ``method``, ``warned`` and ``reasons`` are sentences; what is empty is left out.
+    """
+    page = [f"# {title}", "\n".join(environment_lines(environment)), _bullets(method), *parts]
+    closing = (("Warnings", warned), ("Without a figure", reasons))
+    page += [f"## {name}\n\n{_bullets(texts)}" for name, texts in closing if texts]
+    return "\n\n".join(part for part in page if part) + "\n"
+
+
+def _bullets(texts: Iterable[str]) -> str:
+    return "\n".join(f"- {text}" for text in texts)
+
+
 def collected(texts: Iterable[str]) -> list[str]:
     """Texts with each kind said once: those that differ in their numbers alone are one, with the first's numbers.
 

@@ -10,7 +10,7 @@ import pytest
 from cs336_systems.profiling.environment import collect_environment
 from cs336_systems.profiling.plots import Axes, Panel, Series, save_panels, short_count
 from cs336_systems.profiling.progress import Progress, readable_seconds
-from cs336_systems.profiling.report import collected, environment_lines, format_number, markdown_table
+from cs336_systems.profiling.report import collected, environment_lines, format_number, markdown_table, report_page
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,16 @@ def test_the_environment_as_a_list():
     assert not any(line.startswith("- CUDA") for line in lines)
     unknown = environment_lines(dataclasses.replace(environment, commit=None))
     assert "- commit: unknown" in unknown
+
+
+def test_a_page_leaves_out_what_is_empty():
+    environment = collect_environment("cpu", commit="abc")
+    page = report_page("Steps", environment, ["ten steps"], ["| a |"], reasons=["large: oom: no room"])
+    heading, what, how, table, closing, reasons = page.rstrip().split("\n\n")
+    assert (heading, how, table) == ("# Steps", "- ten steps", "| a |")
+    assert what.splitlines() == environment_lines(environment)
+    assert (closing, reasons) == ("## Without a figure", "- large: oom: no room")
+    assert "## Warnings\n\n- slow\n" in report_page("Steps", environment, [], [], warned=["slow"])
 
 
 def test_texts_that_differ_in_numbers_are_collected():
