@@ -1,0 +1,79 @@
+"""A process that computes attention with the `cs336_systems` of one checkout, as compare_trees.py asks.
+
+Run with that checkout first on PYTHONPATH. A line of JSON comes in for each request, and one goes out:
+{"do": "prepare" | "check" | "time", "device", "dtype", "impl", "pass", "shape", "causal", "method"} and {"value"} or
+{"failure"}. Only what every checkout has is imported from it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cs336_systems.attention import attention
+from cs336_systems.profiling import TimingMethod, measure_ms
+from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs
+
+LONGEST_CHECKED = 512
+"""The float64 oracle keeps every pair of a query and a key."""
+
+
+@functools.lru_cache(maxsize=1)
+def call_of(which: str, shape: tuple[int, ...], causal: bool, impl: str, dtype: str, device: str) -> Callable[[], Any]:
+    """The pass of an attention call on random inputs, the same for every checkout."""
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(shape, generator=generator, device=device, dtype=getattr(torch, dtype)) for _ in range(4)
+    )
+    if which == "forward":
+        return lambda: attention(q, k, v, causal=causal, impl=impl)
+    for x in (q, k, v):
+        x.requires_grad_()
+    if which == "both":
+        return lambda: torch.autograd.grad(attention(q, k, v, causal=causal, impl=impl), (q, k, v), dout)
+    out = attention(q, k, v, causal=causal, impl=impl)
+    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+
+def check(shape: tuple[int, ...], causal: bool, impl: str, dtype: str, device: str) -> None:
+    """Hold values and gradients of a shorter call, whose last tile is not whole, to the error budget."""
+    shape = (1, min(shape[1], 2), min(shape[2], LONGEST_CHECKED) - 3, shape[3])
+    inputs = make_inputs(Shapes(shape, shape, shape), dtype=getattr(torch, dtype), device=device)
+    attend = functools.partial(attention, causal=causal, impl=impl, return_lse=True)
+    assert_within_budget(evaluate(attend, inputs), inputs, causal=causal)
+
+
+def answer(request: dict[str, Any]) -> float | None:
+    """What a request asks for: a time in milliseconds, or nothing."""
+    where = (request["causal"], request["impl"], request["dtype"], request["device"])
+    shape = tuple(request["shape"])
+    if request["do"] == "check":
+        check(shape, *where)
+        return None
+    call = call_of(request["pass"], shape, *where)
+    if request["do"] == "prepare":
+        call()
+        return None
+    return measure_ms(call, device=request["device"], method=TimingMethod(**request["method"]))
+
+
+def main() -> None:
+    """Answer until there are no more requests. What anything else prints goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        try:
+            said: dict[str, Any] = {"value": answer(json.loads(line))}
+        except Exception as error:
+            said = {"failure": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        print(json.dumps(said), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Checkouts side by side: each computes with its own library, is checked, and is timed in turns."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks import compare_trees
+from benchmarks.compare_trees import Cell, TreeError, cells_of, names_of, parse, rows_of, tree_of
+from cs336_systems.profiling.timing import RoundTimes
+
+ROOT = Path(__file__).resolve().parents[2]
+CELL = Cell("backward", "causal", (2, 4, 64, 16))
+SETTINGS = {"device": "cpu", "dtype": "float32", "impl": "naive", "method": {"rounds": 1, "repetitions_ms": 1.0}}
+
+
+@pytest.fixture
+def changed(tmp_path):
+    """A checkout whose naive attention is wrong."""
+    tree = tmp_path / "changed"
+    shutil.copytree(ROOT / "cs336_systems", tree / "cs336_systems", ignore=shutil.ignore_patterns("__pycache__"))
+    path = tree / "cs336_systems" / "attention" / "run.py"
+    path.write_text(path.read_text() + "\nfor _name in [*RUN]:\n    RUN[_name] = lambda *a, _run=RUN[_name]: 1 / 0\n")
+    return tree
+
+
+def test_cells():
+    options = parse([str(ROOT), "--passes", "forward", "--dims", "16", "32", "--lengths", "64", "--masks", "full"])
+    assert cells_of(options) == [Cell("forward", "full", (4, 4, 64, 16)), Cell("forward", "full", (4, 2, 64, 32))]
+    assert CELL.flops == 2.5 * 2 * 2 * 4 * 64 * 64 * (16 + 16) / 2
+    assert str(CELL) == "backward, d 16, causal, 64"
+
+
+def test_rows():
+    times = {"before": RoundTimes((4.0, 6.0, 5.0)), "after": RoundTimes((2.0, 3.0, 2.0))}
+    before, after = rows_of(CELL, times)
+    assert (before["over_first"], after["over_first"]) == (1.0, 2.0)
+    assert after["tflops"] == pytest.approx(CELL.flops / 2e-3 / 1e12)
+    assert compare_trees.line_of(CELL, [before, after])[2].endswith("(2.000)")
+
+
+def test_names_differ():
+    assert names_of([Path("/a/before"), Path("/a/after")]) == ["before", "after"]
+    assert names_of([Path("/a/x"), Path("/b/x")]) == ["1: x", "2: x"]
+
+
+def test_two_checkouts(tmp_path, capsys):
+    arguments = ["--lengths", "64", "--dims", "16", "--rounds", "2", "--output", str(tmp_path / "rows.csv")]
+    assert compare_trees.main([str(ROOT), str(ROOT), "--passes", "forward", "both", *arguments]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("| TFLOP/s")
+    assert shown[2].startswith("| forward, d 16, causal, 64")
+    with (tmp_path / "rows.csv").open() as file:
+        rows = [*csv.DictReader(file)]
+    assert [row["pass"] for row in rows] == ["forward", "forward", "both", "both"]
+    assert all(float(row["median_ms"]) > 0 for row in rows)
+
+
+def test_each_computes_with_its_own_library(changed):
+    with tree_of(ROOT, "whole", SETTINGS) as whole, tree_of(changed, "changed", SETTINGS) as other:
+        for what in ("check", "prepare"):
+            whole.ask(what, CELL)
+            whole.answer(CELL)
+        assert whole.time(CELL) > 0
+        other.ask("check", CELL)
+        with pytest.raises(TreeError, match="changed: backward, d 16, causal, 64: ZeroDivisionError"):
+            other.answer(CELL)
+
+
+def test_a_checkout_that_fails_ends_the_comparison(changed, capsys):
+    assert compare_trees.main([str(ROOT), str(changed), "--lengths", "64", "--dims", "16", "--impl", "naive"]) == 1
+    assert "compare_trees.py: error: changed: forward" in capsys.readouterr().err
+
+
+def test_a_tree_is_a_checkout(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        parse([str(tmp_path)])
+    assert "TREE must be a checkout" in capsys.readouterr().err
