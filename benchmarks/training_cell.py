@@ -14,8 +14,9 @@ from torch._dynamo.utils import counters
 
 from benchmarks.suite import columns_of_failure
 from benchmarks.training_models import NAIVE, NOTHING, attn_of, compiled, config_of, make_model, why_not
+from cs336_systems.profiling.steps import time_steps
 from cs336_systems.profiling.sweep import Outcome, Row, Status, outcome_of
-from cs336_systems.profiling.timing import RoundTimes, call_milliseconds, consecutive_ms
+from cs336_systems.profiling.timing import RoundTimes
 from cs336_systems.training.config import TrainingConfig
 from cs336_systems.training.optimizer import adamw, clip
 from cs336_systems.transformer import TransformerConfig
@@ -129,9 +130,14 @@ def make_batch(
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def autocast(device: torch.device) -> torch.autocast:
-    """What the forward pass runs under: products in bfloat16, as the training command has them on such GPUs."""
-    return torch.autocast(device.type, torch.bfloat16)
+def autocast(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> torch.autocast:
+    """What the forward pass runs under: products in bfloat16, as the training command has them on such GPUs.
+
+    Another dtype is that of products instead; with float32 autocast is off.
+    """
+    if dtype == torch.float32:
+        return torch.autocast(device.type, enabled=False)
+    return torch.autocast(device.type, dtype)
 
 
 def make_step(forward: Callable[[], Float[Tensor, ""]], model: nn.Module) -> TrainingStep:
@@ -145,37 +151,40 @@ def prepared_step(cell: Cell, device: torch.device, seed: int) -> TrainingStep:
     """The step of a cell, of which nothing has run and nothing is compiled yet."""
     torch.manual_seed(seed)
     model = make_model(cell.model, cell.config, device)
-    called = compiled(model, cell.compiles)
-    tokens, targets = make_batch(cell.config, cell.batch, device, seed)
+    return step_of(model, cell.compiles, make_batch(cell.config, cell.batch, device, seed))
+
+
+def step_of(
+    model: nn.Module,
+    how: str,
+    batch: tuple[Int[Tensor, "batch length"], Int[Tensor, "batch length"]],
+    dtype: torch.dtype = torch.bfloat16,
+) -> TrainingStep:
+    """The step of a model, compiled as `training_models.COMPILE` says it, on a batch, with products in a dtype."""
+    called = compiled(model, how)
+    tokens, targets = batch
 
     def forward() -> Tensor:
-        with autocast(device):
+        with autocast(tokens.device, dtype):
             loss: Tensor = called(tokens, targets=targets, count=float(targets.numel()))
         return loss
 
     return make_step(forward, model)
 
 
-def measured_step(step: TrainingStep, device: torch.device, *, untimed: int, timed: int) -> Measured:
+def measured_step(step: Callable[[], Tensor], device: torch.device, *, untimed: int, timed: int) -> Measured:
     """Run a step so many times, of which the first are not timed, and then those that are.
 
     Raises:
         FloatingPointError: the last loss is no finite number.
     """
     losses: list[Tensor] = []
-    first_ms = call_milliseconds(lambda: losses.append(step()), device) if untimed else None
-    for _ in range(1, untimed):
-        step()
-    on_cuda = device.type == "cuda"
-    if on_cuda:
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    times = consecutive_ms(lambda: losses.append(step()), timed, device=device)
-    peak = torch.cuda.max_memory_allocated(device) if on_cuda else None
+    times = time_steps({"step": lambda: losses.append(step())}, device=device, steps=timed, warmup=untimed)
     first_loss, last_loss = float(losses[0]), float(losses[-1])
     if not math.isfinite(last_loss):
         raise FloatingPointError(f"the loss of the last step must be finite; got {last_loss}")
-    return Measured(times, first_ms, peak, first_loss, last_loss)
+    first_ms = times.first_ms if untimed else None
+    return Measured(times.step, first_ms, times.memory.peak_bytes, first_loss, last_loss)
 
 
 def columns_of(measured: Measured) -> Row:
@@ -183,7 +192,7 @@ def columns_of(measured: Measured) -> Row:
     times = measured.times
     return {
         "median_ms": times.median,
-        "mean_ms": sum(times.milliseconds) / len(times.milliseconds),
+        "mean_ms": times.mean,
         "std_ms": times.standard_deviation,
         "min_ms": times.minimum,
         "step_ms": list(times.milliseconds),
@@ -214,11 +223,13 @@ def measure_cell(job: tuple[Cell, Conditions]) -> dict[str, Any]:
         measured = measured_step(step, device, untimed=conditions.warmup, timed=conditions.steps)
     except Exception as error:
         return columns_of_failure(outcome_of(error))
+    return {"status": Status.OK.value, "reason": "", **columns_of(measured), **graph_columns()}
+
+
+def graph_columns() -> Row:
+    """How many graphs of this process torch found compiled in its folder, and how many it compiled."""
     found = counters["inductor"]
     return {
-        "status": Status.OK.value,
-        "reason": "",
-        **columns_of(measured),
         "graphs_from_cache": found["fxgraph_cache_hit"],
         "graphs_compiled": found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"],
     }

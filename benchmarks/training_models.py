@@ -63,12 +63,16 @@ def why_not(model: str, config: TransformerConfig, device: torch.device) -> str 
         return "the package transformers is not installed"
     if model == CUDNN and device.type != "cuda":
         return "cuDNN needs a CUDA device"
-    if model == FLASH:
-        x = torch.empty(1, 1, 1, config.d_head, dtype=torch.bfloat16, device=device)
-        try:
-            explain(x, x, x, causal=True, impl="flash")
-        except ValueError as error:
-            return str(error)
+    return refusal(config, torch.bfloat16, device) if model == FLASH else None
+
+
+def refusal(config: TransformerConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why what a config names cannot compute attention in this dtype here; None if it can."""
+    x = torch.empty(1, 1, 1, config.d_head, dtype=dtype, device=device)
+    try:
+        explain(x, x, x, causal=True, impl=config.attn)
+    except ValueError as error:
+        return str(error)
     return None
 
 

@@ -6,6 +6,7 @@ from cs336_systems.profiling.memory import MemoryReading, available_bytes, forwa
 from cs336_systems.profiling.plots import Axes, Panel, Series, save_panels
 from cs336_systems.profiling.progress import Progress
 from cs336_systems.profiling.report import format_number, markdown_table
+from cs336_systems.profiling.steps import AllocatorReading, StepTimes, time_model, time_steps
 from cs336_systems.profiling.sweep import (
     ConfigurationMismatchError,
     DeathLog,
@@ -26,6 +27,7 @@ from cs336_systems.profiling.timing import (
 )
 
 __all__ = [
+    "AllocatorReading",
     "Axes",
     "ConfigurationMismatchError",
     "DeathLog",
@@ -38,6 +40,7 @@ __all__ = [
     "RowStore",
     "Series",
     "Status",
+    "StepTimes",
     "TimingMethod",
     "attention_flops",
     "available_bytes",
@@ -55,6 +58,8 @@ __all__ = [
     "rotated",
     "save_panels",
     "teraflops_per_second",
+    "time_model",
+    "time_steps",
     "training_memory",
     "write_csv",
 ]

@@ -57,6 +57,11 @@ class RoundTimes:
         return statistics.median(self.milliseconds)
 
     @property
+    def mean(self) -> float:
+        """Mean over the rounds, in milliseconds."""
+        return statistics.fmean(self.milliseconds)
+
+    @property
     def minimum(self) -> float:
         """Fastest round, in milliseconds."""
         return min(self.milliseconds)
@@ -70,6 +75,11 @@ class RoundTimes:
     def standard_deviation(self) -> float:
         """Sample standard deviation over the rounds, in milliseconds; 0 for a single round."""
         return statistics.stdev(self.milliseconds) if len(self.milliseconds) > 1 else 0.0
+
+    @property
+    def coefficient_of_variation(self) -> float:
+        """The standard deviation as a part of the mean; 0 where all rounds took no time."""
+        return self.standard_deviation / self.mean if self.mean else 0.0
 
     def speedup_over(self, baseline: RoundTimes) -> float:
         """How many times faster than `baseline`: the median of the ratios within each round.

@@ -1,0 +1,226 @@
+"""Phases of a step: what is called when, whose time is whose, and what the measurement itself takes."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from cs336_systems.profiling import steps
+from cs336_systems.profiling.steps import AllocatorReading, time_model, time_steps
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until a function that it made is called."""
+
+    class Clock:
+        def __init__(self):
+            self.now = 0.0
+            self.calls: list[str] = []
+
+        def taking(self, name, milliseconds):
+            def function():
+                self.calls.append(name)
+                self.now += milliseconds(self.calls.count(name)) * 1e-3
+
+            return function
+
+    clock = Clock()
+    monkeypatch.setattr(steps, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def test_each_phase_has_its_own_time_and_together_they_are_the_step(clock):
+    phases = {
+        "forward": clock.taking("forward", lambda number: 10.0 * number),
+        "backward": clock.taking("backward", lambda number: 7.0),
+        "optimizer": clock.taking("optimizer", lambda number: 0.5),
+    }
+    times = time_steps(phases, device="cpu", steps=3)
+    assert list(times.phases) == ["forward", "backward", "optimizer"]
+    assert times.phases["forward"].milliseconds == pytest.approx((10, 20, 30))
+    assert times.phases["backward"].milliseconds == pytest.approx((7, 7, 7))
+    assert times.step.milliseconds == pytest.approx((17.5, 27.5, 37.5))
+    assert times.step.mean == pytest.approx(27.5)
+    assert times.step.coefficient_of_variation == pytest.approx(10 / 27.5)
+    assert clock.calls == ["forward", "backward", "optimizer"] * 3
+
+
+def test_what_comes_between_steps_is_in_no_time(clock):
+    phases = {"only": clock.taking("only", lambda number: 1.0)}
+    times = time_steps(phases, device="cpu", steps=2, warmup=1, between=clock.taking("between", lambda number: 99.0))
+    assert times.step.milliseconds == pytest.approx((1, 1))
+    assert clock.calls == ["between", "only"] * 3
+
+
+def test_steps_before_the_timed_ones_take_the_cold_start(clock):
+    def cold(number):
+        return 500.0 if number == 1 else 2.0
+
+    warm = time_steps({"step": clock.taking("warm", cold)}, device="cpu", steps=3, warmup=2)
+    assert warm.step.milliseconds == pytest.approx((2, 2, 2))
+    assert len(warm.warmup_ms) == 2
+    assert warm.first_ms == warm.warmup_ms[0]
+    first = time_steps({"step": clock.taking("cold", cold)}, device="cpu", steps=3)
+    assert first.step.milliseconds == pytest.approx((500, 2, 2))
+    assert first.warmup_ms == ()
+    assert first.first_ms == pytest.approx(500)
+
+
+def test_known_pauses_are_found_by_the_walls_clock():
+    phases = {"short": lambda: time.sleep(0.002), "long": lambda: time.sleep(0.02)}
+    times = time_steps(phases, device="cpu", steps=3, warmup=1)
+    assert all(each >= 2 for each in times.phases["short"].milliseconds)
+    assert all(each >= 20 for each in times.phases["long"].milliseconds)
+    assert times.phases["short"].minimum < 20
+    assert times.warmup_ms[0] >= 22
+    assert times.memory == AllocatorReading()
+
+
+def test_a_step_costs_less_than_5_microseconds_beside_its_phases():
+    """What the loop takes outside of the timed parts, by a clock around it; the best of a few, on a busy machine."""
+
+    def nothing():
+        return None
+
+    def overhead(count):
+        marks: list[float] = []
+
+        def mark():
+            marks.append(time.perf_counter())
+
+        begin = time.perf_counter()
+        steps._run((nothing,), count, mark, None)
+        whole = time.perf_counter() - begin
+        timed = sum(end - start for start, end in zip(marks[::2], marks[1::2], strict=True))
+        return (whole - timed) / count
+
+    assert min(overhead(2000) for _ in range(5)) < 5e-6
+
+
+def test_a_mark_costs_less_than_5_microseconds():
+    times = [time_steps({"nothing": lambda: None}, device="cpu", steps=2000).step.median for _ in range(3)]
+    assert 0 <= min(times) < 5e-3
+
+
+def test_nothing_is_collected_while_it_is_timed():
+    enabled = []
+    time_steps({"step": lambda: enabled.append(gc.isenabled())}, device="cpu", steps=2, warmup=1)
+    assert enabled == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"phases": {}}, "phases must have at least one function; got none"),
+        ({"steps": 0}, "steps must be at least 1; got 0"),
+        ({"warmup": -1}, "warmup must be at least 0; got -1"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        time_steps(**{"phases": {"step": lambda: None}, "device": "cpu"} | arguments)
+
+
+class TestModel:
+    @pytest.fixture
+    def model(self):
+        return nn.Linear(4, 4)
+
+    @pytest.fixture
+    def graphs(self):
+        """Whether each loss that was asked for needed a gradient."""
+        return []
+
+    @pytest.fixture
+    def loss(self, model, graphs):
+        def loss():
+            found = model(torch.ones(2, 4)).square().mean()
+            graphs.append(found.requires_grad)
+            return found
+
+        return loss
+
+    def test_a_forward_pass_alone_keeps_no_graph(self, model, loss, graphs):
+        times = time_model(loss, model, mode="forward", device="cpu", steps=2, warmup=1)
+        assert list(times.phases) == ["forward"]
+        assert graphs == [False] * 3
+        assert times.step.milliseconds == times.phases["forward"].milliseconds
+
+    def test_gradients_do_not_add_up(self, model, loss, graphs):
+        times = time_model(loss, model, mode="forward+backward", device="cpu", steps=3, warmup=2)
+        assert list(times.phases) == ["forward", "backward"]
+        assert graphs == [True] * 5
+        found = model.weight.grad
+        model.zero_grad()
+        loss().backward()
+        torch.testing.assert_close(found, model.weight.grad)
+
+    def test_an_update_follows_each_backward_pass(self, model, loss):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        gradients = []
+
+        def update():
+            gradients.append(model.weight.grad is not None)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        before = float(loss().detach())
+        times = time_model(loss, model, mode="step", update=update, device="cpu", steps=2, warmup=1)
+        assert list(times.phases) == ["forward", "backward", "optimizer"]
+        assert gradients == [True] * 3
+        assert float(loss().detach()) < before
+
+    def test_a_phase_that_fails_says_so_itself(self, model):
+        def loss():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        with pytest.raises(torch.OutOfMemoryError):
+            time_model(loss, model, device="cpu")
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"mode": "backward"}, "mode must be one of 'forward', 'forward\\+backward', 'step'; got 'backward'"),
+            ({"mode": "step"}, "update must be a function with mode='step'; got None"),
+            ({"mode": "forward", "update": print}, "update must be None with mode='forward'; got"),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, model, loss, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            time_model(loss, model, device="cpu", **arguments)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_phases_add_up_to_the_walls_time_and_memory_is_counted():
+    matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+
+    def products(count):
+        def run():
+            for _ in range(count):
+                torch.mm(matrix, matrix)
+
+        return run
+
+    begin = time.perf_counter()
+    times = time_steps({"few": products(10), "many": products(40)}, device="cuda", steps=5, warmup=1)
+    wall = (time.perf_counter() - begin) * 1e3 - times.warmup_ms[0]
+    assert 0.5 * wall < sum(times.step.milliseconds) <= wall
+    assert times.phases["many"].median > 2 * times.phases["few"].median > 0
+    memory = times.memory
+    assert 2 * 4096**2 <= memory.allocated_bytes <= memory.peak_bytes <= memory.reserved_bytes
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_host_runs_ahead(waiting_forbidden):
+    matrix = torch.randn(256, 256, device="cuda")
+    marks = steps._clock_of(torch.device("cuda"), 4)
+    torch.mm(matrix, matrix)
+    with waiting_forbidden():
+        steps._run((lambda: torch.mm(matrix, matrix),), 2, marks.mark, None)
+    assert all(interval >= 0 for interval in marks.intervals())
+    assert len(marks.intervals()) == 3
