@@ -87,14 +87,13 @@ class TransformerConfig:
         gains = (2 * self.num_layers + 1) * self.d_model
         return embeddings + self.num_layers * self._weights_of_a_block() + gains
 
-    def training_flops_per_token(self, length: int | None = None) -> float:
-        """Operations of a forward and a backward pass that the model needs for each token of sequences of ``length``.
+    def forward_flops_per_token(self, length: int | None = None, *, every_pair: bool = False) -> float:
+        """Operations of a forward pass for each token of sequences of ``length``: those of its matrix products.
 
-        Six for each weight that a token is multiplied with (all but the gains of norms and the embedding, which is
-        looked up), and three times those of attention's forward pass, as `cs336_systems.profiling.flops` counts them,
-        over the pairs that the causal mask and the window leave. What is computed a second time, in checkpointed
-        blocks or in the backward pass of FlashAttention, does not count: divided by the device's peak rate, this gives
-        the model FLOPs utilisation of Chowdhery et al., "PaLM" (2022).
+        Two for each weight that a token is multiplied with (all but the gains of norms and the embedding, which is
+        looked up), and those of attention, as `cs336_systems.profiling.flops` counts them, over the pairs that the
+        causal mask and the window leave, or with ``every_pair`` over those of all queries and keys: so torch's
+        ``FlopCounterMode`` counts where every score is computed.
 
         Raises:
             TypeError, ValueError: ``length``, the context length if None, is not a positive int.
@@ -102,11 +101,28 @@ class TransformerConfig:
         length = self.context_length if length is None else length
         check_size("length", length)
         weights = self.num_layers * self._weights_of_a_block() + self.vocab_size * self.d_model
-        seen = length if self.window is None else min(self.window, length)
-        # The band of a window is a rectangle of length × seen pairs less the corner of queries that begin before it.
-        rectangle = attention_flops(1, self.num_heads, length, seen, self.d_head)
-        corner = attention_flops(1, self.num_heads, seen, seen, self.d_head, causal=True)
-        return 6.0 * weights + 3.0 * self.num_layers * (rectangle - corner) / length
+        if every_pair:
+            pairs = attention_flops(1, self.num_heads, length, length, self.d_head)
+        else:
+            seen = length if self.window is None else min(self.window, length)
+            # The band of a window is a rectangle of length × seen pairs less the corner of queries that begin before
+            # it.
+            rectangle = attention_flops(1, self.num_heads, length, seen, self.d_head)
+            pairs = rectangle - attention_flops(1, self.num_heads, seen, seen, self.d_head, causal=True)
+        return 2.0 * weights + self.num_layers * pairs / length
+
+    def training_flops_per_token(self, length: int | None = None) -> float:
+        """Operations of a forward and a backward pass that the model needs for each token of sequences of ``length``.
+
+        Three times those of the forward pass, over the pairs that the causal mask and the window leave: every product
+        has two in the backward pass. What is computed a second time, in checkpointed blocks or in the backward pass of
+        FlashAttention, does not count: divided by the device's peak rate, this gives the model FLOPs utilisation of
+        Chowdhery et al., "PaLM" (2022).
+
+        Raises:
+            TypeError, ValueError: ``length``, the context length if None, is not a positive int.
+        """
+        return 3.0 * self.forward_flops_per_token(length)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the config as JSON. The file is there whole or, if writing fails, as it was before."""

@@ -6,6 +6,8 @@ import dataclasses
 import json
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems.attention import Implementation
 from cs336_systems.transformer import PRESETS, Transformer, TransformerConfig, preset
@@ -128,6 +130,28 @@ def test_operations_of_a_step(tiny, window, pairs):
     """Six for each weight, and 12 d_model / 2 for each pair that is seen, counted as an area."""
     weights = 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48) + 40 * 32
     assert tiny(window=window).training_flops_per_token() == 6 * weights + 12 * 32 * 2 * pairs / 24
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_kv_heads": 4}, {"window": 6}, {"tie_embeddings": True}])
+@pytest.mark.parametrize("length", [24, 11])
+def test_operations_of_every_pair_are_those_that_torch_counts(tiny, changes, length):
+    """Of attention as it is written on paper, which computes every score; twice as many in the backward pass."""
+    config = tiny(attn="naive", **changes)
+    model = Transformer(config)
+    token_ids = torch.randint(config.vocab_size, (3, length + 1))
+    with FlopCounterMode(display=False) as forward:
+        loss = model.loss(token_ids[:, :-1], token_ids[:, 1:])
+    expected = 3 * length * config.forward_flops_per_token(length, every_pair=True)
+    assert forward.get_total_flops() == pytest.approx(expected, rel=1e-12)
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    assert backward.get_total_flops() == 2 * forward.get_total_flops()
+
+
+def test_a_mask_leaves_half_of_the_pairs(tiny):
+    every, causal = (tiny().forward_flops_per_token(every_pair=every) for every in (True, False))
+    assert every - causal == 2 * 2 * 24 * 32 * 2 / 2  # two layers, two products, of half of 24 keys of 32 channels
+    assert tiny().training_flops_per_token() == 3 * causal
 
 
 def test_operations_of_a_shorter_step(tiny):
