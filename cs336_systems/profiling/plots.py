@@ -12,16 +12,32 @@ from pathlib import Path
 from typing import Any
 
 # Dark enough for thin lines on white. Those that resemble one another in hue differ in lightness, and stand far apart.
-_COLOURS = (
+COLOURS = (
     *("#6b6b6b", "#8a6d00", "#5c8a00", "#0060a8", "#2b93c4", "#c44e00"),
     *("#00805e", "#a8326e", "#7a3b1e", "#5b3fa8", "#111111", "#a877c4"),
 )
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "h", "p")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
 _INK = "#1a1a1a"
-_GRID = "#d4d4d4"
+GRID = "#d4d4d4"
 _PAPER = "#ffffff"
+STYLE: Any = {
+    "font.size": 9,
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
+    "axes.edgecolor": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "axes.facecolor": _PAPER,
+    "figure.facecolor": _PAPER,
+    "savefig.facecolor": _PAPER,
+    "figure.constrained_layout.w_pad": 0.08,
+    "figure.constrained_layout.h_pad": 0.06,
+}
+"""What all figures have of matplotlib's settings."""
 _LEGEND_ENTRY_INCHES = 1.4
+_MARK_INCHES = 0.7
+_CHARACTER_INCHES = 0.075
 _LEAST_LOGARITHMIC_RANGE = 8.0
 _MOST_MARKERS = 60
 
@@ -72,22 +88,9 @@ def save_panels(path: Path, panels: Sequence[Panel], *, title: str, axes: Axes, 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    style: Any = {
-        "font.size": 9,
-        "text.color": _INK,
-        "axes.labelcolor": _INK,
-        "axes.edgecolor": _INK,
-        "xtick.color": _INK,
-        "ytick.color": _INK,
-        "axes.facecolor": _PAPER,
-        "figure.facecolor": _PAPER,
-        "savefig.facecolor": _PAPER,
-        "figure.constrained_layout.w_pad": 0.08,
-        "figure.constrained_layout.h_pad": 0.06,
-    }
     columns = min(4, len(drawn))
     rows = -(-len(drawn) // columns)
-    with plt.rc_context(style):
+    with plt.rc_context(STYLE):
         figure, grid = plt.subplots(
             rows,
             columns,
@@ -125,7 +128,7 @@ def _draw(place: Any, panel: Panel, axes: Axes, labels: Mapping[str, int]) -> No
             series.x,
             series.y,
             label=series.label,
-            color=_COLOURS[index % len(_COLOURS)],
+            color=COLOURS[index % len(COLOURS)],
             # Markers tell lines apart; on a line of many points they would hide it.
             marker=_MARKERS[index % len(_MARKERS)] if len(series.x) <= _MOST_MARKERS else None,
             linestyle=_DASHES[labels[series.label] % len(_DASHES)],
@@ -143,7 +146,7 @@ def _draw(place: Any, panel: Panel, axes: Axes, labels: Mapping[str, int]) -> No
         place.xaxis.set_minor_locator(NullLocator())
         place.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short_count(x)))
         place.tick_params(axis="x", labelrotation=45 if len(ticks) > 6 else 0)
-    place.grid(True, which="major", color=_GRID, linewidth=0.6)
+    place.grid(True, which="major", color=GRID, linewidth=0.6)
     place.set_axisbelow(True)
     for side in ("top", "right"):
         place.spines[side].set_visible(False)
@@ -173,7 +176,8 @@ def _legend(figure: Any, grid: Any, labels: Mapping[str, int]) -> None:
         for handle, label in zip(*place.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     ordered = [label for label in labels if label in handles]
-    lines = -(-len(ordered) * _LEGEND_ENTRY_INCHES // figure.get_figwidth())
+    widest = max(_LEGEND_ENTRY_INCHES, _MARK_INCHES + _CHARACTER_INCHES * max(map(len, ordered)))
+    lines = min(len(ordered), -(-len(ordered) * widest // figure.get_figwidth()))
     figure.legend(
         [handles[label] for label in ordered],
         ordered,
