@@ -292,7 +292,7 @@ def _summary(row: Row) -> str:
     took = f"the row took {readable_seconds(row['row_s'])}"
     if row["status"] != Status.OK.value:
         return f"{row['status']}, {took} ({row['reason'][:120]})"
-    compiling, median = row.get("compile_s"), row.get("median_ms")
+    compiling, median = row.get("compile_s"), row.get("median_ms", row.get("step_median_ms"))
     shown = [] if median is None else [f"{format_number(median)} ms a step"]
     shown += [] if compiling is None else [f"the first step {format_number(compiling)} s more"]
     return ", ".join([*shown, took])
