@@ -1,9 +1,8 @@
 """The time of each phase of a step of any model: forward, backward, update, each measured within one and the same step.
 
-A phase lies between two marks of one clock. On CUDA a mark is an event that the device records when it gets there: the
-host may run ahead, as it does in training, so that its own time counts only where the device waits for it. On MPS a
-mark waits for the device and reads the wall's clock, on a CPU it reads that clock. No time is got from those of two
-measurements, one taken from the other, so none can be negative, and the phases of a step add up to it.
+A phase lies between two marks of one clock: see `clocks`. On CUDA the host may run ahead, as it does in training, so
+that its own time counts only where the device waits for it. No time is got from those of two measurements, one taken
+from the other, so none can be negative, and the phases of a step add up to it.
 
     times = time_model(lambda: model(x).square().mean(), model, mode="forward+backward", device=x.device)
     times.phases["backward"].median, times.step.median, times.memory.peak_bytes
@@ -11,17 +10,16 @@ measurements, one taken from the other, so none can be negative, and the phases 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from time import perf_counter
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from cs336_systems.profiling.clocks import clock_of
 from cs336_systems.profiling.memory import collection_paused
 from cs336_systems.profiling.timing import RoundTimes, call_milliseconds, synchronize
 
@@ -100,7 +98,7 @@ def time_steps(
         warmup_ms = tuple(_warm(functions, between, where) for _ in range(warmup))
         synchronize(where)
         _forget_peak(where)
-        clock = _clock_of(where, steps * (len(functions) + 1))
+        clock = clock_of(where, steps * (len(functions) + 1))
         with collection_paused():
             _run(functions, steps, clock.mark, between)
             intervals = clock.intervals()
@@ -158,50 +156,6 @@ def time_model(
     # Of all parameters this takes longer than marks do, so it is left out where nothing has to be dropped.
     between = model.zero_grad if mode == "forward+backward" else None
     return time_steps(phases, device=device, steps=steps, warmup=warmup, between=between)
-
-
-class _Clock(Protocol):
-    """Marks that follow one another, and afterwards the milliseconds between each and the next."""
-
-    def mark(self) -> None: ...
-
-    def intervals(self) -> tuple[float, ...]: ...
-
-
-class _Events:
-    """Marks that a CUDA device records in its current stream."""
-
-    def __init__(self, device: torch.device, count: int) -> None:
-        self._device = device
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
-        self._unused: Iterator[torch.cuda.Event] = iter(self._events)
-
-    def mark(self) -> None:
-        next(self._unused).record()
-
-    def intervals(self) -> tuple[float, ...]:
-        torch.cuda.synchronize(self._device)
-        return tuple(float(begin.elapsed_time(end)) for begin, end in itertools.pairwise(self._events))
-
-
-class _Wall:
-    """Marks on the wall's clock; on MPS each waits for what the device was given before."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._waits = device.type == "mps"
-        self._seconds: list[float] = []
-
-    def mark(self) -> None:
-        if self._waits:
-            torch.mps.synchronize()
-        self._seconds.append(perf_counter())
-
-    def intervals(self) -> tuple[float, ...]:
-        return tuple(1e3 * (end - begin) for begin, end in itertools.pairwise(self._seconds))
-
-
-def _clock_of(device: torch.device, marks: int) -> _Clock:
-    return _Events(device, marks) if device.type == "cuda" else _Wall(device)
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

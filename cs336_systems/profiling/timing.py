@@ -10,7 +10,6 @@ measurement is short and comes after the same pause, and ratios are taken within
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from cs336_systems.profiling.clocks import clock_of
 from cs336_systems.profiling.memory import collection_paused, without_frames
 
 Item = TypeVar("Item")
@@ -181,16 +181,13 @@ def consecutive_ms(function: Callable[[], object], count: int, *, device: torch.
     other devices the clock is the wall's. `function` must already have been called, as for `measure_ms`.
     """
     with collection_paused():
-        if torch.device(device).type != "cuda":
-            return RoundTimes(tuple(call_milliseconds(function, device) for _ in range(count)))
-        torch.cuda.synchronize(device)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        events[0].record()
-        for event in events[1:]:
+        synchronize(device)
+        clock = clock_of(device, count + 1)
+        clock.mark()
+        for _ in range(count):
             function()
-            event.record()
-        torch.cuda.synchronize(device)
-    return RoundTimes(tuple(float(begin.elapsed_time(end)) for begin, end in itertools.pairwise(events)))
+            clock.mark()
+        return RoundTimes(clock.intervals())
 
 
 def interleave(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from cs336_systems.profiling import steps
+from cs336_systems.profiling import clocks, steps
 from cs336_systems.profiling.steps import AllocatorReading, time_model, time_steps
 
 
@@ -30,7 +30,7 @@ def clock(monkeypatch):
             return function
 
     clock = Clock()
-    monkeypatch.setattr(steps, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(clocks, "perf_counter", lambda: clock.now)
     return clock
 
 
@@ -218,7 +218,7 @@ def test_on_a_gpu_the_phases_add_up_to_the_walls_time_and_memory_is_counted():
 @pytest.mark.gpu
 def test_on_a_gpu_the_host_runs_ahead(waiting_forbidden):
     matrix = torch.randn(256, 256, device="cuda")
-    marks = steps._clock_of(torch.device("cuda"), 4)
+    marks = clocks.clock_of("cuda", 4)
     torch.mm(matrix, matrix)
     with waiting_forbidden():
         steps._run((lambda: torch.mm(matrix, matrix),), 2, marks.mark, None)
