@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.transformer_cell import SIZES, STATISTICS, STEP, TIMED
-from cs336_systems.profiling.bars import Bar, save_bars
+from cs336_systems.profiling.bars import save_stacked_bars
 from cs336_systems.profiling.environment import Environment
 from cs336_systems.profiling.plots import Axes, Panel, Series, save_panels
 from cs336_systems.profiling.report import ABSENT, collected, environment_lines, format_number, markdown_table
@@ -82,8 +82,10 @@ def report(rows: Sequence[Row], environment: Environment) -> str:
 
 def label(rows: Sequence[Row], row: Row, *left_out: str) -> str:
     """A row in words: its model and work, and where rows differ in other things, these, but for some left out."""
+    namesakes = [other for other in rows if other["model"] == row["model"]]
+    sizes = [f"{name} {row[name]}" for name in SIZES if _differs(namesakes, name)]
     ways = [_said(row, name) for name in WAYS if name not in left_out and _differs(rows, name)]
-    return ", ".join([row["model"], f"{row['batch']} × {row['context']}", *ways])
+    return ", ".join([row["model"], *sizes, f"{row['batch']} × {row['context']}", *ways])
 
 
 def _said(row: Row, name: str) -> str:
@@ -248,15 +250,12 @@ def draw(folder: Path, rows: Sequence[Row]) -> bool:
     labels = {name: 0 for panel in panels for name in (series.label for series in panel.series)}
     axes = Axes("context length", "ms, all phases of the mode")
     save_panels(folder / TIME_PLOT, panels, title="The time of a step", axes=axes, labels=labels)
-    bars = [Bar(label(fine, row), _parts(row)) for row in fine]
-    return save_bars(folder / BARS_PLOT, bars, title="The phases of a step", x_label="ms", parts=PHASES)
+    medians = {label(fine, row): {name: row.get(f"{name}_median_ms", 0.0) for name in PHASES} for row in fine}
+    title = "The phases of a step: medians"
+    return save_stacked_bars(folder / BARS_PLOT, medians, title=title, parts=PHASES, label="ms", shares=False)
 
 
 def _series(rows: Sequence[Row], row: Row) -> str:
     work = [f"batch {row['batch']}"] if _differs(rows, "batch") else []
     ways = [_said(row, name) for name in WAYS if _differs(rows, name)]
     return ", ".join([*work, *ways]) or row["mode"]
-
-
-def _parts(row: Mapping[str, float]) -> tuple[float, ...]:
-    return tuple(row.get(f"{name}_median_ms", 0.0) for name in PHASES)

@@ -1,39 +1,43 @@
-"""Stacked bars as PNG files: what a whole is made of, one bar below another, in the style of `plots`.
+"""Stacked bars as PNG files, in the style of `plots`: what wholes are made of, one below another.
 
-Needs matplotlib, which is imported when bars are drawn.
+Every part has a colour and a hatching, so that neighbours are not told apart by colour alone. Needs matplotlib, which
+is imported when a plot is drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from cs336_systems.profiling.plots import COLOURS, GRID, STYLE
+from cs336_systems.profiling.plots import COLOURS, STYLE
 
-_HATCHES = ("", "//", "..", "xx", "\\\\")
+_HATCHES = ("", "///", "...", "xx")
+_LEAST_WRITTEN = 0.06
 _INCHES_A_BAR = 0.32
 
 
-@dataclass(frozen=True)
-class Bar:
-    """One bar: its label, and a length for each part, 0 where it has none."""
+def save_stacked_bars(
+    path: Path,
+    bars: Mapping[str, Mapping[str, float]],
+    *,
+    title: str,
+    parts: Sequence[str],
+    label: str,
+    shares: bool = True,
+) -> bool:
+    """Draw a horizontal bar for each name, stacked of its parts; True when there was anything to draw.
 
-    label: str
-    lengths: tuple[float, ...]
+    `parts` has every part that can occur, in their order from the left: a part looks the same in all figures that are
+    drawn with the same parts. Parts that no bar has are not in the legend. `label` is that of the axis, which goes from
+    0 to 1 where the parts are `shares`, written in them as percentages, and from 0 to the longest bar where not.
 
-
-def save_bars(path: Path, bars: Sequence[Bar], *, title: str, x_label: str, parts: Sequence[str]) -> bool:
-    """Draw stacked bars into a PNG file, with a legend of their parts; True when there was anything to draw.
-
-    Parts differ in hatching as well as in colour. A figure's bars share one axis, which begins at 0.
-
-    Raises:
-        ValueError: a bar has another number of lengths than there are parts.
+    Raises ValueError when a bar has a part that is not among them.
     """
-    for bar in bars:
-        if len(bar.lengths) != len(parts):
-            raise ValueError(f"lengths must have one for each of {len(parts)} parts; got {len(bar.lengths)}")
+    for name, lengths in bars.items():
+        unknown = [part for part in lengths if part not in parts]
+        if unknown:
+            raise ValueError(f"bars must have parts of {', '.join(parts)}; got {', '.join(unknown)} in {name}")
     if not bars:
         return False
     import matplotlib
@@ -41,34 +45,42 @@ def save_bars(path: Path, bars: Sequence[Bar], *, title: str, x_label: str, part
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    labels = [bar.label for bar in bars]
     with plt.rc_context(STYLE):
-        figure, place = plt.subplots(figsize=(9.0, 1.6 + _INCHES_A_BAR * len(bars)), layout="constrained")
+        figure, axes = plt.subplots(figsize=(9.0, 1.6 + _INCHES_A_BAR * len(bars)), layout="constrained")
         try:
-            begins = [0.0] * len(bars)
-            for index, part in enumerate(parts):
-                lengths = [bar.lengths[index] for bar in bars]
-                place.barh(
-                    range(len(bars)),
-                    lengths,
-                    left=begins,
-                    label=part,
-                    color=COLOURS[(3 + 2 * index) % len(COLOURS)],
-                    hatch=_HATCHES[index % len(_HATCHES)],
-                    edgecolor="white",
-                    linewidth=0.5,
-                )
-                begins = [begin + length for begin, length in zip(begins, lengths, strict=True)]
-            place.set_yticks(range(len(bars)), labels)
-            place.invert_yaxis()
-            place.set_xlabel(x_label)
-            place.grid(True, axis="x", color=GRID, linewidth=0.6)
-            place.set_axisbelow(True)
+            _stack(axes, bars, parts, shares)
+            axes.invert_yaxis()
+            if shares:
+                axes.set_xlim(0, 1)
+            axes.set_xlabel(label)
             for side in ("top", "right"):
-                place.spines[side].set_visible(False)
-            figure.legend(loc="outside lower center", ncols=len(parts), frameon=False)
+                axes.spines[side].set_visible(False)
+            figure.legend(loc="outside lower center", ncols=4, frameon=False)
             figure.suptitle(title, fontsize=11, fontweight="bold")
             figure.savefig(path, dpi=160)
         finally:
             plt.close(figure)
     return True
+
+
+def _stack(axes: Any, bars: Mapping[str, Mapping[str, float]], parts: Sequence[str], shares: bool) -> None:
+    names = list(bars)
+    left = [0.0] * len(names)
+    for index, part in enumerate(parts):
+        widths = [bars[name].get(part, 0.0) for name in names]
+        if not any(widths):
+            continue
+        drawn = axes.barh(
+            names,
+            widths,
+            left=left,
+            label=part,
+            color=COLOURS[index % len(COLOURS)],
+            hatch=_HATCHES[index % len(_HATCHES)],
+            edgecolor="white",
+            linewidth=0.6,
+        )
+        if shares:
+            written = [f"{100 * width:.0f} %" if width >= _LEAST_WRITTEN else "" for width in widths]
+            axes.bar_label(drawn, written, label_type="center", color="white", fontsize=7, fontweight="bold")
+        left = [start + width for start, width in zip(left, widths, strict=True)]

@@ -19,7 +19,7 @@ COLOURS = (
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "h", "p")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
 _INK = "#1a1a1a"
-GRID = "#d4d4d4"
+_GRID = "#d4d4d4"
 _PAPER = "#ffffff"
 STYLE: Any = {
     "font.size": 9,
@@ -34,7 +34,7 @@ STYLE: Any = {
     "figure.constrained_layout.w_pad": 0.08,
     "figure.constrained_layout.h_pad": 0.06,
 }
-"""What all figures have of matplotlib's settings."""
+"""matplotlib's settings for every figure."""
 _LEGEND_ENTRY_INCHES = 1.4
 _MARK_INCHES = 0.7
 _CHARACTER_INCHES = 0.075
@@ -146,7 +146,7 @@ def _draw(place: Any, panel: Panel, axes: Axes, labels: Mapping[str, int]) -> No
         place.xaxis.set_minor_locator(NullLocator())
         place.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short_count(x)))
         place.tick_params(axis="x", labelrotation=45 if len(ticks) > 6 else 0)
-    place.grid(True, which="major", color=GRID, linewidth=0.6)
+    place.grid(True, which="major", color=_GRID, linewidth=0.6)
     place.set_axisbelow(True)
     for side in ("top", "right"):
         place.spines[side].set_visible(False)

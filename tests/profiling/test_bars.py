@@ -4,37 +4,42 @@ from __future__ import annotations
 
 import pytest
 
-from cs336_systems.profiling.bars import Bar, save_bars
+from cs336_systems.profiling.bars import save_stacked_bars
+
+BARS = {"first": {"a": 0.25, "b": 0.75}, "second": {"a": 0.5, "c": 0.03}}
 
 
-def test_bars_are_drawn_one_part_after_another(tmp_path, monkeypatch):
+@pytest.mark.parametrize("shares", [True, False])
+def test_bars_are_drawn_one_part_after_another(tmp_path, monkeypatch, shares):
     pytest.importorskip("matplotlib")
     from matplotlib.axes import Axes
 
-    drawn = []
+    drawn, written = [], []
     barh = Axes.barh
 
-    def noted(self, places, lengths, **style):
-        drawn.append((lengths, style["left"], style["label"]))
-        return barh(self, places, lengths, **style)
+    def noted(self, names, widths, **style):
+        drawn.append((names, widths, style["left"], style["label"]))
+        return barh(self, names, widths, **style)
 
     monkeypatch.setattr(Axes, "barh", noted)
-    bars = [Bar("first", (1.0, 2.0, 0.0)), Bar("second", (3.0, 0.5, 4.0))]
+    monkeypatch.setattr(Axes, "bar_label", lambda self, bars, labels, **style: written.append(labels))
     path = tmp_path / "bars.png"
-    assert save_bars(path, bars, title="Bars", x_label="ms", parts=("a", "b", "c"))
+    assert save_stacked_bars(path, BARS, title="Bars", parts=("a", "none", "b", "c"), label="part", shares=shares)
     assert path.read_bytes().startswith(b"\x89PNG")
+    names = ["first", "second"]
     assert drawn == [
-        ([1.0, 3.0], [0.0, 0.0], "a"),
-        ([2.0, 0.5], [1.0, 3.0], "b"),
-        ([0.0, 4.0], [3.0, 3.5], "c"),
+        (names, [0.25, 0.5], [0.0, 0.0], "a"),
+        (names, [0.75, 0.0], [0.25, 0.5], "b"),
+        (names, [0.0, 0.03], [1.0, 0.5], "c"),
     ]
+    assert written == ([["25 %", "50 %"], ["75 %", ""], ["", ""]] if shares else [])
 
 
 def test_nothing_is_drawn_of_nothing(tmp_path):
-    assert not save_bars(tmp_path / "bars.png", [], title="", x_label="", parts=("a",))
+    assert not save_stacked_bars(tmp_path / "bars.png", {}, title="", parts=("a",), label="")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_bar_has_a_length_for_each_part(tmp_path):
-    with pytest.raises(ValueError, match="lengths must have one for each of 2 parts; got 1"):
-        save_bars(tmp_path / "bars.png", [Bar("first", (1.0,))], title="", x_label="", parts=("a", "b"))
+def test_parts_are_known(tmp_path):
+    with pytest.raises(ValueError, match="bars must have parts of a, b; got c in second"):
+        save_stacked_bars(tmp_path / "bars.png", BARS, title="", parts=("a", "b"), label="")
