@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.transformer_cell import SIZES, STATISTICS, STEP, TIMED
 from cs336_systems.profiling.bars import save_stacked_bars
 from cs336_systems.profiling.environment import Environment
-from cs336_systems.profiling.plots import Axes, Panel, Series, save_panels
+from cs336_systems.profiling.plots import COLOURS, Axes, Panel, Series, save_panels
 from cs336_systems.profiling.report import ABSENT, collected, environment_lines, format_number, markdown_table
 from cs336_systems.profiling.steps import BACKWARD, FORWARD, PHASES
 from cs336_systems.profiling.sweep import Row, Status, write_csv
@@ -247,7 +247,9 @@ def draw(folder: Path, rows: Sequence[Row]) -> bool:
         Panel(model, tuple(Series(name, *map(tuple, zip(*points, strict=True))) for name, points in series.items()))
         for model, series in lines.items()
     ]
-    labels = {name: 0 for panel in panels for name in (series.label for series in panel.series)}
+    names = dict.fromkeys(series.label for panel in panels for series in panel.series)
+    # Colours and markers begin anew after so many lines; dashes then tell them apart.
+    labels = {name: min(2, number // len(COLOURS)) for number, name in enumerate(names)}
     axes = Axes("context length", "ms, all phases of the mode")
     save_panels(folder / TIME_PLOT, panels, title="The time of a step", axes=axes, labels=labels)
     medians = {label(fine, row): {name: row.get(f"{name}_median_ms", 0.0) for name in PHASES} for row in fine}

@@ -1,5 +1,6 @@
 """Measuring: interleaved timing, memory, operation counts, environment, resumable sweeps, tables and plots."""
 
+from cs336_systems.profiling.bars import save_stacked_bars
 from cs336_systems.profiling.environment import Environment, collect_environment
 from cs336_systems.profiling.flops import attention_flops, device_peak, implausible_rate, teraflops_per_second
 from cs336_systems.profiling.memory import MemoryReading, available_bytes, forward_memory, training_memory
@@ -57,6 +58,7 @@ __all__ = [
     "outcome_of",
     "rotated",
     "save_panels",
+    "save_stacked_bars",
     "teraflops_per_second",
     "time_model",
     "time_steps",

@@ -177,12 +177,13 @@ def _legend(figure: Any, grid: Any, labels: Mapping[str, int]) -> None:
             handles.setdefault(label, handle)
     ordered = [label for label in labels if label in handles]
     widest = max(_LEGEND_ENTRY_INCHES, _MARK_INCHES + _CHARACTER_INCHES * max(map(len, ordered)))
-    lines = min(len(ordered), -(-len(ordered) * widest // figure.get_figwidth()))
+    most = max(1, int(figure.get_figwidth() // widest))
+    lines = -(-len(ordered) // most)
     figure.legend(
         [handles[label] for label in ordered],
         ordered,
         loc="outside lower center",
-        ncols=int(-(-len(ordered) // lines)),
+        ncols=-(-len(ordered) // lines),
         frameon=False,
     )
 

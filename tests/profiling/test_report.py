@@ -145,6 +145,31 @@ def test_a_shared_axis_shows_the_tallest_panel(tmp_path, monkeypatch, logarithmi
     assert drawn[0][1] >= 700.0
 
 
+def test_a_legend_of_long_labels_lies_within_the_figure(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    legends = []
+    legend = Figure.legend
+
+    def noted(self, *arguments, **options):
+        legends.append((self, legend(self, *arguments, **options)))
+        return legends[-1][1]
+
+    def check(self, path, **options):
+        figure, drawn = legends[-1]
+        figure.draw_without_rendering()
+        extent = drawn.get_window_extent()
+        assert 0 <= extent.x0 < extent.x1 <= figure.bbox.width
+
+    monkeypatch.setattr(Figure, "legend", noted)
+    monkeypatch.setattr(Figure, "savefig", check)
+    labels = {f"compile model, forward+backward, warm-up {number}": 0 for number in range(7)}
+    panel = Panel("long", tuple(Series(label, (1.0, 2.0), (1.0, 2.0)) for label in labels))
+    assert save_panels(tmp_path / "long.png", [panel], title="", axes=Axes("x", "y"), labels=labels)
+    assert len(legends) == 1
+
+
 def test_a_plot_of_nothing_is_not_written(tmp_path):
     panels = [Panel("d 64", (Series("a", (), ()),))]
     assert not save_panels(tmp_path / "plot.png", panels, title="", axes=Axes("x", "y"), labels={"a": 0})
