@@ -112,3 +112,43 @@ def implausible_rate(rate: float, device_name: str, dtype: str, *, tf32: bool) -
     if dtype == "float32" and not tf32:
         sentence += " outside its matrix units: the products ran on these, in narrower numbers, one or several for each"
     return sentence
+
+
+@dataclass(frozen=True)
+class AttentionParts:
+    """Operations of the parts of attention, where each part is computed for every pair of a query and a key."""
+
+    scores: float
+    mask: float
+    softmax: float
+    values: float
+
+    @property
+    def softmax_over_products(self) -> float:
+        """The softmax's operations over those of the two products; NaN where there are none."""
+        products = self.scores + self.values
+        return self.softmax / products if products else float("nan")
+
+
+def attention_parts_flops(
+    batch: int, heads: int, query_length: int, key_length: int, head_dim: int, *, which: Pass = "forward"
+) -> AttentionParts:
+    """What naive attention computes, part by part, for n = batch·heads·query_length·key_length pairs.
+
+    Forward: each product is 2·n·head_dim; a mask chooses once a pair: n; softmax takes five operations a pair: the
+    maximum, the difference to it, the exponential, the sum and the quotient: 5·n. Backward: each product has two for
+    its gradients, 4·n·head_dim; the mask chooses again: n; the softmax's gradient P ⊙ (dP − sum(P ⊙ dP)) takes four: a
+    product, the sum, a difference and a product: 4·n. A causal mask halves nothing, since naive attention computes the
+    pairs that it hides, and scaling the scores does not count.
+
+    Raises ValueError when a size is negative or `which` is not a pass.
+    """
+    products = attention_flops(batch, heads, query_length, key_length, head_dim) / 2
+    if which not in _PASS_FACTOR:
+        raise ValueError(f"which must be one of {', '.join(PASSES)}; got {which!r}")
+    pairs = float(batch * heads * query_length * key_length)
+    forward, backward = (float(which in (name, "both")) for name in ("forward", "backward"))
+    product = products * (forward + 2 * backward)
+    return AttentionParts(
+        scores=product, mask=pairs * (forward + backward), softmax=pairs * (5 * forward + 4 * backward), values=product
+    )

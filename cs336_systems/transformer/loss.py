@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..parts import part
 from .config import check_positive, check_size
 
 IGNORED = -100
@@ -45,13 +46,20 @@ def head_cross_entropy(
         check_positive("count", count)
     if targets.shape != hidden.shape[:-1]:
         raise ValueError(f"targets must have shape {tuple(hidden.shape[:-1])}; got {tuple(targets.shape)}")
-    rows, wanted = hidden.flatten(0, -2), targets.flatten()
+    if chunk is not None:
+        check_size("chunk", chunk)
+    with part("head and loss"):
+        return _mean(head, hidden.flatten(0, -2), targets.flatten(), chunk, count)
+
+
+def _mean(
+    head: Callable[[Tensor], Tensor], rows: Tensor, wanted: Tensor, chunk: int | None, count: float | None
+) -> Tensor:
     if chunk is None:
         return _summed(head, rows, wanted) / ((wanted != IGNORED).sum() if count is None else count)
-    check_size("chunk", chunk)
-    parts = zip(rows.split(chunk), wanted.split(chunk), strict=True)
+    pieces = zip(rows.split(chunk), wanted.split(chunk), strict=True)
     # Nothing in the head is random, so there is no state of a generator to restore.
-    sums = [checkpoint(_summed, head, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    sums = [checkpoint(_summed, head, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
     return torch.stack(sums).sum() / ((wanted != IGNORED).sum() if count is None else count)
 
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from cs336_systems.profiling.flops import attention_flops, device_peak, implausible_rate, teraflops_per_second
+from cs336_systems.profiling.flops import (
+    attention_flops,
+    attention_parts_flops,
+    device_peak,
+    implausible_rate,
+    teraflops_per_second,
+)
 
 
 def test_the_forward_is_two_products():
@@ -29,6 +37,46 @@ def test_masks_and_passes(which, factor, causal, visible):
 
 def test_values_of_another_width():
     assert attention_flops(1, 1, 4, 4, 8, value_dim=24) == 2 * 16 * (8 + 24)
+
+
+class TestParts:
+    def test_forward(self):
+        parts = attention_parts_flops(2, 3, 5, 7, 11)
+        pairs = 2 * 3 * 5 * 7
+        assert (parts.scores, parts.values) == (2 * pairs * 11, 2 * pairs * 11)
+        assert (parts.mask, parts.softmax) == (pairs, 5 * pairs)
+        assert parts.softmax_over_products == pytest.approx(5 / 44)
+
+    def test_products_agree_with_torchs_counter_in_both_passes(self):
+        q, k, v = (torch.randn(2, 3, 32, 16, requires_grad=True) for _ in range(3))
+        with FlopCounterMode(display=False) as counter:
+            out = torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+            forward = counter.get_total_flops()
+            out.sum().backward()
+        for which, expected in {
+            "forward": forward,
+            "both": counter.get_total_flops(),
+            "backward": counter.get_total_flops() - forward,
+        }.items():
+            parts = attention_parts_flops(2, 3, 32, 32, 16, which=which)
+            assert parts.scores + parts.values == expected
+
+    def test_backward_and_both(self):
+        forward, backward, both = (
+            attention_parts_flops(1, 4, 8, 8, 16, which=which) for which in ("forward", "backward", "both")
+        )
+        assert backward.softmax == 4 * backward.mask == 4 * 4 * 64
+        for name in ("scores", "mask", "softmax", "values"):
+            assert getattr(forward, name) + getattr(backward, name) == getattr(both, name)
+
+    def test_impossible_sizes_and_passes_are_refused(self):
+        with pytest.raises(ValueError, match="batch must not be negative; got -1"):
+            attention_parts_flops(-1, 1, 4, 4, 8)
+        with pytest.raises(ValueError, match="which must be one of forward, backward, both; got 'up'"):
+            attention_parts_flops(1, 1, 4, 4, 8, which="up")
+
+    def test_without_pairs_there_is_no_ratio(self):
+        assert math.isnan(attention_parts_flops(1, 1, 0, 0, 8).softmax_over_products)
 
 
 def test_impossible_sizes_and_passes_are_refused():

@@ -1,0 +1,106 @@
+"""What a kernel, or an operator of PyTorch on a CPU, is for, told by its name.
+
+Names are those that libraries give: cuBLAS, CUTLASS, cuDNN, ATen, NCCL, Triton kernels that Inductor writes, and this
+library's own. The first rule of `RULES` that finds its pattern in the name decides; a name that none knows is OTHER,
+and reports list it. Kernels that Inductor makes of many operators count as the most telling of them: a product before
+softmax, softmax before a norm, a norm before what is done with single elements.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+MATMUL = "matrix products"
+ATTENTION = "attention"
+SOFTMAX = "softmax"
+LOSS = "loss"
+NORM = "norm"
+ELEMENTWISE = "elementwise"
+REDUCTION = "reduction"
+COPY = "copy"
+INDEX = "embedding and index"
+OPTIMIZER = "optimizer"
+COMMUNICATION = "communication"
+HOST = "host"
+OTHER = "other"
+
+CLASSES = {
+    MATMUL: "products of matrices, of every library: cuBLAS, CUTLASS, cuDNN, Triton; addmm, bmm, mm, linear on a CPU",
+    ATTENTION: "fused attention, whose products and softmax are one kernel: this library's, FlashAttention, cuDNN's",
+    SOFTMAX: "softmax and log-softmax, forward and backward",
+    LOSS: "cross-entropy of log-probabilities",
+    NORM: "RMSNorm, LayerNorm and their like",
+    ELEMENTWISE: "what is done with each element by itself: sums, products, masks, activations",
+    REDUCTION: "sums, means and maxima",
+    COPY: "copies, casts, fills, what joins tensors",
+    INDEX: "embeddings, and what else reads or writes at indices",
+    OPTIMIZER: "the update of parameters, and operations over all gradients",
+    COMMUNICATION: "what processes exchange",
+    HOST: "on a CPU alone: views, allocation, and autograd's own work",
+    OTHER: "names that no rule knows",
+}
+"""Every class, with what is in it."""
+
+_OURS = "|".join(
+    [
+        *("forward_kernel", "forward_more_kernel", "backward_kernel", "backward_wide_kernel", "dq_kernel"),
+        *("dkdv_kernel", "prepare_kernel", "finish_kernel", "pair_gradient_kernel", "cached_kernel", "merge_kernel"),
+        *("measure_kernel", "rewrite_kernel"),
+    ]
+)
+_VIEWS = "|".join(
+    [
+        *("view", "_unsafe_view", "_reshape_alias", "reshape", "as_strided", "t", "transpose", "permute", "expand"),
+        *("slice", "select", "unsqueeze", "squeeze", "detach", "alias", "unbind", "split", "chunk", "narrow"),
+        *("flatten", "unflatten", "empty", "empty_like", "empty_strided", "new_empty", "resize_", "set_"),
+        *("resolve_conj", "resolve_neg", "result_type", "promote_types", "item", "_local_scalar_dense"),
+        *("is_nonzero", "lift_fresh"),
+        *("expand_as", "view_as", "movedim", "swapaxes", "diagonal", "numpy_T", "can_cast", "record_stream"),
+        *("einsum", "to", "type_as", "contiguous", "detach_", "unfold", "broadcast_tensors", "new_empty_strided"),
+    ]
+)
+_COPIES = "_to_copy|copy|clone|view|transpose|permute|cat|stack|zeros|zeros_like|full|new_zeros|t|_unsafe_view|expand"
+
+RULES: tuple[tuple[str, str], ...] = (
+    (COMMUNICATION, r"nccl|^c10d::|^_c10d_functional::|all_?reduce|all_?gather|reduce_scatter|record_param_comms"),
+    # Nodes of autograd are ranges around operators on the CPU; kernels with such words are templates of C++.
+    (HOST, r"^autograd::|^torch::autograd::|^\w+(?-i:Backward)\d*$|^CompiledFunction|^Torch-Compiled|^detach_?$"),
+    (HOST, rf"^aten::({_VIEWS})$|^ProfilerStep|^cuda(Launch|Memcpy|Memset|Device|Stream|Event)\w*$"),
+    (ATTENTION, rf"^({_OURS})(_\w+)?$|^cs336_systems::|^_?Flash\w*Function$"),
+    (ATTENTION, r"flash_(fwd|bwd)|flash_attn|flash::|FlashAttn|fmha_|fmha\b|sdpa|flex_attention|attention"),
+    (OPTIMIZER, r"multi_tensor_apply|adam|^aten::_foreach|^aten::_amp_|amp_(non_finite|update)|sgd"),
+    (MATMUL, r"^triton_(mm|bmm|tem_fused\w*(mm|linear|bmm)\w*)|^triton_tem_"),
+    (MATMUL, r"^aten::(mm|bmm|addmm|addbmm|baddbmm|addmv|mv|dot|vdot|matmul|linear|_scaled_mm|_int_mm)(_|\.out)?$"),
+    (MATMUL, r"^aten::(mkldnn_linear|_addmm_activation|linear_backward|matmul_backward)|^mkldnn|onednn|mkl_linear"),
+    (MATMUL, r"^(?!triton_).*(gemm|gemv|xmma|cutlass|nvjet|cublas|splitk|wgmma|magma|hmma|imma|tensorop|dot_kernel)"),
+    (SOFTMAX, r"softmax"),
+    (LOSS, r"nll_loss|cross_entropy"),
+    (NORM, r"(rms|layer|group|batch)_?norm|rsqrt|RowwiseMoments|GammaBeta|cuComputeGradInput|ComputeInternalGradients"),
+    (ELEMENTWISE, r"elementwise_kernel_with_index|^aten::arange$"),
+    (INDEX, r"embedding|index|gather|scatter|radix_?sort|sort_pairs|DeviceSelect|compute_grad_weight|krn_partial"),
+    (INDEX, r"^aten::(sort|argsort|topk|searchsorted|nonzero|unique|masked_select|take|bincount|cumsum)|multinomial"),
+    (COPY, rf"^triton_(poi|per|red)_fused_(({_COPIES})(_|$))+\d*$"),
+    (COPY, r"^(?!triton_).*(memcpy|memset|copy|CatArray|transpose|FillFunctor|clone|concat)"),
+    (COPY, r"^aten::(cat|stack|fill_|zero_|zeros|zeros_like|ones|ones_like|full|full_like|new_zeros|repeat)$"),
+    (REDUCTION, r"reduce|^triton_(per|red)_|^aten::(sum|mean|amax|amin|max|min|argmax|norm|linalg_vector_norm|prod)$"),
+    (REDUCTION, r"^aten::(logsumexp|var|std|var_mean|all|any|cumsum|sum_to_size|linalg_norm)$|scan_"),
+    (ELEMENTWISE, r"elementwise|vectorized_|unrolled_|^triton_(poi|for)_|pointwise|distribution_|CUDAFunctor"),
+    (
+        ELEMENTWISE,
+        r"^aten::(add|sub|rsub|mul|div|pow|neg|abs|sqrt|rsqrt|reciprocal|exp|exp2|log|log2|sin|cos|tanh|sigmoid|silu|"
+        r"gelu|relu|clamp|clamp_min|clamp_max|minimum|maximum|where|masked_fill|eq|ne|lt|le|gt|ge|logical_\w+|"
+        r"bitwise_\w+|isfinite|isnan|isinf|tril|triu|floor|floor_divide|ceil|round|remainder|sign|threshold|addcmul|"
+        r"addcdiv|lerp|square|erf|dropout|native_dropout|bernoulli|uniform|normal|random|silu_backward|gelu_backward|"
+        r"threshold_backward|sigmoid_backward|tanh_backward|native_dropout_backward|__\w+__)_?$",
+    ),
+)
+"""Class and regular expression, which upper and lower case do not matter for."""
+
+_COMPILED = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in RULES)
+
+
+@functools.lru_cache(maxsize=4096)
+def class_of(name: str) -> str:
+    """The class of `CLASSES` that a kernel's or an operator's name stands for."""
+    return next((found for found, pattern in _COMPILED if pattern.search(name)), OTHER)
