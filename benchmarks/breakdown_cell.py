@@ -31,7 +31,7 @@ from cs336_systems.profiling.shares import (
 )
 from cs336_systems.profiling.sweep import Outcome, Row, Status, outcome_of
 from cs336_systems.profiling.timing import consecutive_ms, synchronize
-from cs336_systems.profiling.trace import read_trace, record_trace
+from cs336_systems.profiling.trace import read_trace, record_trace, require_kernels
 from cs336_systems.transformer import TransformerConfig
 
 FORWARD, BOTH, STEP = "forward", "forward+backward", "step"
@@ -194,6 +194,7 @@ def _profiled(cell: Cell, call: Callable[[], None], conditions: Conditions, unpr
         path = folder / trace_name(cell)
         times = record_trace(call, path, device=conditions.device, steps=conditions.profiled)
         work = read_trace(path)
+    require_kernels(work, conditions.device)
     steps = conditions.profiled
     sums = region_times(work, steps=steps)
     kernels = kernel_statistics(work, steps=steps)

@@ -18,16 +18,16 @@ COLOURS = (
 )
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "h", "p")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
-_INK = "#1a1a1a"
+INK = "#1a1a1a"
 _GRID = "#d4d4d4"
 _PAPER = "#ffffff"
 STYLE: Any = {
     "font.size": 9,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
     "axes.facecolor": _PAPER,
     "figure.facecolor": _PAPER,
     "savefig.facecolor": _PAPER,
@@ -136,7 +136,7 @@ def _draw(place: Any, panel: Panel, axes: Axes, labels: Mapping[str, int]) -> No
             linewidth=1.4 + 0.7 * thinning,
         )
     if axes.level is not None:
-        place.axhline(axes.level, color=_INK, linewidth=0.8)
+        place.axhline(axes.level, color=INK, linewidth=0.8)
     place.set_title(panel.title, fontsize=10)
     place.set_xlabel(axes.x_label)
     if axes.doubling:

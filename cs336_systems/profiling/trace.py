@@ -91,6 +91,15 @@ def read_trace(path: Path) -> list[Work]:
     return work_of([event for event in events if event.get("ph") == "X"])
 
 
+def require_kernels(work: Iterable[Work], device: torch.device | str) -> None:
+    """Raise RuntimeError when work of a GPU has no kernels: operators in their place would be another measurement."""
+    if torch.device(device).type == "cuda" and not any(one.on_device for one in work):
+        raise RuntimeError(
+            f"the trace must have kernels of {device}; torch.profiler recorded none: another profiler may be there, "
+            "such as nsys, or the driver may keep its counters from users"
+        )
+
+
 def work_of(events: Iterable[Event]) -> list[Work]:
     """The work among the complete events of a trace, in the order in which it began on the host."""
     by_kind: dict[str, list[Event]] = {}

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 import shlex
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from benchmarks.breakdown_report import COLUMNS, KERNEL_COLUMNS, name_of, report
 from benchmarks.training_cell import Cell as Work
 from cs336_systems.profiling.environment import collect_environment
 from cs336_systems.profiling.kernel_classes import CLASSES
+from cs336_systems.profiling.report import format_number
 from cs336_systems.transformer import preset
 
 TINY = ("--preset", "tiny", "--context", "16", "--batch", "2", "--vocab-size", "64", "--device", "cpu")
@@ -180,6 +182,28 @@ class TestCell:
         (trace,) = (tmp_path / "traces").iterdir()
         names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
         assert {"[pass] forward", "[pass] backward", "[pass] optimizer", "[mlp] layers.3.ffn"} <= names
+
+    def test_for_nsight_systems_there_are_ranges_and_times_alone(self, monkeypatch):
+        recorded = []
+
+        @contextmanager
+        def capture():
+            recorded.append("start")
+            yield
+            recorded.append("stop")
+
+        monkeypatch.setattr(torch.cuda.profiler, "profile", capture)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: recorded.append("waited"))
+        monkeypatch.setattr(breakdown_cell.Regions, "during", lambda self, name: recorded.append(name) or nullcontext())
+        row = measure_cell((changed("forward+backward"), dataclasses.replace(CONDITIONS, nsys=True)))
+        assert row["status"] == "ok", row
+        assert "profiled_ms" not in row
+        assert "kernels" not in row
+        a_step = ["forward", "backward"]
+        assert recorded == [*a_step, "start", *a_step, *a_step, "waited", "stop"]
+        text = report([row_of(changed("forward+backward"), row, False)], collect_environment("cpu"), [])
+        assert "Inside attention" not in text
+        assert format_number(row["median_ms"], 4) in text
 
     def test_memory_that_ran_out_is_a_status(self, monkeypatch):
         def full(*arguments, **options):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cs336_systems.profiling.regions import label_of
-from cs336_systems.profiling.trace import ELSEWHERE, Work, read_trace, record_trace, work_of
+from cs336_systems.profiling.trace import ELSEWHERE, Work, read_trace, record_trace, require_kernels, work_of
 
 
 def event(cat, name, ts, dur, tid=1, **args):
@@ -118,6 +118,14 @@ def test_another_file_is_refused(tmp_path):
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(ValueError, match="path must be a trace in Chrome's format"):
         read_trace(tmp_path / "list.json")
+
+
+def test_a_gpu_without_kernels_is_an_error():
+    on_host, kernel = (Work("aten::mm", 1.0, ELSEWHERE, ELSEWHERE, on_device) for on_device in (False, True))
+    require_kernels([on_host], "cpu")
+    require_kernels([kernel], "cuda:0")
+    with pytest.raises(RuntimeError, match="the trace must have kernels of cuda:0; "):
+        require_kernels([on_host], "cuda:0")
 
 
 @pytest.mark.gpu
