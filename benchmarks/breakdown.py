@@ -160,7 +160,7 @@ def nsys_command(options: argparse.Namespace, arguments: Sequence[str]) -> str:
     profiler = "nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=repeat"
     # The last --output is the one that counts.
     ours = ["--nsys-ranges", "--output", str(folder)]
-    return f"{profiler} --output {shlex.quote(str(folder))}/report {shlex.join([*program, *ours])}"
+    return f"{profiler} --output {shlex.quote(str(folder))} {shlex.join([*program, *ours])}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
