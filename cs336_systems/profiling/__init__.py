@@ -16,8 +16,8 @@ from cs336_systems.profiling.plots import Axes, Panel, Series, save_panels
 from cs336_systems.profiling.progress import Progress
 from cs336_systems.profiling.regions import Regions, region_of_module
 from cs336_systems.profiling.report import format_number, markdown_table
-from cs336_systems.profiling.steps import AllocatorReading, StepTimes, time_model, time_steps
 from cs336_systems.profiling.shares import KernelStatistics, class_shares, kernel_statistics, region_times, total_ms
+from cs336_systems.profiling.steps import AllocatorReading, StepTimes, time_model, time_steps
 from cs336_systems.profiling.sweep import (
     ConfigurationMismatchError,
     DeathLog,

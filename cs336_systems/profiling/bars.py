@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.profiling.plots import COLOURS, STYLE
+from cs336_systems.profiling.plots import COLOURS, INK, STYLE
 
 _HATCHES = ("", "///", "...", "xx")
 _LEAST_WRITTEN = 0.06
@@ -64,6 +64,8 @@ def save_stacked_bars(
 
 
 def _stack(axes: Any, bars: Mapping[str, Mapping[str, float]], parts: Sequence[str], shares: bool) -> None:
+    from matplotlib.patheffects import withStroke
+
     names = list(bars)
     left = [0.0] * len(names)
     for index, part in enumerate(parts):
@@ -82,5 +84,7 @@ def _stack(axes: Any, bars: Mapping[str, Mapping[str, float]], parts: Sequence[s
         )
         if shares:
             written = [f"{100 * width:.0f} %" if width >= _LEAST_WRITTEN else "" for width in widths]
-            axes.bar_label(drawn, written, label_type="center", color="white", fontsize=7, fontweight="bold")
+            # An outline keeps figures apart from the hatching.
+            for text in axes.bar_label(drawn, written, label_type="center", color="white", fontsize=8):
+                text.set_path_effects([withStroke(linewidth=2.5, foreground=INK)])
         left = [start + width for start, width in zip(left, widths, strict=True)]

@@ -22,7 +22,7 @@ def test_bars_are_drawn_one_part_after_another(tmp_path, monkeypatch, shares):
         return barh(self, names, widths, **style)
 
     monkeypatch.setattr(Axes, "barh", noted)
-    monkeypatch.setattr(Axes, "bar_label", lambda self, bars, labels, **style: written.append(labels))
+    monkeypatch.setattr(Axes, "bar_label", lambda self, bars, labels, **style: written.append(labels) or [])
     path = tmp_path / "bars.png"
     assert save_stacked_bars(path, BARS, title="Bars", parts=("a", "none", "b", "c"), label="part", shares=shares)
     assert path.read_bytes().startswith(b"\x89PNG")
