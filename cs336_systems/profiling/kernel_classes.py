@@ -38,7 +38,7 @@ CLASSES = {
     OPTIMIZER: "the update of parameters, and operations over all gradients",
     COMMUNICATION: "what processes exchange",
     HOST: "on a CPU alone: views, allocation, and autograd's own work",
-    OTHER: "names that no rule knows",
+    OTHER: "names that no rule knows, and what Inductor compiled for a CPU, which has one name for all its operators",
 }
 """Every class, with what is in it."""
 
@@ -66,6 +66,7 @@ RULES: tuple[tuple[str, str], ...] = (
     (COMMUNICATION, r"nccl|^c10d::|^_c10d_functional::|all_?reduce|all_?gather|reduce_scatter|record_param_comms"),
     # Nodes of autograd are ranges around operators on the CPU; kernels with such words are templates of C++.
     (HOST, r"^autograd::|^torch::autograd::|^\w+(?-i:Backward)\d*$|^CompiledFunction|^Torch-Compiled|^detach_?$"),
+    (HOST, r"^TorchDynamo |^AOTDispatcher |^Pregraph bytecode"),
     (HOST, rf"^aten::({_VIEWS})$|^ProfilerStep|^cuda(Launch|Memcpy|Memset|Device|Stream|Event)\w*$"),
     (ATTENTION, rf"^({_OURS})(_\w+)?$|^cs336_systems::|^_?Flash\w*Function$"),
     (ATTENTION, r"flash_(fwd|bwd)|flash_attn|flash::|FlashAttn|fmha_|fmha\b|sdpa|flex_attention|attention"),

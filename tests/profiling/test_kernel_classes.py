@@ -171,8 +171,16 @@ NAMES = {
         "c10d::allreduce_",
         "record_param_comms",
     ],
-    HOST: ["aten::view", "aten::empty_strided", "MulBackward0", "torch::autograd::AccumulateGrad", "aten::t"],
-    OTHER: ["aten::never_heard_of", "void mystery<float>(float*)"],
+    HOST: [
+        "TorchDynamo Cache Lookup",
+        "AOTDispatcher Runtime Wrapper Prologue",
+        "aten::view",
+        "aten::empty_strided",
+        "MulBackward0",
+        "torch::autograd::AccumulateGrad",
+        "aten::t",
+    ],
+    OTHER: ["## Call CompiledFxGraph f7zdugq5aur66 ##", "aten::never_heard_of", "void mystery<float>(float*)"],
 }
 
 
