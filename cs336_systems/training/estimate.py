@@ -9,12 +9,15 @@ gradients         4 P
 optimizer         8 P: AdamW's two averages
 narrow weights    2 M under autocast, which keeps a narrow copy of each matrix until the backward pass is done
 a block           n (4 e d_ff + a d_model + 2 e kv_width + 4 heads + 8), a = 36 in float32, 32 under autocast: what
-                  autograd keeps of two norms, of q, k, v, of attention's output and log-sum-exp, and of SwiGLU
+                  autograd keeps of two norms, of q, k, v, of attention's output and log-sum-exp, and of SwiGLU;
+                  a is 8 less where the norm's kernel keeps no normalised x, as CUDA's does
                   + n heads e length (1 for naive and compiled attention: its probabilities)
+                  + length² - n (e d_model + 4 heads) for naive attention: its mask is kept, no log-sum-exp is, and
+                  the output once
 all blocks        layers · block; with recomputation of every k blocks, 4 n d_model · ⌈layers / k⌉ + k · block
 loss              c vocab_size (8, or 10 under autocast): logits, what the softmax keeps of them, their gradient;
                   c is n, or the chunk if that is less
-ends              12 n d_model + 4 n: the last norm and the targets
+ends              12 n d_model + 4 n: the last norm (8 instead of 12 with such a kernel) and the targets
 ================  =============================================================================================
 
 Where s processes have shards of B parameters in each block and R in embedding, head and last norm, each has of
@@ -89,6 +92,7 @@ def estimate_memory(
     context_size: int = 1,
     reshard: bool = True,
     accumulates: bool = False,
+    fused_norm: bool = False,
 ) -> MemoryEstimate:
     """What a step with sequences of the full context length takes of each device; see the module for the formula.
 
@@ -102,6 +106,8 @@ def estimate_memory(
         context_size: processes that share each sequence.
         reshard: whether a block's parameters are gathered anew for the backward pass.
         accumulates: whether a step has several micro-batches.
+        fused_norm: whether the norm's kernel computes the normalised x again instead of keeping it, as CUDA's does;
+            without it the estimate is the larger one.
     """
     parameters = model.parameters()
     tokens, wide, narrow = micro_batch * model.context_length, 4, 2 if autocast else 4
@@ -110,7 +116,9 @@ def estimate_memory(
     # A looked-up embedding is not multiplied with, so autocast makes no copy of it, unless it is the head too.
     looked_up = 0 if model.tie_embeddings else model.vocab_size * model.d_model
     copied = parameters - gains - looked_up if shards == 1 else model.vocab_size * model.d_model
-    block = tokens * _block_bytes(model, narrow, context_size)
+    block = tokens * _block_bytes(model, narrow, context_size, fused_norm)
+    if model.attn == "naive" and context_size == 1:
+        block += model.context_length**2 - tokens * (narrow * model.d_model + 4 * model.num_heads)
     if recompute_every is None:
         blocks = model.num_layers * block
     else:
@@ -127,14 +135,14 @@ def estimate_memory(
         narrow_weights=2 * copied if autocast else 0,
         blocks=blocks,
         loss=with_logits * model.vocab_size * (10 if autocast else 8),
-        ends=tokens * (12 * model.d_model + 4),
+        ends=tokens * ((8 if fused_norm else 12) * model.d_model + 4),
         gathered=gathered,
     )
 
 
-def _block_bytes(model: TransformerConfig, narrow: int, context_size: int) -> int:
+def _block_bytes(model: TransformerConfig, narrow: int, context_size: int, fused_norm: bool) -> int:
     """What autograd keeps of a block for each token."""
-    widths = 4 * narrow * model.d_ff + (36 if narrow == 4 else 32) * model.d_model
+    widths = 4 * narrow * model.d_ff + ((36 if narrow == 4 else 32) - 8 * fused_norm) * model.d_model
     widths += 2 * narrow * model.kv_heads * model.d_head + 4 * model.num_heads + 8
     keys = model.context_length
     if context_size > 1:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cs336_systems.profiling.memory import GIB, training_memory
+from cs336_systems.profiling.saved import activation_bytes, saved_tensors
 from cs336_systems.training import estimate as module
 from cs336_systems.training.estimate import DoesNotFitError, MemoryEstimate, estimate_memory, require_memory
 from cs336_systems.training.optimizer import adamw
@@ -59,7 +60,53 @@ def test_naive_attention_keeps_its_probabilities(autocast):
     kept = kept_bytes(config, autocast=autocast, recompute_every=None, loss_chunk=None)
     parts = estimate_memory(config, BATCH, autocast=autocast)
     softmax = 4 * BATCH * config.context_length * config.vocab_size
-    assert kept == pytest.approx(parts.blocks + parts.ends + parts.narrow_weights + softmax, rel=0.1)
+    assert kept == pytest.approx(parts.blocks + parts.ends + parts.narrow_weights + softmax, rel=0.005)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("attn", ["naive", "sdpa"])
+def test_one_block_exactly(attn, autocast):
+    config = TransformerConfig(**SIZES | {"attn": attn})
+    model = Transformer(config)
+    tokens = torch.randint(300, (BATCH, config.context_length))
+
+    def forward():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model(tokens, targets=tokens)
+
+    kept = activation_bytes(saved_tensors(forward, model, [tokens]), "layers.1")
+    assert 4 * kept == estimate_memory(config, BATCH, autocast=autocast).blocks
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("attn", ["naive", "flash"])
+def test_one_block_on_a_gpu(attn, autocast):
+    sizes = {"attn": attn, "context_length": 512, "d_model": 512, "d_ff": 2048, "num_heads": 8}
+    config = TransformerConfig(**SIZES | sizes)
+    model = Transformer(config, device="cuda")
+    tokens = torch.randint(300, (BATCH, config.context_length), device="cuda")
+
+    def forward():
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            return model(tokens, targets=tokens)
+
+    forward().backward()
+    model.zero_grad()
+    saved = saved_tensors(forward, model, [tokens])
+    parts = estimate_memory(config, BATCH, autocast=autocast, fused_norm=True)
+    assert 4 * activation_bytes(saved, "layers.1") == pytest.approx(parts.blocks, rel=0.01)
+    # The allocator's count has the copies of parameters too, and rounds up.
+    held = training_memory(forward, lambda loss: loss.backward(), inputs=(), device="cuda").held_bytes
+    assert sum(each.bytes for each in saved) == pytest.approx(held, rel=0.01)
+
+
+def test_a_norm_that_keeps_no_normalised_tensor():
+    config = TransformerConfig(**SIZES)
+    plain, fused = (estimate_memory(config, BATCH, autocast=False, fused_norm=fused) for fused in (False, True))
+    rows = BATCH * config.context_length
+    assert plain.blocks - fused.blocks == 4 * 2 * rows * 96 * 4  # layers, norms, rows, width, bytes
+    assert plain.ends - fused.ends == rows * 96 * 4
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 9])
