@@ -70,9 +70,9 @@ class Tool(Generic[CellT]):
     Attributes:
         program: the name of its file.
         measure: the columns of a cell's row, from (cell, conditions); a function of a module, for another process.
-            What cannot be measured is a status among them: see `columns_of_failure`.
+            What cannot be measured is a status among them: see `columns_of_failure`. A list of them is several rows.
         conditions: how cells are measured, the same for all.
-        finish: the whole row, from a cell and those columns, or those of a failure.
+        finish: a whole row, from a cell and those columns, or those of a failure.
         write: writes the files for people, from all rows that there are.
         draw: draws plots of them, once, at the end.
         configuration: what rows must have in common to stand in one table, beside the environment.
@@ -82,7 +82,7 @@ class Tool(Generic[CellT]):
     """
 
     program: str
-    measure: Callable[[tuple[CellT, Any]], Row]
+    measure: Callable[[tuple[CellT, Any]], Row | list[Row]]
     conditions: Any
     finish: Callable[[CellT, Row, Environment], Row]
     write: Callable[[Path, Sequence[Row], Environment], None]
@@ -175,13 +175,13 @@ def failed(reason: str) -> Outcome:
     return Outcome(Status.ERROR, " ".join(reason.split())[:300])
 
 
-def measured_alone(measure: Callable[[Any], Row], job: Any, limit: float) -> Row:
+def measured_alone(measure: Callable[[Any], Row | list[Row]], job: Any, limit: float) -> Row | list[Row]:
     """What a function returns for a job in a process of its own, which has ``limit`` seconds, and ends with it."""
     (finished,) = run_jobs(measure, [job], processes=1, seconds_each=limit)
     if finished.failure:
         return columns_of_failure(failed(finished.failure))
-    row: Row = finished.result
-    return row
+    found: Row | list[Row] = finished.result
+    return found
 
 
 class Rows:
@@ -189,7 +189,7 @@ class Rows:
 
     Args:
         store: those that there are.
-        measure: the columns of a cell's row.
+        measure: a cell's row, or several.
         write: writes the files for people.
         total: how many cells there will be; None where each depends on the one before.
         environment: of the run; its commit and date stand in every row.
@@ -198,7 +198,7 @@ class Rows:
     def __init__(
         self,
         store: RowStore,
-        measure: Callable[[Any], Row],
+        measure: Callable[[Any], Row | list[Row]],
         write: Callable[[], None],
         total: int | None,
         environment: Environment,
@@ -209,22 +209,23 @@ class Rows:
         self.progress = Progress(total or 0)
 
     def of(self, cell: HasKey) -> Row:
-        """The row of a cell."""
+        """The row of a cell; of several, the first."""
         if self._store.is_finished(cell.key):
             self.progress.keep_cell()
             return self._store.rows_of(cell.key)[0]
         if self._counted:
             self.progress.start_cell(cell.key)
         begin = time.monotonic()
-        row = self._measure(cell)
-        row |= {"row_s": round(time.monotonic() - begin, 1), **self._stamp}
-        self._store.append(cell.key, [row])
+        measured = self._measure(cell)
+        stamp = {"row_s": round(time.monotonic() - begin, 1), **self._stamp}
+        rows = [row | stamp for row in (measured if isinstance(measured, list) else [measured])]
+        self._store.append(cell.key, rows)
         self._write()
         if self._counted:
-            self.progress.finish_cell(_summary(row))
+            self.progress.finish_cell(_summary(rows))
         else:
-            self.progress.note(f"{cell.key}: {_summary(row)}")
-        return row
+            self.progress.note(f"{cell.key}: {_summary(rows)}")
+        return rows[0]
 
 
 def run(tool: Tool[CellT], options: argparse.Namespace, cells: Sequence[CellT]) -> int:
@@ -244,11 +245,11 @@ def run(tool: Tool[CellT], options: argparse.Namespace, cells: Sequence[CellT]) 
         return 2
     environment.write(options.output / "environment.json")
 
-    def measure(cell: CellT) -> Row:
+    def measure(cell: CellT) -> list[Row]:
         skipped = tool.skip(cell, store.rows)
         job = (cell, tool.conditions)
         found = columns_of_failure(skipped) if skipped else measured_alone(tool.measure, job, options.limit)
-        return tool.finish(cell, found, environment)
+        return [tool.finish(cell, columns, environment) for columns in (found if isinstance(found, list) else [found])]
 
     def write_all() -> None:
         tool.write(options.output, store.rows, environment)
@@ -288,8 +289,12 @@ def _expected(estimate: Estimate) -> str:
     return f"{seconds}, {room}"
 
 
-def _summary(row: Row) -> str:
+def _summary(rows: Sequence[Row]) -> str:
+    row = rows[0]
     took = f"the row took {readable_seconds(row['row_s'])}"
+    if len(rows) > 1:
+        fine = sum(row["status"] == Status.OK.value for row in rows)
+        return f"{fine} of {len(rows)} rows have figures, they took {readable_seconds(row['row_s'])}"
     if row["status"] != Status.OK.value:
         return f"{row['status']}, {took} ({row['reason'][:120]})"
     compiling, median = row.get("compile_s"), row.get("median_ms", row.get("step_median_ms"))

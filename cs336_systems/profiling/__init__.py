@@ -25,6 +25,7 @@ from cs336_systems.profiling.kernel_classes import class_of
 from cs336_systems.profiling.memory import MemoryReading, available_bytes, forward_memory, training_memory
 from cs336_systems.profiling.origins import Origin
 from cs336_systems.profiling.plots import Axes, Panel, Series, save_panels
+from cs336_systems.profiling.precision import ACCUMULATIONS, Accumulation, Reference, SeenDtype, ToyModel, dtypes_of
 from cs336_systems.profiling.progress import Progress
 from cs336_systems.profiling.recording import AllocationRecorder, Recording
 from cs336_systems.profiling.regions import Regions, region_of_module
@@ -61,6 +62,8 @@ __all__ = [
     "AllocationRecorder",
     "AllocatorReading",
     "AttentionParts",
+    "ACCUMULATIONS",
+    "Accumulation",
     "Axes",
     "ConfigurationMismatchError",
     "DeathLog",
@@ -81,6 +84,10 @@ __all__ = [
     "RowStore",
     "Rule",
     "SavedTensor",
+    "Reference",
+    "RoundTimes",
+    "RowStore",
+    "SeenDtype",
     "Series",
     "Status",
     "StepTimes",
@@ -88,6 +95,7 @@ __all__ = [
     "TimingMethod",
     "Work",
     "activation_bytes",
+    "ToyModel",
     "attention_flops",
     "attention_parts_flops",
     "available_bytes",
@@ -102,6 +110,7 @@ __all__ = [
     "cuda_memory_of",
     "device_peak",
     "draw_timeline",
+    "dtypes_of",
     "format_number",
     "forward_memory",
     "implausible_rate",

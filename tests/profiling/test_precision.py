@@ -1,0 +1,136 @@
+"""Sums of a thousand terms, the dtypes that autocast gives, and errors against float64."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from cs336_systems.attention import attention
+from cs336_systems.profiling import ACCUMULATIONS, Accumulation, Reference, SeenDtype, ToyModel, dtypes_of
+from cs336_systems.testing import Shapes, make_inputs
+
+TOTALS = {
+    "float32": (10.000133514404297, "10.0001"),
+    "float16": (9.953125, "9.9531"),
+    "mixed float16": (10.00213623046875, "10.0021"),
+    "mixed float16, cast": (10.00213623046875, "10.0021"),
+    "bfloat16": (4.0, "4.0000"),
+    "mixed bfloat16": (10.009765625, "10.0098"),
+}
+
+
+def cross_entropy(logits):
+    return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
+
+
+def by_tensor(seen):
+    return {(one.what, one.name): one.dtype for one in seen}
+
+
+@pytest.mark.parametrize("way", ACCUMULATIONS, ids=lambda way: way.name)
+def test_the_sums_are_exactly_these(way):
+    total = way.total()
+    assert (total, f"{total:.4f}") == TOTALS[way.name]
+
+
+def test_a_sum_of_few_terms_is_exact():
+    assert Accumulation("halves", torch.float16, torch.float16).total(0.5, 6) == 3.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_dtypes_of_the_toy_model_under_autocast(dtype):
+    seen = dtypes_of(ToyModel(), torch.randn(4, 16), loss=cross_entropy, autocast=dtype)
+    weights = ("fc1.weight", "ln.weight", "ln.bias", "fc2.weight")
+    layers = ("fc1", "relu", "ln", "fc2")
+    assert by_tensor(seen) == (
+        {("parameter", name): torch.float32 for name in weights}
+        | {("output", name): dtype for name in layers}
+        | {("result", ""): dtype, ("loss", ""): torch.float32}
+        | {("gradient of output", name): dtype for name in layers}
+        | {("gradient", name): torch.float32 for name in weights}
+    )
+    assert [one.name for one in seen if one.what == "output"] == [*layers]
+    assert [one.name for one in seen if one.what == "gradient of output"] == [*reversed(layers)]
+    assert SeenDtype("output", "ln", "LayerNorm", dtype) in seen
+    assert SeenDtype("parameter", "ln.bias", "LayerNorm", torch.float32) in seen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_on_a_gpu_autocast_keeps_layer_norm_in_float32(dtype):
+    seen = by_tensor(dtypes_of(ToyModel().cuda(), torch.randn(4, 16).cuda(), loss=cross_entropy, autocast=dtype))
+    outputs = [seen["output", name] for name in ("fc1", "relu", "ln", "fc2")]
+    assert outputs == [dtype, dtype, torch.float32, dtype]
+    assert (seen["result", ""], seen["loss", ""]) == (dtype, torch.float32)
+
+
+class Nested(nn.Module):
+    """Returns tensors in containers, calls a module twice, and has a weight that is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0))
+        self.fixed = nn.Linear(4, 4).requires_grad_(False).to(torch.float64)
+
+    def forward(self, x, scale):
+        once = self.inner(x) * scale
+        return {"twice": [self.inner(once)], "wide": self.fixed(x.double()), "indices": torch.arange(3)}
+
+
+def test_any_model_and_it_is_left_as_it_was():
+    model = Nested()
+    arguments = (torch.randn(2, 4), 2.0)
+    seen = dtypes_of(model, arguments, loss=lambda result: result["twice"][0].sum())
+    found = by_tensor(seen)
+    assert found["parameter", "fixed.weight"] == found["output", "fixed"] == torch.float64
+    assert ("gradient", "fixed.weight") not in found
+    assert ("gradient of output", "fixed") not in found
+    assert {one.dtype for one in seen if one.what == "result"} == {torch.float32, torch.float64}
+    assert len([one for one in seen if (one.what, one.name) == ("output", "inner.0")]) == 1
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_without_a_loss_there_is_nothing_of_a_backward_pass():
+    assert {one.what for one in dtypes_of(ToyModel(), torch.randn(4, 16))} == {"parameter", "output", "result"}
+
+
+def test_hooks_are_removed_when_the_model_fails():
+    model = ToyModel()
+    with pytest.raises(RuntimeError):
+        dtypes_of(model, torch.randn(4, 17))
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("loss", [lambda logits: logits, lambda logits: logits.detach().sum()])
+def test_a_loss_that_has_no_gradients_is_refused(loss):
+    with pytest.raises(ValueError, match="loss must return a scalar that needs gradients"):
+        dtypes_of(ToyModel(), torch.randn(4, 16), loss=loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_errors_of_attention_are_within_the_budget(dtype):
+    reference = Reference.of(make_inputs(Shapes.of(1, 2, q_len=48, d=16), dtype=dtype), causal=True)
+    for impl in ("naive", "tiled"):
+        found = reference.errors_of(partial(attention, causal=True, impl=impl, return_lse=True))
+        assert {(one.name, one.measure) for one in found} == {
+            (name, measure) for name in ("out", "lse", "dq", "dk", "dv") for measure in ("norm", "largest")
+        }
+        assert all(one.holds for one in found), impl
+        assert all(0 < one.error < one.size for one in found)
+    wrong = reference.errors_of(partial(attention, impl="naive", return_lse=True))
+    assert not any(one.holds for one in wrong if one.name in ("out", "lse"))
+    assert torch.finfo(dtype).eps / 100 < found[0].error / found[0].size < 4 * torch.finfo(dtype).eps
+
+
+def test_an_implementation_without_the_log_sum_exp_is_compared_without():
+    reference = Reference.of(make_inputs(Shapes.of(1, 2, q_len=16, d=8)), return_lse=False)
+    found = reference.errors_of(partial(attention, impl="sdpa"))
+    assert {one.name for one in found} == {"out", "dq", "dk", "dv"}
+    with_lse = Reference.of(make_inputs(Shapes.of(1, 2, q_len=16, d=8)))
+    with pytest.raises(ValueError, match="actual must have the results"):
+        with_lse.errors_of(partial(attention, impl="sdpa"))
