@@ -4,7 +4,7 @@
 VENV ?= .venv
 # The Python that makes it; with VENV=active, the one whose environment is used.
 PYTHON ?= python3
-# Passed on to pytest, or to the benchmark.
+# Passed on to pytest, or to the benchmark or report.
 ARGS ?=
 
 ifeq ($(VENV),active)
@@ -16,7 +16,7 @@ python := "$(VENV)/bin/python"
 endif
 environment := @bash tools/environment.sh "$(VENV)" "$(PYTHON)"
 
-.PHONY: help test bench lint wheel-test
+.PHONY: help test bench report lint wheel-test
 
 help: ## this list
 	@echo "make TARGET [ARGS=...] [VENV=.venv | VENV=active] [PYTHON=python3]"
@@ -30,6 +30,10 @@ test: ## pytest in parallel; on the GPU where there is one, else with the Triton
 bench: ## the attention benchmark; ARGS=--help lists its options
 	$(environment) bench
 	$(python) benchmarks/attention.py $(ARGS)
+
+report: ## a page of every measurement, in a few minutes; ARGS="--suite 2025", ARGS=--help for the others
+	$(environment) bench
+	$(python) benchmarks/report.py $(ARGS)
 
 lint: ## ruff (rules and format), then mypy
 	$(environment) dev

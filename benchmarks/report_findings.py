@@ -1,0 +1,312 @@
+"""What the figures of a report say, in sentences made of the rows of results.csv.
+
+Each function answers a question from the rows of a program. It raises `NotMeasuredError` where they cannot answer it,
+with the reason, and the report says so.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from cs336_systems.profiling.report import format_number
+from cs336_systems.profiling.sweep import Status
+
+Rows = Sequence[Mapping[str, str]]
+Answer = Callable[[Rows], str]
+
+
+class NotMeasuredError(Exception):
+    """The rows cannot answer; the message says why."""
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a results.csv as text; none where there is no such file."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return [*csv.DictReader(file)]
+
+
+def statements(answers: Mapping[str, Answer], rows: Rows) -> list[tuple[str, str]]:
+    """Each question with its answer, or with why there is none."""
+    return [(question, answered(answer, rows)) for question, answer in answers.items()]
+
+
+def answered(answer: Answer, rows: Rows) -> str:
+    """An answer, or that this was not measured, and why."""
+    try:
+        return answer(rows)
+    except NotMeasuredError as reason:
+        return f"not measured: {reason}"
+
+
+def fine(rows: Rows, *columns: str) -> list[Mapping[str, str]]:
+    """The rows with status ok and a value in each column. Raises NotMeasuredError when there are none."""
+    if not rows:
+        raise NotMeasuredError("there are no rows")
+    missing = [column for column in columns if column not in rows[0]]
+    if missing:
+        raise NotMeasuredError(f"the rows have no column {', '.join(missing)}")
+    found = [row for row in rows if row.get("status") == Status.OK.value and all(row[column] for column in columns)]
+    if not found:
+        raise NotMeasuredError(f"no row has a figure for {', '.join(columns)}")
+    return found
+
+
+def pairs(
+    rows: Iterable[Mapping[str, str]], axis: str, first: str, second: str, but: Sequence[str]
+) -> list[tuple[Mapping[str, str], Mapping[str, str]]]:
+    """Rows that have these two values of one column, and the same in the columns ``but``. NotMeasuredError for none."""
+    groups: dict[tuple[str, ...], dict[str, Mapping[str, str]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.get(name, "") for name in but), {})[row[axis]] = row
+    found = [(group[first], group[second]) for group in groups.values() if first in group and second in group]
+    if not found:
+        raise NotMeasuredError(f"no two rows differ in {axis} alone, {first} and {second}")
+    return found
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """The least and the most of some numbers; one of them where they read the same."""
+    least, most = (format_number(pick(values), digits) for pick in (min, max))
+    return least if least == most else f"{least} to {most}"
+
+
+def of(row: Mapping[str, str], column: str) -> float:
+    """The number in a column that has one."""
+    return float(row[column])
+
+
+MODEL = ("model", "batch", "context")
+_SERIES = (*MODEL, "attn", "arithmetic", "compile", "mode", "warmup")
+
+
+def _without(*names: str) -> tuple[str, ...]:
+    return tuple(name for name in _SERIES if name not in names)
+
+
+def backward_over_forward(rows: Rows) -> str:
+    """How many times as long as the forward pass the backward takes, by model."""
+    timed = fine(rows, "forward_median_ms", "backward_median_ms", "model")
+    # A first step that compiles says nothing of the ratio.
+    steady = [row for row in timed if row.get("warmup") != "0"]
+    if not steady:
+        raise NotMeasuredError("every row counts its first step")
+    said = []
+    for model in dict.fromkeys(row["model"] for row in steady):
+        same = [row for row in steady if row["model"] == model]
+        ratios = [of(row, "backward_median_ms") / of(row, "forward_median_ms") for row in same]
+        said.append(f"{model} {spread(ratios)}")
+    return f"The backward pass takes so many times as long as the forward pass: {'; '.join(said)}."
+
+
+def warm_up(rows: Rows) -> str:
+    """What the steps before the timed ones change."""
+    timed = fine(rows, "warmup", "step_mean_ms", "step_std_ms")
+    most = max({row["warmup"] for row in timed}, key=int)
+    if most == "0":
+        raise NotMeasuredError("no row has warm-up")
+    found = pairs(timed, "warmup", "0", most, _without("warmup"))
+    means = [of(cold, "step_mean_ms") / of(warm, "step_mean_ms") for cold, warm in found]
+    cold, warm = ([of(pair[i], "step_std_ms") / of(pair[i], "step_mean_ms") * 100 for pair in found] for i in (0, 1))
+    return (
+        f"Without warm-up the mean of a step is {spread(means)} times that after {most} steps, and the standard "
+        f"deviation {spread(cold, 2)} % of the mean in place of {spread(warm, 2)} %."
+    )
+
+
+def half_pays(rows: Rows) -> str:
+    """Where bfloat16 autocast is faster than float32, and by how much."""
+    return _pays(rows, "arithmetic", "float32", "bfloat16", "bfloat16 autocast", "float32")
+
+
+def compile_pays(rows: Rows) -> str:
+    """Where a compiled model is faster than an eager one, and by how much."""
+    return _pays(rows, "compile", "none", "model", "a compiled model", "an eager one")
+
+
+def _pays(rows: Rows, axis: str, plain: str, other: str, named: str, beside: str) -> str:
+    timed = fine(rows, axis, "step_median_ms", *MODEL)
+    found = pairs(timed, axis, plain, other, _without(axis))
+    ratios = {
+        f"{b['model']}, {b['batch']} × {b['context']}, {b.get('mode') or 'step'}": of(a, "step_median_ms")
+        / of(b, "step_median_ms")
+        for a, b in found
+    }
+    wins = {name: ratio for name, ratio in ratios.items() if ratio > 1}
+    best, worst = (pick(ratios, key=lambda name: ratios[name]) for pick in (max, min))
+    return (
+        f"Of {len(ratios)} compared, {named} is faster than {beside} in {len(wins)}: "
+        f"most, {format_number(ratios[best])} times as fast, with {best}; "
+        f"least, {format_number(ratios[worst])} times, with {worst}."
+    )
+
+
+def not_products(rows: Rows) -> str:
+    """The share of device time that is not matrix products."""
+    share = _column(rows, ("matmul_share", "matmul_fraction", "products_share"))
+    found = fine(rows, share)
+    others: dict[str, list[float]] = {}
+    for row in found:
+        others.setdefault(row.get("mode") or row.get("pass") or "all", []).append(100 * (1 - of(row, share)))
+    return "Not matrix products: " + "; ".join(f"{spread(values)} % in {name}" for name, values in others.items()) + "."
+
+
+def _column(rows: Rows, names: Sequence[str]) -> str:
+    """The first of the names that is a column."""
+    for name in names:
+        if rows and name in rows[0]:
+            return name
+    raise NotMeasuredError(f"the rows have no column {' or '.join(names)}" if rows else "there are no rows")
+
+
+def peak_growth(rows: Rows) -> str:
+    """How peak memory grows with the context."""
+    peak = _column(rows, ("peak_mib", "peak_gib", "peak_bytes"))
+    found = fine(rows, peak, "context")
+    series = _by(found, [name for name in (*_SERIES, "preset", "dtype") if name != "context"])
+    said = _exponents(series, "context", peak)
+    return f"Peak memory grows with the context to the power of {spread([power for _, power in said], 2)}."
+
+
+def attention_growth(rows: Rows) -> str:
+    """What memory that is held for the backward is linear in the length, and what quadratic."""
+    found = [row for row in fine(rows, "held_mib", "length", "batch", "implementation") if row.get("pass") != "forward"]
+    # Of one sequence, since a sweep may have fewer of the longer ones.
+    found = [{**row, "held": str(of(row, "held_mib") / of(row, "batch"))} for row in found]
+    series = _by(found, ["implementation", "pass", "dtype", "mask", "head_dim"])
+    powers: dict[str, list[float]] = {}
+    for rows_of_it, power in _exponents(series, "length", "held"):
+        powers.setdefault(rows_of_it[0]["implementation"], []).append(power)
+    quadratic = [f"{name} ({spread(found, 2)})" for name, found in powers.items() if max(found) > 1.5]
+    linear = [f"{name} ({spread(found, 2)})" for name, found in powers.items() if max(found) <= 1.5]
+    return (
+        "The memory that a sequence holds for the backward grows with this power of the length, from the longest two: "
+        f"quadratic: {', '.join(quadratic) or 'none'}; linear: {', '.join(linear) or 'none'}."
+    )
+
+
+def _by(rows: Iterable[Mapping[str, str]], names: Sequence[str]) -> list[list[Mapping[str, str]]]:
+    groups: dict[tuple[str, ...], list[Mapping[str, str]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.get(name, "") for name in names), []).append(row)
+    return [*groups.values()]
+
+
+def _exponents(
+    series: Iterable[Sequence[Mapping[str, str]]], x: str, y: str
+) -> list[tuple[Sequence[Mapping[str, str]], float]]:
+    """By which power of x y grows between the two largest x, for each series that has two."""
+    found = []
+    for rows in series:
+        points = sorted({of(row, x): of(row, y) for row in rows if of(row, y) > 0}.items())[-2:]
+        if len(points) == 2:
+            (x0, y0), (x1, y1) = points
+            found.append((rows, math.log(y1 / y0) / math.log(x1 / x0)))
+    if not found:
+        raise NotMeasuredError(f"no series has two values of {x}")
+    return found
+
+
+def attention_fastest(rows: Rows) -> str:
+    """Which implementation is the fastest at the longest length, by pass and dtype."""
+    timed = fine(rows, "median_ms", "implementation", "pass", "dtype", "length")
+    longest = max(int(row["length"]) for row in timed)
+    said = []
+    for group in _by([row for row in timed if int(row["length"]) == longest], ["pass", "dtype"]):
+        totals: dict[str, list[float]] = {}
+        for row in group:
+            totals.setdefault(row["implementation"], []).append(of(row, "median_ms"))
+        # The sum over head dimensions and masks; who lacks some of them is not compared.
+        complete = max(map(len, totals.values()))
+        sums = {name: sum(times) for name, times in totals.items() if len(times) == complete}
+        said.append(f"{group[0]['pass']}, {group[0]['dtype']}: {min(sums, key=lambda name: sums[name])}")
+    return f"At length {longest} the fastest, by the sum over head dimensions and masks: {'; '.join(said)}."
+
+
+def attention_ratio(rows: Rows) -> str:
+    """The backward pass of attention over its forward."""
+    timed = fine(rows, "median_ms", "implementation", "pass")
+    found = pairs(timed, "pass", "forward", "backward", ("implementation", "dtype", "mask", "length", "head_dim"))
+    ratios: dict[str, list[float]] = {}
+    for forward, backward in found:
+        ratios.setdefault(forward["implementation"], []).append(of(backward, "median_ms") / of(forward, "median_ms"))
+    said = "; ".join(f"{name} {spread(values)}" for name, values in ratios.items())
+    return f"The backward pass takes so many times as long as the forward pass: {said}."
+
+
+def attention_half(rows: Rows) -> str:
+    """How many times as fast attention is in bfloat16."""
+    timed = fine(rows, "median_ms", "dtype", "implementation")
+    found = pairs(timed, "dtype", "float32", "bfloat16", ("implementation", "pass", "mask", "length", "head_dim"))
+    ratios: dict[str, list[float]] = {}
+    for single, half in found:
+        ratios.setdefault(single["implementation"], []).append(of(single, "median_ms") / of(half, "median_ms"))
+    said = "; ".join(f"{name} {spread(values)}" for name, values in ratios.items())
+    return f"bfloat16 is so many times as fast as float32: {said}."
+
+
+def sums(rows: Rows) -> str:
+    """What the sum of 1000 times 0.01 comes to."""
+    found = [row for row in fine(rows, "kind", "name") if row["kind"] == "accumulation"]
+    totals = [f"{row['name']} {float(row['total']):.4f}" for row in fine(found, "total")]
+    return f"1000 × 0.01 is 10 and comes to: {'; '.join(totals)}."
+
+
+def within_budget(rows: Rows) -> str:
+    """Whether errors are within the budget, and how large they are."""
+    found = [row for row in fine(rows, "kind", "name") if row["kind"] == "attention"]
+    judged = fine(found, "within_budget", "out_relative", "dtype")
+    wrong = [row for row in judged if row["within_budget"] != "True"]
+    beyond = [f"{row['name']}, {row['dtype']}, length {row['length']}" for row in wrong]
+    by_dtype = [
+        f"{group[0]['dtype']} {min(errors):.1e} to {max(errors):.1e}"
+        for group in _by(judged, ["dtype"])
+        for errors in [[of(row, "out_relative") for row in group]]
+    ]
+    verdict = f"beyond their budget: {'; '.join(beyond)}" if beyond else "all within their budget"
+    return f"{len(judged)} errors of attention, {verdict}; of the output, relative: {'; '.join(by_dtype)}."
+
+
+def training_ratio(rows: Rows) -> str:
+    """Whole steps beside those with torch's attention."""
+    found = fine(rows, "over_sdpa", "model")
+    said = "; ".join(
+        f"{group[0]['model']} {spread([of(row, 'over_sdpa') for row in group])}" for group in _by(found, ["model"])
+    )
+    return f"A whole step is so many times as fast as with torch's attention: {said}."
+
+
+def generation_share(rows: Rows) -> str:
+    """How near a step of generation comes to the rate of a copy."""
+    found = fine(rows, "of_copy", "contender")
+    said = "; ".join(
+        f"{group[0]['contender']} {spread([100 * of(row, 'of_copy') for row in group])} %"
+        for group in _by(found, ["contender"])
+    )
+    return f"Of the rate of a copy in memory: {said}."
+
+
+ANSWERS: dict[str, dict[str, Answer]] = {
+    "transformer": {
+        "Backward beside forward": backward_over_forward,
+        "What warm-up changes": warm_up,
+        "Where bfloat16 pays": half_pays,
+        "Where compilation pays": compile_pays,
+    },
+    "attention": {
+        "Who is the fastest": attention_fastest,
+        "Backward beside forward": attention_ratio,
+        "Where bfloat16 pays": attention_half,
+        "What is quadratic": attention_growth,
+    },
+    "breakdown": {"What is not matrix products": not_products},
+    "memory": {"How memory grows": peak_growth},
+    "precision": {"What sums lose": sums, "Errors of attention": within_budget},
+    "training_step": {"This library's attention in a whole step": training_ratio},
+    "generation": {"How near to the memory's rate": generation_share},
+}
+"""By program, the questions that its rows are asked."""

@@ -1,0 +1,169 @@
+"""What the report says of rows: sentences with the right numbers, and why there is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import report_findings as findings
+from benchmarks.report_findings import ANSWERS, answered, statements
+
+STEP = {
+    "status": "ok",
+    "model": "small",
+    "batch": "4",
+    "context": "256",
+    "attn": "auto",
+    "arithmetic": "float32",
+    "compile": "none",
+    "mode": "step",
+    "warmup": "5",
+    "forward_median_ms": "10",
+    "backward_median_ms": "25",
+    "step_median_ms": "40",
+    "step_mean_ms": "40",
+    "step_std_ms": "1",
+    "peak_mib": "100",
+}
+CELL = {
+    "status": "ok",
+    "implementation": "flash",
+    "pass": "forward",
+    "dtype": "float32",
+    "mask": "full",
+    "batch": "8",
+    "length": "512",
+    "head_dim": "64",
+    "median_ms": "4",
+    "held_mib": "",
+}
+
+
+def rows_of(base, *changes):
+    return [base | change for change in changes]
+
+
+@pytest.mark.parametrize(
+    ("answer", "rows", "expected"),
+    [
+        (
+            findings.backward_over_forward,
+            rows_of(STEP, {}, {"forward_median_ms": "5"}, {"model": "large"}, {"warmup": "0", "model": "cold"}),
+            "The backward pass takes so many times as long as the forward pass: small 2.50 to 5.00; large 2.50.",
+        ),
+        (
+            findings.warm_up,
+            rows_of(STEP, {}, {"warmup": "0", "step_mean_ms": "120", "step_std_ms": "60"}, {"warmup": "1"}),
+            "Without warm-up the mean of a step is 3.00 times that after 5 steps, and the standard deviation 50 % of "
+            "the mean in place of 2.5 %.",
+        ),
+        (
+            findings.half_pays,
+            rows_of(
+                STEP,
+                {},
+                {"arithmetic": "bfloat16", "step_median_ms": "16"},
+                {"context": "128"},
+                {"context": "128", "arithmetic": "bfloat16", "step_median_ms": "50"},
+                {"context": "64", "arithmetic": "bfloat16"},
+            ),
+            "Of 2 compared, bfloat16 autocast is faster than float32 in 1: most, 2.50 times as fast, with small, "
+            "4 × 256, step; least, 0.800 times, with small, 4 × 128, step.",
+        ),
+        (
+            findings.compile_pays,
+            rows_of(STEP, {}, {"compile": "model", "step_median_ms": "20"}),
+            "Of 1 compared, a compiled model is faster than an eager one in 1: most, 2.00 times as fast, with small, "
+            "4 × 256, step; least, 2.00 times, with small, 4 × 256, step.",
+        ),
+        (
+            findings.not_products,
+            rows_of(STEP | {"matmul_share": "0.75"}, {}, {"matmul_share": "0.5", "mode": "forward"}),
+            "Not matrix products: 25.0 % in step; 50.0 % in forward.",
+        ),
+        (
+            findings.peak_growth,
+            rows_of(STEP, {}, {"context": "512", "peak_mib": "400"}),
+            "Peak memory grows with the context to the power of 2.0.",
+        ),
+        (
+            findings.attention_growth,
+            rows_of(
+                CELL | {"pass": "backward", "held_mib": "8"},
+                {},
+                {"batch": "4", "length": "1024"},
+                {"implementation": "naive"},
+                {"implementation": "naive", "length": "1024", "held_mib": "32"},
+            ),
+            "The memory that a sequence holds for the backward grows with this power of the length, from the longest "
+            "two: quadratic: naive (2.0); linear: flash (1.0).",
+        ),
+        (
+            findings.attention_fastest,
+            rows_of(CELL, {}, {"implementation": "naive"}, {"implementation": "naive", "length": "1024"}),
+            "At length 1024 the fastest, by the sum over head dimensions and masks: forward, float32: naive.",
+        ),
+        (
+            findings.attention_fastest,
+            rows_of(CELL, {}, {"head_dim": "128"}, {"implementation": "partial", "median_ms": "1"}),
+            "At length 512 the fastest, by the sum over head dimensions and masks: forward, float32: flash.",
+        ),
+        (
+            findings.attention_ratio,
+            rows_of(CELL, {}, {"pass": "backward", "median_ms": "10"}),
+            "The backward pass takes so many times as long as the forward pass: flash 2.50.",
+        ),
+        (
+            findings.attention_half,
+            rows_of(CELL, {}, {"dtype": "bfloat16", "median_ms": "1"}),
+            "bfloat16 is so many times as fast as float32: flash 4.00.",
+        ),
+        (
+            findings.sums,
+            [{"status": "ok", "kind": "accumulation", "name": "float16", "total": "9.953125"}],
+            "1000 × 0.01 is 10 and comes to: float16 9.9531.",
+        ),
+        (
+            findings.training_ratio,
+            rows_of({"status": "ok", "model": "flash"}, {"over_sdpa": "1.5"}, {"over_sdpa": "1.25"}),
+            "A whole step is so many times as fast as with torch's attention: flash 1.25 to 1.50.",
+        ),
+        (
+            findings.generation_share,
+            [{"status": "ok", "contender": "graph", "of_copy": "0.8"}],
+            "Of the rate of a copy in memory: graph 80.0 %.",
+        ),
+    ],
+)
+def test_sentences_have_the_numbers_of_the_rows(answer, rows, expected):
+    assert answer(rows) == expected
+
+
+def test_errors_beyond_their_budget_are_named():
+    row = {"status": "ok", "kind": "attention", "name": "flash", "dtype": "float16", "length": "128"}
+    row |= {"within_budget": "True", "out_relative": "2e-4"}
+    assert findings.within_budget([row]).startswith("1 errors of attention, all within their budget; ")
+    said = findings.within_budget([row, row | {"within_budget": "False", "name": "wrong"}])
+    assert "2 errors of attention, beyond their budget: wrong, float16, length 128;" in said
+
+
+@pytest.mark.parametrize("program", ANSWERS)
+def test_without_rows_or_columns_each_answer_says_so(program):
+    assert {said for _, said in statements(ANSWERS[program], [])} == {"not measured: there are no rows"}
+    for _, said in statements(ANSWERS[program], [{"status": "ok", "other": "1"}]):
+        assert said.startswith("not measured: the rows have no column")
+
+
+@pytest.mark.parametrize(
+    ("answer", "rows", "said"),
+    [
+        (findings.warm_up, [STEP | {"warmup": "0"}], "no row has warm-up"),
+        (findings.warm_up, [STEP], "no two rows differ in warmup alone, 0 and 5"),
+        (findings.backward_over_forward, [STEP | {"warmup": "0"}], "every row counts its first step"),
+        (findings.half_pays, [STEP], "no two rows differ in arithmetic alone, float32 and bfloat16"),
+        (findings.peak_growth, [STEP], "no series has two values of context"),
+        (findings.peak_growth, [STEP | {"status": "oom"}], "no row has a figure for peak_mib, context"),
+        (findings.peak_growth, [STEP | {"peak_mib": ""}], "no row has a figure for peak_mib, context"),
+    ],
+)
+def test_rows_that_cannot_answer_say_why(answer, rows, said):
+    assert answered(answer, rows) == f"not measured: {said}"
