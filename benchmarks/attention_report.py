@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.attention_account import account_of
 from benchmarks.attention_provider import GROUPS
 from benchmarks.attention_providers import all_providers
 from benchmarks.attention_rows import COLUMNS
@@ -73,6 +74,7 @@ class Report:
             parts.append(f"## {dtype}, {mask}")
             for metric, which, rows in _sections(self.rows, dtype, mask):
                 parts += [f"### {_title(metric, which)}, {metric.unit}", _matrix(rows, metric)]
+            parts += account_of([row for row in self.rows if (row["dtype"], row["mask"]) == (dtype, mask)])
         return "\n\n".join(parts) + "\n"
 
     def long_table(self) -> str:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+from cs336_systems.profiling.report import ABSENT
 
 Source = Callable[[str], "str | None"]
 """What stands in the page for the path of a picture: a data URI; None where there is no such file."""
@@ -18,7 +20,7 @@ _PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)]*)\)")
 _RULE = re.compile(r"\|[ :|-]+\|")
 _CELL_BORDER = re.compile(r"(?<!\\)\|")
 _BEGINS_A_BLOCK = re.compile(r"#{1,6} |- |\||!\[|```")
-_TEXT_COLUMNS = re.compile(r"[A-Za-z]{2}")
+_NUMBER = re.compile(r"[-+−]?\d")
 _INLINE = re.compile(r"(`[^`]+`)|\*\*([^*]+)\*\*|\[([^\]]+)\]\(([^)\s]+)\)")
 _HIGHEST, _LOWEST = 1, 6
 
@@ -141,8 +143,7 @@ def table(lines: list[str]) -> str:
     """A Markdown table in a box of its own, which scrolls where the page is narrower than the table."""
     rows = [_cells(line) for line in lines if not _RULE.fullmatch(line.strip())]
     head, body = rows[0], rows[1:]
-    texts = [bool(body) and all(_TEXT_COLUMNS.search(row[i]) for row in body) for i in range(len(head))]
-    classes = ["" if i == 0 or texts[i] else ' class="number"' for i in range(len(head))]
+    classes = [' class="number"' if i and _of_numbers(row[i] for row in body) else "" for i in range(len(head))]
     titles = "".join(f'<th scope="col"{name}>{inline(cell)}</th>' for cell, name in zip(head, classes, strict=True))
     lines_of_body = []
     for row in body:
@@ -153,6 +154,12 @@ def table(lines: list[str]) -> str:
         '<div class="scroll" role="region" aria-label="table" tabindex="0"><table>'
         f"<thead><tr>{titles}</tr></thead><tbody>{''.join(lines_of_body)}</tbody></table></div>"
     )
+
+
+def _of_numbers(cells: Iterable[str]) -> bool:
+    """Whether a column holds numbers; some of them may be missing, or have a status in their place."""
+    known = [bool(_NUMBER.match(cell)) for cell in cells if cell != ABSENT]
+    return 2 * sum(known) >= len(known)
 
 
 def _cells(line: str) -> list[str]:

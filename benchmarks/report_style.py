@@ -62,7 +62,7 @@ thead th { font-weight: 600; color: var(--quiet); border-bottom: 1px solid var(-
 tbody tr:nth-child(even) > * { background: var(--stripe); }
 tbody th, thead th:first-child { position: sticky; left: 0; background: var(--card); max-width: 40vw;
   white-space: normal; }
-#parts td { white-space: normal; min-width: 6rem; }
+#parts td:not(.number) { white-space: normal; min-width: 5rem; }
 .plots { display: flex; flex-wrap: wrap; gap: 1rem; margin: 1rem 0; }
 figure { margin: 0; max-width: 100%; background: #ffffff; border: 1px solid var(--rule); border-radius: 0.45rem;
   padding: 0.6rem; }

@@ -12,6 +12,7 @@ from cs336_systems.profiling.categories import (
     largest_by_category,
     largest_first,
 )
+from cs336_systems.profiling.attention_memory import AttentionSizes, Share, memory_account
 from cs336_systems.profiling.environment import Environment, collect_environment
 from cs336_systems.profiling.flops import (
     AttentionParts,
@@ -64,6 +65,7 @@ __all__ = [
     "AttentionParts",
     "ACCUMULATIONS",
     "Accumulation",
+    "AttentionSizes",
     "Axes",
     "ConfigurationMismatchError",
     "DeathLog",
@@ -89,6 +91,7 @@ __all__ = [
     "RowStore",
     "SeenDtype",
     "Series",
+    "Share",
     "Status",
     "StepTimes",
     "Timeline",
@@ -121,6 +124,7 @@ __all__ = [
     "largest_first",
     "markdown_table",
     "measure_ms",
+    "memory_account",
     "outcome_of",
     "read_history",
     "read_trace",
