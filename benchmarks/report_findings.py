@@ -6,28 +6,22 @@ with the reason, and the report says so.
 
 from __future__ import annotations
 
-import csv
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
+from benchmarks.report_rows import (
+    NotMeasuredError,
+    Rows,
+    column_of,
+    fine,
+    grouped,
+    of,
+    pairs,
+    powers_of,
+    spread,
+)
 from cs336_systems.profiling.report import format_number
-from cs336_systems.profiling.sweep import Status
 
-Rows = Sequence[Mapping[str, str]]
 Answer = Callable[[Rows], str]
-
-
-class NotMeasuredError(Exception):
-    """The rows cannot answer; the message says why."""
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a results.csv as text; none where there is no such file."""
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return [*csv.DictReader(file)]
 
 
 def statements(answers: Mapping[str, Answer], rows: Rows) -> list[tuple[str, str]]:
@@ -41,43 +35,6 @@ def answered(answer: Answer, rows: Rows) -> str:
         return answer(rows)
     except NotMeasuredError as reason:
         return f"not measured: {reason}"
-
-
-def fine(rows: Rows, *columns: str) -> list[Mapping[str, str]]:
-    """The rows with status ok and a value in each column. Raises NotMeasuredError when there are none."""
-    if not rows:
-        raise NotMeasuredError("there are no rows")
-    missing = [column for column in columns if column not in rows[0]]
-    if missing:
-        raise NotMeasuredError(f"the rows have no column {', '.join(missing)}")
-    found = [row for row in rows if row.get("status") == Status.OK.value and all(row[column] for column in columns)]
-    if not found:
-        raise NotMeasuredError(f"no row has a figure for {', '.join(columns)}")
-    return found
-
-
-def pairs(
-    rows: Iterable[Mapping[str, str]], axis: str, first: str, second: str, but: Sequence[str]
-) -> list[tuple[Mapping[str, str], Mapping[str, str]]]:
-    """Rows that have these two values of one column, and the same in the columns ``but``. NotMeasuredError for none."""
-    groups: dict[tuple[str, ...], dict[str, Mapping[str, str]]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row.get(name, "") for name in but), {})[row[axis]] = row
-    found = [(group[first], group[second]) for group in groups.values() if first in group and second in group]
-    if not found:
-        raise NotMeasuredError(f"no two rows differ in {axis} alone, {first} and {second}")
-    return found
-
-
-def spread(values: Sequence[float], digits: int = 3) -> str:
-    """The least and the most of some numbers; one of them where they read the same."""
-    least, most = (format_number(pick(values), digits) for pick in (min, max))
-    return least if least == most else f"{least} to {most}"
-
-
-def of(row: Mapping[str, str], column: str) -> float:
-    """The number in a column that has one."""
-    return float(row[column])
 
 
 MODEL = ("model", "batch", "context")
@@ -146,30 +103,57 @@ def _pays(rows: Rows, axis: str, plain: str, other: str, named: str, beside: str
 
 
 def not_products(rows: Rows) -> str:
-    """The share of device time that is not matrix products."""
-    share = _column(rows, ("matmul_share", "matmul_fraction", "products_share"))
-    found = fine(rows, share)
-    others: dict[str, list[float]] = {}
-    for row in found:
-        others.setdefault(row.get("mode") or row.get("pass") or "all", []).append(100 * (1 - of(row, share)))
-    return "Not matrix products: " + "; ".join(f"{spread(values)} % in {name}" for name, values in others.items()) + "."
+    """The share of the time of kernels that is not matrix products."""
+    found = fine(rows, "share_matrix_products", "mode")
+    shares = {
+        group[0]["mode"]: [100 * (1 - of(row, "share_matrix_products")) for row in group]
+        for group in grouped(found, ["mode"])
+    }
+    return "Not matrix products: " + "; ".join(f"{spread(some)} % of {mode}" for mode, some in shares.items()) + "."
 
 
-def _column(rows: Rows, names: Sequence[str]) -> str:
-    """The first of the names that is a column."""
-    for name in names:
-        if rows and name in rows[0]:
-            return name
-    raise NotMeasuredError(f"the rows have no column {' or '.join(names)}" if rows else "there are no rows")
+def softmax_beside_products(rows: Rows) -> str:
+    """What softmax costs inside attention, beside the operations that it has."""
+    found = fine(rows, "softmax_over_products_time", "softmax_over_products_flops")
+    times, flops = ([of(row, f"softmax_over_products_{what}") for row in found] for what in ("time", "flops"))
+    return (
+        f"Inside attention softmax takes {spread(times)} times as long as the two products, "
+        f"with {spread(flops)} times their operations."
+    )
+
+
+_MEMORY_SERIES = ("preset", "model", "batch", "context", "mode", "dtype", "every")
 
 
 def peak_growth(rows: Rows) -> str:
     """How peak memory grows with the context."""
-    peak = _column(rows, ("peak_mib", "peak_gib", "peak_bytes"))
-    found = fine(rows, peak, "context")
-    series = _by(found, [name for name in (*_SERIES, "preset", "dtype") if name != "context"])
-    said = _exponents(series, "context", peak)
-    return f"Peak memory grows with the context to the power of {spread([power for _, power in said], 2)}."
+    peak = column_of(rows, "peak_bytes", "recorded_peak_bytes")
+    series = grouped(fine(rows, peak, "context"), [name for name in _MEMORY_SERIES if name != "context"])
+    said = [power for _, power in powers_of(series, "context", peak)]
+    return f"Peak memory grows with the context to the power of {spread(said, 2)}, from the longest two."
+
+
+def quadratic_share(rows: Rows) -> str:
+    """What share of the memory held for the backward is tensors of all pairs of tokens."""
+    found = fine(rows, "quadratic_kept_bytes", "held_bytes", "context")
+    shares = {
+        group[0]["context"]: [100 * of(row, "quadratic_kept_bytes") / of(row, "held_bytes") for row in group]
+        for group in grouped(found, ["context"])
+    }
+    said = "; ".join(f"{spread(some)} % at {context}" for context, some in shares.items())
+    return f"Of what is held for the backward, tensors of all pairs of tokens are, by context: {said}."
+
+
+def mixed_memory(rows: Rows) -> str:
+    """Peak memory in mixed precision, beside that in float32."""
+    peak = column_of(rows, "peak_bytes", "recorded_peak_bytes")
+    but = [name for name in _MEMORY_SERIES if name != "dtype"]
+    found = pairs(fine(rows, peak, "dtype", "mode"), "dtype", "float32", "mixed", but)
+    ratios: dict[str, list[float]] = {}
+    for single, mixed in found:
+        ratios.setdefault(single["mode"], []).append(of(mixed, peak) / of(single, peak))
+    said = "; ".join(f"{spread(some)} in {mode}" for mode, some in ratios.items())
+    return f"The peak in mixed precision is so many times that in float32: {said}."
 
 
 def attention_growth(rows: Rows) -> str:
@@ -177,9 +161,9 @@ def attention_growth(rows: Rows) -> str:
     found = [row for row in fine(rows, "held_mib", "length", "batch", "implementation") if row.get("pass") != "forward"]
     # Of one sequence, since a sweep may have fewer of the longer ones.
     found = [{**row, "held": str(of(row, "held_mib") / of(row, "batch"))} for row in found]
-    series = _by(found, ["implementation", "pass", "dtype", "mask", "head_dim"])
+    series = grouped(found, ["implementation", "pass", "dtype", "mask", "head_dim"])
     powers: dict[str, list[float]] = {}
-    for rows_of_it, power in _exponents(series, "length", "held"):
+    for rows_of_it, power in powers_of(series, "length", "held"):
         powers.setdefault(rows_of_it[0]["implementation"], []).append(power)
     quadratic = [f"{name} ({spread(found, 2)})" for name, found in powers.items() if max(found) > 1.5]
     linear = [f"{name} ({spread(found, 2)})" for name, found in powers.items() if max(found) <= 1.5]
@@ -189,34 +173,12 @@ def attention_growth(rows: Rows) -> str:
     )
 
 
-def _by(rows: Iterable[Mapping[str, str]], names: Sequence[str]) -> list[list[Mapping[str, str]]]:
-    groups: dict[tuple[str, ...], list[Mapping[str, str]]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row.get(name, "") for name in names), []).append(row)
-    return [*groups.values()]
-
-
-def _exponents(
-    series: Iterable[Sequence[Mapping[str, str]]], x: str, y: str
-) -> list[tuple[Sequence[Mapping[str, str]], float]]:
-    """By which power of x y grows between the two largest x, for each series that has two."""
-    found = []
-    for rows in series:
-        points = sorted({of(row, x): of(row, y) for row in rows if of(row, y) > 0}.items())[-2:]
-        if len(points) == 2:
-            (x0, y0), (x1, y1) = points
-            found.append((rows, math.log(y1 / y0) / math.log(x1 / x0)))
-    if not found:
-        raise NotMeasuredError(f"no series has two values of {x}")
-    return found
-
-
 def attention_fastest(rows: Rows) -> str:
     """Which implementation is the fastest at the longest length, by pass and dtype."""
     timed = fine(rows, "median_ms", "implementation", "pass", "dtype", "length")
     longest = max(int(row["length"]) for row in timed)
     said = []
-    for group in _by([row for row in timed if int(row["length"]) == longest], ["pass", "dtype"]):
+    for group in grouped([row for row in timed if int(row["length"]) == longest], ["pass", "dtype"]):
         totals: dict[str, list[float]] = {}
         for row in group:
             totals.setdefault(row["implementation"], []).append(of(row, "median_ms"))
@@ -264,7 +226,7 @@ def within_budget(rows: Rows) -> str:
     beyond = [f"{row['name']}, {row['dtype']}, length {row['length']}" for row in wrong]
     by_dtype = [
         f"{group[0]['dtype']} {min(errors):.1e} to {max(errors):.1e}"
-        for group in _by(judged, ["dtype"])
+        for group in grouped(judged, ["dtype"])
         for errors in [[of(row, "out_relative") for row in group]]
     ]
     verdict = f"beyond their budget: {'; '.join(beyond)}" if beyond else "all within their budget"
@@ -275,7 +237,7 @@ def training_ratio(rows: Rows) -> str:
     """Whole steps beside those with torch's attention."""
     found = fine(rows, "over_sdpa", "model")
     said = "; ".join(
-        f"{group[0]['model']} {spread([of(row, 'over_sdpa') for row in group])}" for group in _by(found, ["model"])
+        f"{group[0]['model']} {spread([of(row, 'over_sdpa') for row in group])}" for group in grouped(found, ["model"])
     )
     return f"A whole step is so many times as fast as with torch's attention: {said}."
 
@@ -285,7 +247,7 @@ def generation_share(rows: Rows) -> str:
     found = fine(rows, "of_copy", "contender")
     said = "; ".join(
         f"{group[0]['contender']} {spread([100 * of(row, 'of_copy') for row in group])} %"
-        for group in _by(found, ["contender"])
+        for group in grouped(found, ["contender"])
     )
     return f"Of the rate of a copy in memory: {said}."
 
@@ -303,8 +265,15 @@ ANSWERS: dict[str, dict[str, Answer]] = {
         "Where bfloat16 pays": attention_half,
         "What is quadratic": attention_growth,
     },
-    "breakdown": {"What is not matrix products": not_products},
-    "memory": {"How memory grows": peak_growth},
+    "breakdown": {
+        "What is not matrix products": not_products,
+        "Softmax beside the products": softmax_beside_products,
+    },
+    "memory": {
+        "How memory grows": peak_growth,
+        "What is quadratic": quadratic_share,
+        "What mixed precision changes": mixed_memory,
+    },
     "precision": {"What sums lose": sums, "Errors of attention": within_budget},
     "training_step": {"This library's attention in a whole step": training_ratio},
     "generation": {"How near to the memory's rate": generation_share},

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.report_findings import ANSWERS, read_rows, statements
+from benchmarks.report_findings import ANSWERS, statements
 from benchmarks.report_markdown import Heading, headings, html_of, shifted
 from benchmarks.report_parts import LOG, NOT_STARTED, OK, PRINTED, RESULTS, STATE, TABLES, Outcome, State
+from benchmarks.report_rows import read_rows
 from benchmarks.report_style import STYLE
 from benchmarks.report_suites import PROGRAMS
 from cs336_systems.files import write_text

@@ -80,11 +80,12 @@ figcaption { color: #5d5a54; font-size: 0.8rem; padding-top: 0.3rem; overflow-wr
   :root { --paper: #ffffff; --card: #ffffff; --ink: #000000; --quiet: #444444; --rule: #bbbbbb; --stripe: #f4f4f4;
     --accent: #000000; --code: #f4f4f4; color-scheme: light; }
   body { font-size: 9.5pt; }
+  header { padding: 0; }
   .page { display: block; padding: 0; }
-  nav { position: static; max-height: none; overflow: visible; break-after: page; }
+  nav { position: static; max-height: none; overflow: visible; }
   .scroll { overflow: visible; border: none; max-width: none; }
   table { font-size: 7pt; }
-  th, td { white-space: normal; padding: 0.12rem 0.3rem; overflow-wrap: anywhere; }
+  th, td { white-space: normal; padding: 0.12rem 0.3rem; overflow-wrap: break-word; }
   tbody th, thead th:first-child { position: static; max-width: none; }
   thead { display: table-header-group; }
   tr, figure { break-inside: avoid; }

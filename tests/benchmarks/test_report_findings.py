@@ -22,7 +22,20 @@ STEP = {
     "step_median_ms": "40",
     "step_mean_ms": "40",
     "step_std_ms": "1",
-    "peak_mib": "100",
+}
+MEMORY = {
+    "status": "ok",
+    "preset": "small",
+    "model": "naive",
+    "batch": "4",
+    "context": "256",
+    "mode": "step",
+    "dtype": "float32",
+    "every": "",
+    "peak_bytes": "400",
+    "recorded_peak_bytes": "200",
+    "held_bytes": "200",
+    "quadratic_kept_bytes": "50",
 }
 CELL = {
     "status": "ok",
@@ -77,13 +90,35 @@ def rows_of(base, *changes):
         ),
         (
             findings.not_products,
-            rows_of(STEP | {"matmul_share": "0.75"}, {}, {"matmul_share": "0.5", "mode": "forward"}),
-            "Not matrix products: 25.0 % in step; 50.0 % in forward.",
+            rows_of(STEP | {"share_matrix_products": "0.75"}, {}, {"share_matrix_products": "0.5", "mode": "forward"}),
+            "Not matrix products: 25.0 % of step; 50.0 % of forward.",
+        ),
+        (
+            findings.softmax_beside_products,
+            rows_of(STEP | {"softmax_over_products_time": "2", "softmax_over_products_flops": "0.02"}, {}),
+            "Inside attention softmax takes 2.00 times as long as the two products, with 0.0200 times their "
+            "operations.",
         ),
         (
             findings.peak_growth,
-            rows_of(STEP, {}, {"context": "512", "peak_mib": "400"}),
-            "Peak memory grows with the context to the power of 2.0.",
+            rows_of(MEMORY, {}, {"context": "512", "peak_bytes": "1600"}),
+            "Peak memory grows with the context to the power of 2.0, from the longest two.",
+        ),
+        (
+            findings.peak_growth,
+            rows_of(MEMORY | {"peak_bytes": ""}, {}, {"context": "512", "recorded_peak_bytes": "400"}),
+            "Peak memory grows with the context to the power of 1.0, from the longest two.",
+        ),
+        (
+            findings.quadratic_share,
+            rows_of(MEMORY, {}, {"context": "512", "quadratic_kept_bytes": "150"}),
+            "Of what is held for the backward, tensors of all pairs of tokens are, by context: 25.0 % at 256; 75.0 % "
+            "at 512.",
+        ),
+        (
+            findings.mixed_memory,
+            rows_of(MEMORY, {}, {"dtype": "mixed", "peak_bytes": "300"}),
+            "The peak in mixed precision is so many times that in float32: 0.750 in step.",
         ),
         (
             findings.attention_growth,
@@ -160,9 +195,13 @@ def test_without_rows_or_columns_each_answer_says_so(program):
         (findings.warm_up, [STEP], "no two rows differ in warmup alone, 0 and 5"),
         (findings.backward_over_forward, [STEP | {"warmup": "0"}], "every row counts its first step"),
         (findings.half_pays, [STEP], "no two rows differ in arithmetic alone, float32 and bfloat16"),
-        (findings.peak_growth, [STEP], "no series has two values of context"),
-        (findings.peak_growth, [STEP | {"status": "oom"}], "no row has a figure for peak_mib, context"),
-        (findings.peak_growth, [STEP | {"peak_mib": ""}], "no row has a figure for peak_mib, context"),
+        (findings.peak_growth, [MEMORY], "no series has two values of context"),
+        (
+            findings.peak_growth,
+            [MEMORY | {"status": "oom"}],
+            "no row has a figure for peak_bytes or recorded_peak_bytes",
+        ),
+        (findings.mixed_memory, [MEMORY | {"mode": ""}], "no row has a figure for peak_bytes, dtype, mode"),
     ],
 )
 def test_rows_that_cannot_answer_say_why(answer, rows, said):
