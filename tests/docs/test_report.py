@@ -1,0 +1,34 @@
+"""docs/measuring/report.md: its example runs, and its flags, suites and statuses are those that there are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from benchmarks import report, report_parts
+from benchmarks.report_suites import SUITES
+
+from .pages import examples, flags
+
+PAGE = (Path(__file__).parents[2] / "docs/measuring/report.md").read_text()
+
+
+def test_the_example_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (example,) = examples(PAGE)
+    exec(example, {})
+    assert capsys.readouterr().out == "<!DOCTYPE html>\n"
+    assert '<td class="number">1.5</td>' in (tmp_path / "results/report.html").read_text()
+
+
+def test_every_flag_is_named_and_exists():
+    known = {flag for action in report.build_parser()._actions for flag in action.option_strings}
+    assert flags(PAGE) <= known
+    assert known - flags(PAGE) <= {"-h", "--help", "--device", "--commit"}
+
+
+def test_every_suite_and_status_is_named():
+    first_cells = re.findall(r"^\| (`.*?) \|", PAGE, re.MULTILINE)
+    named = {name for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)}
+    statuses = {getattr(report_parts, name) for name in ("OK", "FAILED", "TIMED_OUT", "INTERRUPTED")}
+    assert named == {*SUITES, *statuses, report_parts.NOT_THERE, report_parts.NOT_STARTED}
