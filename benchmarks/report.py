@@ -137,32 +137,28 @@ def run_all(state: State, options: argparse.Namespace, programs: Path = FOLDER) 
     parts = parts_of(options)
     deadline = time.monotonic() + (float("inf") if options.minutes is None else 60 * options.minutes)
     for number, part in enumerate(parts, 1):
-        arguments = arguments_of(part, options.output, str(options.device), commit=options.commit)
         before = state.outcomes[part.name]
-        asked = (PROGRAMS[part.program].file, *arguments)
-        same = options.resume and before.command == asked
+        same = options.resume and before.command == measurement(part)
         if same and before.status == OK:
             _say(number, parts, part, "kept")
             continue
-        outcome = _run_part(part, options, programs, deadline, go_on=same, arguments=arguments, state=state)
+        outcome = _run_part(part, options, programs, state, deadline, go_on=same)
         state.set(part.name, outcome)
         assemble(options.output)
         took = "" if outcome.seconds is None else f", {readable_seconds(outcome.seconds)}"
         _say(number, parts, part, f"{outcome.status}{took}{f' ({outcome.reason})' if outcome.reason else ''}")
 
 
+def measurement(part: Part) -> tuple[str, ...]:
+    """What a part measures, wherever its results go: runs with another are not gone on with."""
+    return (PROGRAMS[part.program].file, *part.arguments)
+
+
 def _run_part(
-    part: Part,
-    options: argparse.Namespace,
-    programs: Path,
-    deadline: float,
-    *,
-    go_on: bool,
-    arguments: Sequence[str],
-    state: State,
+    part: Part, options: argparse.Namespace, programs: Path, state: State, deadline: float, *, go_on: bool
 ) -> Outcome:
     """Run one part, if it is there and there is time for it."""
-    asked = (PROGRAMS[part.program].file, *arguments)
+    asked = measurement(part)
     if not (programs / asked[0]).exists():
         return Outcome(NOT_THERE, f"there is no benchmarks/{asked[0]}")
     if time.monotonic() >= deadline:
@@ -172,10 +168,10 @@ def _run_part(
     folder = options.output / part.name
     if not go_on:
         forget(folder)
-    resuming = arguments_of(part, options.output, str(options.device), resume=go_on, commit=options.commit)
+    arguments = arguments_of(part, options.output, str(options.device), resume=go_on, commit=options.commit)
     minutes = part.minutes if options.part_minutes is None else options.part_minutes
     state.set(part.name, Outcome(INTERRUPTED, "the report was stopped while it ran", command=asked))
-    outcome = run(command_of(part, resuming, programs), folder, 60 * minutes)
+    outcome = run(command_of(part, arguments, programs), folder, 60 * minutes)
     return Outcome(outcome.status, outcome.reason, outcome.seconds, asked)
 
 

@@ -94,7 +94,7 @@ _QUICK_CPU = (
         "--preset course --lengths 128 256 --dims 32 --dtype fp32 --rounds 3 --impl naive tiled torch-math",
         minutes=2,
     ),
-    _part("transformer", "--preset tiny --context-length 64 --steps 3 --warmup 0 1", minutes=2),
+    _part("transformer", "--preset tiny --context-length 64 --mode step --steps 3 --warmup 0 1", minutes=2),
     _part("breakdown", "--preset tiny --context 64 --steps 3 --warmup 1", minutes=2),
     _part("memory", "--preset tiny --context 64 128 --mode forward step --checkpoint-every 2 --steps 1", minutes=2),
     _part("training_step", f"{_TINY_STEP} --model flash sdpa naive", minutes=2),
@@ -105,7 +105,8 @@ _QUICK_CPU = (
 _QUICK_GPU = (
     _part("precision"),
     _part("attention", "--preset quick --lengths 1024 4096 --dims 64"),
-    _part("transformer", "--preset small --context-length 256 512 --mode forward step"),
+    _part("transformer", "--preset small --context-length 512 --mode forward step --compile none model"),
+    _part("transformer", "--preset small --context-length 512 --mode step --warmup 0 5", name="transformer-warmup"),
     _part("breakdown", "--preset small --context 512"),
     _part("memory", "--preset small --context 512"),
     _part("training_step", "--preset small --context 1024 --model flash sdpa"),
