@@ -6,7 +6,7 @@ with the reason, and the report says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.report_rows import (
     NotMeasuredError,
@@ -70,8 +70,8 @@ def warm_up(rows: Rows) -> str:
     means = [of(cold, "step_mean_ms") / of(warm, "step_mean_ms") for cold, warm in found]
     cold, warm = ([of(pair[i], "step_std_ms") / of(pair[i], "step_mean_ms") * 100 for pair in found] for i in (0, 1))
     return (
-        f"Without warm-up the mean of a step is {spread(means)} times that after {most} steps, and the standard "
-        f"deviation {spread(cold, 2)} % of the mean in place of {spread(warm, 2)} %."
+        f"Without warm-up the mean of a step is {spread(means)} times what it is with {most} before it that are not "
+        f"timed, and the standard deviation {spread(cold, 2)} % of the mean in place of {spread(warm, 2)} %."
     )
 
 
@@ -225,12 +225,17 @@ def within_budget(rows: Rows) -> str:
     wrong = [row for row in judged if row["within_budget"] != "True"]
     beyond = [f"{row['name']}, {row['dtype']}, length {row['length']}" for row in wrong]
     by_dtype = [
-        f"{group[0]['dtype']} {min(errors):.1e} to {max(errors):.1e}"
+        f"{group[0]['dtype']} {_exponents(errors)}"
         for group in grouped(judged, ["dtype"])
         for errors in [[of(row, "out_relative") for row in group]]
     ]
-    verdict = f"beyond their budget: {'; '.join(beyond)}" if beyond else "all within their budget"
-    return f"{len(judged)} errors of attention, {verdict}; of the output, relative: {'; '.join(by_dtype)}."
+    verdict = f"beyond their budget: {'; '.join(beyond)}" if beyond else "all are within their budget"
+    return f"Of {len(judged)} calls of attention, {verdict}; errors of the output, relative: {'; '.join(by_dtype)}."
+
+
+def _exponents(values: Sequence[float]) -> str:
+    least, most = f"{min(values):.1e}", f"{max(values):.1e}"
+    return least if least == most else f"{least} to {most}"
 
 
 def training_ratio(rows: Rows) -> str:

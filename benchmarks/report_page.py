@@ -122,7 +122,9 @@ def _part_section(state: State, name: str, program: str, environment: list[str],
     parts = []
     if outcome.status != OK:
         reason = f": {outcome.reason}" if outcome.reason else ""
-        parts.append(f"**{outcome.status[:1].upper()}{outcome.status[1:]}{reason}.** What follows is what there is.")
+        parts.append(f"**{outcome.status[:1].upper()}{outcome.status[1:]}{reason}.**")
+        if not folder.exists():
+            return Section(f"part-{name}", _title(name, program), parts[0])
     parts.append(" · ".join(line.removeprefix("- ") for line in environment if line not in common))
     parts += [f"![{path.stem}]({name}/{path.name})" for path in sorted(folder.glob("*.png"))]
     parts.append(_body(folder, environment))

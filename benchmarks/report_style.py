@@ -66,7 +66,7 @@ tbody th, thead th:first-child { position: sticky; left: 0; background: var(--ca
 .plots { display: flex; flex-wrap: wrap; gap: 1rem; margin: 1rem 0; }
 figure { margin: 0; max-width: 100%; background: #ffffff; border: 1px solid var(--rule); border-radius: 0.45rem;
   padding: 0.6rem; }
-figure img { display: block; max-width: 100%; max-height: 24rem; height: auto; }
+figure img { display: block; max-width: 100%; max-height: 21rem; height: auto; }
 figcaption { color: #5d5a54; font-size: 0.8rem; padding-top: 0.3rem; overflow-wrap: anywhere; }
 @media (max-width: 60rem) {
   header { padding: 1.3rem 1rem 0; }

@@ -88,19 +88,19 @@ def _part(program: str, arguments: str = "", *, name: str = "", minutes: float =
 _TINY_STEP = "--preset tiny --context 64 --tokens 128 --vocab-size 512 --compile none --steps 3 --warmup 1"
 
 _QUICK_CPU = (
-    _part("precision", "--dtype fp32 bf16 --length 128", minutes=2),
+    _part("precision", "--dtype fp32 bf16 --length 128", minutes=5),
     _part(
         "attention",
         "--preset course --lengths 128 256 --dims 32 --dtype fp32 --rounds 3 --impl naive tiled torch-math",
-        minutes=2,
+        minutes=5,
     ),
-    _part("transformer", "--preset tiny --context-length 64 --mode step --steps 3 --warmup 0 1", minutes=2),
-    _part("breakdown", "--preset tiny --context 64 --steps 3 --warmup 1", minutes=2),
-    _part("memory", "--preset tiny --context 64 128 --mode forward step --checkpoint-every 2 --steps 1", minutes=2),
-    _part("training_step", f"{_TINY_STEP} --model flash sdpa naive", minutes=2),
-    _part("generation", "--preset small --layers 2 --context 32 --new-tokens 2", minutes=1),
-    _part("host_overhead", "--length 64 --heads 2 --calls 5 --rounds 3", minutes=2),
-    _part("leaderboard", "--length 128 --seconds 0.2 --warmup 0.1 --eager", minutes=1),
+    _part("transformer", "--preset tiny --context-length 64 --mode step --steps 3 --warmup 0 1", minutes=5),
+    _part("breakdown", "--preset tiny --context 64 --steps 3 --warmup 1", minutes=5),
+    _part("memory", "--preset tiny --context 64 128 --mode forward step --checkpoint-every 2 --steps 1", minutes=5),
+    _part("training_step", f"{_TINY_STEP} --model flash sdpa naive", minutes=5),
+    _part("generation", "--preset small --layers 2 --context 32 --new-tokens 2", minutes=5),
+    _part("host_overhead", "--length 64 --heads 2 --calls 5 --rounds 3", minutes=5),
+    _part("leaderboard", "--length 128 --seconds 0.2 --warmup 0.1 --eager", minutes=5),
 )
 _QUICK_GPU = (
     _part("precision"),

@@ -66,8 +66,8 @@ def rows_of(base, *changes):
         (
             findings.warm_up,
             rows_of(STEP, {}, {"warmup": "0", "step_mean_ms": "120", "step_std_ms": "60"}, {"warmup": "1"}),
-            "Without warm-up the mean of a step is 3.00 times that after 5 steps, and the standard deviation 50 % of "
-            "the mean in place of 2.5 %.",
+            "Without warm-up the mean of a step is 3.00 times what it is with 5 before it that are not timed, and the "
+            "standard deviation 50 % of the mean in place of 2.5 %.",
         ),
         (
             findings.half_pays,
@@ -176,9 +176,11 @@ def test_sentences_have_the_numbers_of_the_rows(answer, rows, expected):
 def test_errors_beyond_their_budget_are_named():
     row = {"status": "ok", "kind": "attention", "name": "flash", "dtype": "float16", "length": "128"}
     row |= {"within_budget": "True", "out_relative": "2e-4"}
-    assert findings.within_budget([row]).startswith("1 errors of attention, all within their budget; ")
+    assert findings.within_budget([row]) == (
+        "Of 1 calls of attention, all are within their budget; errors of the output, relative: float16 2.0e-04."
+    )
     said = findings.within_budget([row, row | {"within_budget": "False", "name": "wrong"}])
-    assert "2 errors of attention, beyond their budget: wrong, float16, length 128;" in said
+    assert "Of 2 calls of attention, beyond their budget: wrong, float16, length 128;" in said
 
 
 @pytest.mark.parametrize("program", ANSWERS)
