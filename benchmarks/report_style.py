@@ -53,15 +53,16 @@ pre code { padding: 0; background: none; overflow-wrap: normal; }
 .scroll { overflow-x: auto; width: fit-content; max-width: 100%; margin: 0.7rem 0 1.2rem; background: var(--card);
   border: 1px solid var(--rule); border-radius: 0.45rem; }
 .scroll:focus-visible { outline: 2px solid var(--accent); outline-offset: 1px; }
-table { border-collapse: separate; border-spacing: 0; font-size: 0.87rem; line-height: 1.35;
+table { width: max-content; border-collapse: separate; border-spacing: 0; font-size: 0.87rem; line-height: 1.35;
   font-variant-numeric: tabular-nums; }
 th, td { padding: 0.34rem 0.75rem; text-align: left; vertical-align: top; white-space: nowrap; }
 th { font-weight: 500; }
 thead th { font-weight: 600; color: var(--quiet); border-bottom: 1px solid var(--rule); vertical-align: bottom; }
 .number { text-align: right; }
 tbody tr:nth-child(even) > * { background: var(--stripe); }
-tbody th, thead th:first-child { position: sticky; left: 0; background: var(--card); max-width: 40vw;
+tbody th, thead th:first-child { position: sticky; left: 0; background: var(--card); max-width: min(26rem, 40vw);
   white-space: normal; }
+#parts table { width: auto; }
 #parts td:not(.number) { white-space: normal; min-width: 5rem; }
 .plots { display: flex; flex-wrap: wrap; gap: 1rem; margin: 1rem 0; }
 figure { margin: 0; max-width: 100%; background: #ffffff; border: 1px solid var(--rule); border-radius: 0.45rem;
@@ -84,7 +85,7 @@ figcaption { color: #5d5a54; font-size: 0.8rem; padding-top: 0.3rem; overflow-wr
   .page { display: block; padding: 0; }
   nav { position: static; max-height: none; overflow: visible; }
   .scroll { overflow: visible; border: none; max-width: none; }
-  table { font-size: 7pt; }
+  table { width: auto; font-size: 7pt; }
   th, td { white-space: normal; padding: 0.12rem 0.3rem; overflow-wrap: break-word; }
   tbody th, thead th:first-child { position: static; max-width: none; }
   thead { display: table-header-group; }

@@ -65,7 +65,7 @@ class Part:
     name: str
     program: str
     arguments: tuple[str, ...] = ()
-    minutes: float = 30.0
+    minutes: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Suite:
         return self.gpu if on_gpu else self.cpu
 
 
-def _part(program: str, arguments: str = "", *, name: str = "", minutes: float = 30.0) -> Part:
+def _part(program: str, arguments: str = "", *, name: str = "", minutes: float = 60.0) -> Part:
     return Part(name or program, program, tuple(arguments.split()), minutes)
 
 
@@ -116,16 +116,16 @@ _QUICK_GPU = (
 )
 
 
-def _of_year(year: str, presets: str, breakdown: str) -> Suite:
+def _of_year(year: str, presets: str, breakdown: str, memory: str) -> Suite:
     """Every table for the presets of a year's course; without a GPU, for its smallest one."""
     of = f"--suite {year} --preset"
     gpu = (
         _part("transformer", f"{of} {presets} --context-length 128 256 512 1024 --mode forward forward+backward step"),
         _part("transformer", f"{of} small --context-length 512 --warmup 0 1 2 5", name="transformer-warmup"),
         _part("transformer", "--compare-compile", name="transformer-compile"),
-        _part("attention", "--preset course", minutes=60),
+        _part("attention", "--preset course", minutes=90),
         _part("breakdown", f"{of} {breakdown} --context 128 512 1024"),
-        _part("memory", f"{of} {breakdown} --context 128 512"),
+        _part("memory", f"{of} {memory} --context 128 256 512"),
         _part("precision"),
         _part("training_step", f"{of} {breakdown} --context 512 1024"),
         _part("generation"),
@@ -156,7 +156,7 @@ def _everything(year: Suite) -> Suite:
         _part("transformer", "--suite 2026 --preset xl 10B --context-length 512 1024", name="transformer-2026"),
         _part("transformer", "--preset wide --context-length 512", name="transformer-wide"),
         _part("attention", "--preset course-causal", name="attention-causal", minutes=90),
-        _part("attention", "--preset paper", name="attention-paper", minutes=60),
+        _part("attention", "--preset paper", name="attention-paper"),
         _part("generation", "--attention", name="generation-attention"),
     )
     cpu = (
@@ -167,8 +167,8 @@ def _everything(year: Suite) -> Suite:
     return Suite("all of 2025, the models of 2026 beyond it, and attention's other sweeps", gpu, cpu)
 
 
-_2025 = _of_year("2025", "small medium large xl 2.7B", "small medium large")
-_2026 = _of_year("2026", "small medium large xl 10B", "small large xl")
+_2025 = _of_year("2025", "small medium large xl 2.7B", "small medium large", "small 2.7B")
+_2026 = _of_year("2026", "small medium large xl 10B", "small large xl", "small xl")
 
 SUITES = {
     "quick": Suite("a look at every table, in a few minutes", _QUICK_GPU, _QUICK_CPU),
