@@ -73,6 +73,21 @@ def test_rows_are_measured_in_processes_of_their_own(tmp_path):
     assert drawn == [3]
 
 
+def roots(job):
+    cell, _ = job
+    return [{"status": "ok", "reason": "", "root": root} for root in (cell.number, -cell.number)]
+
+
+def test_a_cell_may_have_several_rows(tmp_path, capsys):
+    assert run(tool(measure=roots), options("--output", tmp_path), CELLS[:1]) == 0
+    (line,) = (tmp_path / "journal.jsonl").read_text().splitlines()
+    rows = json.loads(line)["rows"]
+    assert [(row["number"], row["root"]) for row in rows] == [(2, 2), (2, -2)]
+    assert all(row["row_s"] >= 0 for row in rows)
+    assert "'root': -2" in (tmp_path / "rows.txt").read_text()
+    assert "2 of 2 rows have figures" in capsys.readouterr().err
+
+
 def test_what_is_there_is_kept_and_what_is_skipped_says_why(tmp_path, monkeypatch):
     measured = []
 
