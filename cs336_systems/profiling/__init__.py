@@ -1,6 +1,7 @@
 """Measuring: interleaved timing, memory, operation counts, environment, resumable sweeps, tables and plots."""
 
 from cs336_systems.profiling.allocations import Allocation, History, read_history
+from cs336_systems.profiling.attention_memory import AttentionSizes, Share, memory_account
 from cs336_systems.profiling.bars import save_stacked_bars
 from cs336_systems.profiling.categories import (
     RULES,
@@ -12,7 +13,6 @@ from cs336_systems.profiling.categories import (
     largest_by_category,
     largest_first,
 )
-from cs336_systems.profiling.attention_memory import AttentionSizes, Share, memory_account
 from cs336_systems.profiling.environment import Environment, collect_environment
 from cs336_systems.profiling.flops import (
     AttentionParts,
@@ -58,13 +58,13 @@ from cs336_systems.profiling.trace import Work, read_trace, record_trace
 from cs336_systems.profiling.usage import PassMemory, cuda_memory_of, tracked_memory_of
 
 __all__ = [
+    "ACCUMULATIONS",
     "RULES",
+    "Accumulation",
     "Allocation",
     "AllocationRecorder",
     "AllocatorReading",
     "AttentionParts",
-    "ACCUMULATIONS",
-    "Accumulation",
     "AttentionSizes",
     "Axes",
     "ConfigurationMismatchError",
@@ -81,14 +81,12 @@ __all__ = [
     "PassMemory",
     "Progress",
     "Recording",
+    "Reference",
     "Regions",
     "RoundTimes",
     "RowStore",
     "Rule",
     "SavedTensor",
-    "Reference",
-    "RoundTimes",
-    "RowStore",
     "SeenDtype",
     "Series",
     "Share",
@@ -96,9 +94,9 @@ __all__ = [
     "StepTimes",
     "Timeline",
     "TimingMethod",
+    "ToyModel",
     "Work",
     "activation_bytes",
-    "ToyModel",
     "attention_flops",
     "attention_parts_flops",
     "available_bytes",
