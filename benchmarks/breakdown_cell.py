@@ -8,15 +8,15 @@ import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.suite import columns_of_failure
+from benchmarks.suite import columns_here
 from benchmarks.training_cell import Cell as Work
-from benchmarks.training_cell import TrainingStep, allow_tf32, make_batch, make_step
+from benchmarks.training_cell import TrainingStep, make_batch, make_step
 from benchmarks.training_models import BLOCKS, WHOLE, compiled, make_model, why_not
 from cs336_systems.profiling.flops import Pass, attention_parts_flops
 from cs336_systems.profiling.kernel_classes import CLASSES, MATMUL
@@ -29,7 +29,7 @@ from cs336_systems.profiling.shares import (
     region_times,
     total_ms,
 )
-from cs336_systems.profiling.sweep import Outcome, Row, Status, outcome_of
+from cs336_systems.profiling.sweep import Row, Status
 from cs336_systems.profiling.timing import consecutive_ms, synchronize
 from cs336_systems.profiling.trace import read_trace, record_trace, require_kernels
 from cs336_systems.transformer import TransformerConfig
@@ -142,21 +142,15 @@ def regions_of(model: nn.Module, compiles: str, *, nvtx: bool) -> Regions:
     return Regions(model, name_of, nvtx=nvtx)
 
 
-def measure_cell(job: tuple[Cell, Conditions]) -> dict[str, Any]:
+def measure_cell(job: tuple[Cell, Conditions]) -> Row:
     """The columns of a cell's row, for a process of its own; what cannot be measured is a status."""
     cell, conditions = job
-    device = conditions.device
-    try:
-        if device.type == "cuda" and device.index is not None:
-            torch.cuda.set_device(device)
-        allow_tf32(conditions.tf32)
-        refusal = why_not(cell.work.model, cell.work.config, device)
-        if refusal is not None:
-            return columns_of_failure(Outcome(Status.UNSUPPORTED, refusal))
-        columns = _measured(cell, conditions)
-    except Exception as error:
-        return columns_of_failure(outcome_of(error))
-    return {"status": Status.OK.value, "reason": "", **columns}
+    refusal = partial(why_not, cell.work.model, cell.work.config, conditions.device)
+
+    def measure() -> Row:
+        return {"status": Status.OK.value, "reason": "", **_measured(cell, conditions)}
+
+    return columns_here(measure, device=conditions.device, tf32=conditions.tf32, refusal=refusal)
 
 
 def _measured(cell: Cell, conditions: Conditions) -> Row:

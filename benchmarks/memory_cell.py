@@ -7,20 +7,21 @@ import pickle
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.suite import columns_of_failure
-from benchmarks.training_cell import TrainingStep, allow_tf32, make_batch, make_step
+from benchmarks.suite import columns_here
+from benchmarks.training_cell import TrainingStep, make_batch, make_step
 from benchmarks.training_models import FLASH, NAIVE, SDPA, attn_of, config_of, make_model, why_not
 from cs336_systems.profiling.allocations import Allocation, History, read_history
 from cs336_systems.profiling.categories import Kind, bytes_at, category_of, kinds, largest_by_category, largest_first
 from cs336_systems.profiling.recording import EXPLAINED, AllocationRecorder, Recording
 from cs336_systems.profiling.saved import activation_bytes, by_operation, saved_tensors
-from cs336_systems.profiling.sweep import Outcome, Row, Status, outcome_of
+from cs336_systems.profiling.sweep import Row, Status
 from cs336_systems.profiling.timeline import draw_timeline, timeline_of
 from cs336_systems.profiling.timeline_html import timeline_page
 from cs336_systems.profiling.timing import consecutive_ms
@@ -269,14 +270,6 @@ def measured(cell: Cell, conditions: Conditions) -> Row:
 def measure_cell(job: tuple[Cell, Conditions]) -> Row:
     """The columns of a cell's row, for a process of its own; what cannot be measured is a status."""
     cell, conditions = job
-    device = conditions.device
-    try:
-        if device.type == "cuda" and device.index is not None:
-            torch.cuda.set_device(device)
-        allow_tf32(conditions.tf32)
-        refusal = why_not(cell.model, cell.config, device)
-        if refusal is not None:
-            return columns_of_failure(Outcome(Status.UNSUPPORTED, refusal))
-        return measured(cell, conditions)
-    except Exception as error:
-        return columns_of_failure(outcome_of(error))
+    refusal = partial(why_not, cell.model, cell.config, conditions.device)
+    measure = partial(measured, cell, conditions)
+    return columns_here(measure, device=conditions.device, tf32=conditions.tf32, refusal=refusal)

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.attention_presets import DTYPES
-from benchmarks.suite import columns_of_failure
-from benchmarks.training_cell import allow_tf32
+from benchmarks.suite import columns_here, columns_of_failure
 from cs336_systems.attention import attention
 from cs336_systems.profiling.precision import ACCUMULATIONS, ADDEND, ADDITIONS, Reference, ToyModel, dtypes_of
 from cs336_systems.profiling.sweep import OK, Row, outcome_of
@@ -67,18 +66,16 @@ def measure_cell(job: tuple[Cell, Conditions]) -> Row | list[Row]:
     """The columns of a cell's rows; what cannot be measured is a status."""
     cell, conditions = job
     device = conditions.device
-    try:
-        if device.type == "cuda" and device.index is not None:
-            torch.cuda.set_device(device)
-        allow_tf32(conditions.tf32)
+
+    def measure() -> Row | list[Row]:
         torch.manual_seed(conditions.seed)
         if cell.kind == ACCUMULATION:
             return accumulations()
         if cell.kind == AUTOCAST:
             return dtypes_of_toy(DTYPES[cell.dtype], device)
         return errors(cell, conditions)
-    except Exception as error:
-        return columns_of_failure(outcome_of(error))
+
+    return columns_here(measure, device=device, tf32=conditions.tf32)
 
 
 def accumulations() -> list[Row]:

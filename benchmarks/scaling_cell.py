@@ -16,11 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.suite import columns_of_failure
+from benchmarks.suite import allow_tf32, columns_of_failure
 from benchmarks.training_cell import (
     Measured,
     TrainingStep,
-    allow_tf32,
     autocast,
     columns_of,
     make_batch,

@@ -25,7 +25,7 @@ from cs336_systems.profiling.environment import Environment, collect_environment
 from cs336_systems.profiling.memory import GIB
 from cs336_systems.profiling.progress import Progress, readable_seconds
 from cs336_systems.profiling.report import format_number
-from cs336_systems.profiling.sweep import ConfigurationMismatchError, Outcome, Row, RowStore, Status
+from cs336_systems.profiling.sweep import ConfigurationMismatchError, Outcome, Row, RowStore, Status, outcome_of
 from cs336_systems.training.prepare import choose_device
 
 _START_SECONDS = 300.0
@@ -41,6 +41,7 @@ class HasKey(Protocol):
 
 
 CellT = TypeVar("CellT", bound=HasKey)
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,34 @@ def measured_alone(measure: Callable[[Any], Row | list[Row]], job: Any, limit: f
         return columns_of_failure(failed(finished.failure))
     found: Row | list[Row] = finished.result
     return found
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Whether products of float32 may use TF32, for all that this process does."""
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+
+
+def columns_here(
+    measure: Callable[[], Found],
+    *,
+    device: torch.device,
+    tf32: bool,
+    refusal: Callable[[], str | None] | None = None,
+) -> Found | Row:
+    """What ``measure`` returns, in this process, which is the cell's own; a status where it raises.
+
+    Or where ``refusal`` says why the cell cannot be measured.
+    """
+    try:
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)
+        allow_tf32(tf32)
+        reason = None if refusal is None else refusal()
+        if reason is not None:
+            return columns_of_failure(Outcome(Status.UNSUPPORTED, reason))
+        return measure()
+    except Exception as error:
+        return columns_of_failure(outcome_of(error))
 
 
 class Rows:

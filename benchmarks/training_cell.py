@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from benchmarks.suite import columns_of_failure
+from benchmarks.suite import columns_here
 from benchmarks.training_models import NAIVE, NOTHING, attn_of, compiled, config_of, make_model, why_not
 from cs336_systems.profiling.steps import time_steps
-from cs336_systems.profiling.sweep import Outcome, Row, Status, outcome_of
+from cs336_systems.profiling.sweep import Row, Status
 from cs336_systems.profiling.timing import RoundTimes
 from cs336_systems.training.config import TrainingConfig
 from cs336_systems.training.optimizer import adamw, clip
@@ -203,27 +203,18 @@ def columns_of(measured: Measured) -> Row:
     }
 
 
-def allow_tf32(allowed: bool) -> None:
-    """Whether products of float32 may use TF32, for all that this process does."""
-    torch.set_float32_matmul_precision("high" if allowed else "highest")
-
-
-def measure_cell(job: tuple[Cell, Conditions]) -> dict[str, Any]:
+def measure_cell(job: tuple[Cell, Conditions]) -> Row:
     """The columns of a cell's row, for a process of its own; what cannot be measured is a status."""
     cell, conditions = job
     device = conditions.device
-    try:
-        if device.type == "cuda" and device.index is not None:
-            torch.cuda.set_device(device)
-        allow_tf32(conditions.tf32)
-        refusal = why_not(cell.model, cell.config, device)
-        if refusal is not None:
-            return columns_of_failure(Outcome(Status.UNSUPPORTED, refusal))
+
+    def measure() -> Row:
         step = prepared_step(cell, device, conditions.seed)
         measured = measured_step(step, device, untimed=conditions.warmup, timed=conditions.steps)
-    except Exception as error:
-        return columns_of_failure(outcome_of(error))
-    return {"status": Status.OK.value, "reason": "", **columns_of(measured), **graph_columns()}
+        return {"status": Status.OK.value, "reason": "", **columns_of(measured), **graph_columns()}
+
+    refusal = partial(why_not, cell.model, cell.config, device)
+    return columns_here(measure, device=device, tf32=conditions.tf32, refusal=refusal)
 
 
 def graph_columns() -> Row:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.suite import columns_of_failure
-from benchmarks.training_cell import allow_tf32, graph_columns, make_batch, step_of
+from benchmarks.suite import columns_here
+from benchmarks.training_cell import graph_columns, make_batch, step_of
 from benchmarks.training_models import NOTHING, refusal
 from cs336_systems.profiling.environment import Environment
 from cs336_systems.profiling.flops import device_peak, implausible_rate, teraflops_per_second
 from cs336_systems.profiling.memory import MIB
 from cs336_systems.profiling.steps import BACKWARD, FORWARD, MODES, PHASES, Mode, StepTimes, time_model
-from cs336_systems.profiling.sweep import Outcome, Row, Status, outcome_of
+from cs336_systems.profiling.sweep import Row, Status
 from cs336_systems.profiling.timing import RoundTimes
 from cs336_systems.transformer import Transformer, TransformerConfig
 
@@ -101,18 +102,13 @@ class Conditions:
 def measure_cell(job: tuple[Cell, Conditions]) -> Row:
     """The columns of a cell's row, for a process of its own; what cannot be measured is a status."""
     cell, conditions = job
-    device = conditions.device
-    try:
-        if device.type == "cuda" and device.index is not None:
-            torch.cuda.set_device(device)
-        allow_tf32(cell.arithmetic == TF32)
-        reason = refusal(cell.config, cell.dtype, device)
-        if reason is not None:
-            return columns_of_failure(Outcome(Status.UNSUPPORTED, reason))
+
+    def measure() -> Row:
         times, losses = measured(cell, conditions)
-    except Exception as error:
-        return columns_of_failure(outcome_of(error))
-    return {"status": Status.OK.value, "reason": "", **columns_of(times), **losses, **graph_columns()}
+        return {"status": Status.OK.value, "reason": "", **columns_of(times), **losses, **graph_columns()}
+
+    reason = partial(refusal, cell.config, cell.dtype, conditions.device)
+    return columns_here(measure, device=conditions.device, tf32=cell.arithmetic == TF32, refusal=reason)
 
 
 def measured(cell: Cell, conditions: Conditions) -> tuple[StepTimes, Row]:
