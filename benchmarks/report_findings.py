@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.report_rows import (
+    Line,
     NotMeasuredError,
     Rows,
     column_of,
@@ -189,26 +190,27 @@ def attention_fastest(rows: Rows) -> str:
     return f"At length {longest} the fastest, by the sum over head dimensions and masks: {'; '.join(said)}."
 
 
+def _by_implementation(found: Sequence[tuple[Line, Line]]) -> str:
+    """By implementation, how many times as long the first of each pair of rows takes as the second."""
+    ratios: dict[str, list[float]] = {}
+    for longer, shorter in found:
+        ratios.setdefault(longer["implementation"], []).append(of(longer, "median_ms") / of(shorter, "median_ms"))
+    return "; ".join(f"{name} {spread(values)}" for name, values in ratios.items())
+
+
 def attention_ratio(rows: Rows) -> str:
     """The backward pass of attention over its forward."""
     timed = fine(rows, "median_ms", "implementation", "pass")
     found = pairs(timed, "pass", "forward", "backward", ("implementation", "dtype", "mask", "length", "head_dim"))
-    ratios: dict[str, list[float]] = {}
-    for forward, backward in found:
-        ratios.setdefault(forward["implementation"], []).append(of(backward, "median_ms") / of(forward, "median_ms"))
-    said = "; ".join(f"{name} {spread(values)}" for name, values in ratios.items())
-    return f"The backward pass takes so many times as long as the forward pass: {said}."
+    ratios = _by_implementation([(backward, forward) for forward, backward in found])
+    return f"The backward pass takes so many times as long as the forward pass: {ratios}."
 
 
 def attention_half(rows: Rows) -> str:
     """How many times as fast attention is in bfloat16."""
     timed = fine(rows, "median_ms", "dtype", "implementation")
     found = pairs(timed, "dtype", "float32", "bfloat16", ("implementation", "pass", "mask", "length", "head_dim"))
-    ratios: dict[str, list[float]] = {}
-    for single, half in found:
-        ratios.setdefault(single["implementation"], []).append(of(single, "median_ms") / of(half, "median_ms"))
-    said = "; ".join(f"{name} {spread(values)}" for name, values in ratios.items())
-    return f"bfloat16 is so many times as fast as float32: {said}."
+    return f"bfloat16 is so many times as fast as float32: {_by_implementation(found)}."
 
 
 def sums(rows: Rows) -> str:
