@@ -6,6 +6,7 @@ of the statement, and its name says function, module and operation. So it surviv
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import linecache
@@ -155,7 +156,8 @@ def named_call(origin_name: str, filename: str, line: int) -> Callable[..., Any]
     """A function that calls what it is given, and that stacks show at this place, under this name."""
     # The call stands in the line after the first.
     code = _call.__code__.replace(co_name=origin_name, co_filename=filename, co_firstlineno=max(0, line - 1))
-    return FunctionType(code, {})
+    # What is written in C, as torch's operations are, imports through the builtins of the innermost Python frame.
+    return FunctionType(code, {"__builtins__": builtins})
 
 
 def _call(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 
 import pytest
 import torch
@@ -199,6 +200,11 @@ def test_shared_modules_have_the_path_of_their_user():
 def test_a_named_call_is_found_in_stacks_under_its_name():
     call = named_call("a name | of | three", "/home/model.py", 41)
     assert call(statement, (), {}) == ("/home/model.py", 41, "a name | of | three")
+
+
+def test_what_is_written_in_c_may_import_in_a_named_call():
+    # The first operation of a kind that a dispatch mode sees imports torch in this way; so does this, at every call.
+    assert named_call("a name", "/home/model.py", 41)(time.strptime, ("2016", "%Y"), {}).tm_year == 2016
 
 
 @pytest.mark.gpu
