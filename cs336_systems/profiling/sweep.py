@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -55,7 +56,8 @@ OK = Outcome(Status.OK)
 def outcome_of(error: Exception, *, refusals: tuple[type[Exception], ...] = (NotImplementedError,)) -> Outcome:
     """The outcome that an exception stands for: memory ran out, the call was refused, or something went wrong.
 
-    `refusals` are the exception types by which the measured code says that it cannot do what was asked.
+    `refusals` are the exception types by which the measured code says that it cannot do what was asked. What went wrong
+    is followed by the file and line that raised it, where the exception still has its traceback.
     """
     text = " ".join(str(error).split()) or "no message"
     shortened = text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 1] + "…"
@@ -63,7 +65,15 @@ def outcome_of(error: Exception, *, refusals: tuple[type[Exception], ...] = (Not
         return Outcome(Status.OUT_OF_MEMORY, shortened)
     if isinstance(error, refusals):
         return Outcome(Status.UNSUPPORTED, shortened)
-    return Outcome(Status.ERROR, f"{type(error).__name__}: {shortened}")
+    return Outcome(Status.ERROR, f"{type(error).__name__}: {shortened}{_place_of(error)}")
+
+
+def _place_of(error: Exception) -> str:
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if not frames:
+        return ""
+    frame, line = frames[-1]
+    return f" ({os.path.basename(frame.f_code.co_filename)}:{line})"
 
 
 class ConfigurationMismatchError(ValueError):

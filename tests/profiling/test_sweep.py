@@ -32,6 +32,14 @@ def test_a_refusal_is_unsupported_and_all_else_an_error():
     assert str(outcome_of(RuntimeError())) == "error: RuntimeError: no message"
 
 
+def test_an_error_that_was_raised_says_where():
+    with pytest.raises(ValueError, match="complex") as raised:
+        int("complex")
+    line = raised.traceback[-1].lineno + 1
+    assert outcome_of(raised.value).reason.endswith(f" (test_sweep.py:{line})")
+    assert outcome_of(raised.value, refusals=(ValueError,)).reason.endswith("'complex'")
+
+
 def test_a_long_reason_is_cut():
     assert len(outcome_of(RuntimeError("word " * 1000)).reason) < 330
 
