@@ -186,6 +186,16 @@ def waiting_forbidden() -> Callable[[], AbstractContextManager[None]]:
 
 
 @pytest.fixture
+def requested_bytes() -> Callable[[], int]:
+    """Bytes of the GPU's memory that tensors asked for, and have.
+
+    `torch.cuda.memory_allocated` counts the pieces that they got: those above 1 MiB may be up to 1 MiB larger, where a
+    larger one was free and not worth splitting, which depends on what ran before.
+    """
+    return lambda: int(torch.cuda.memory_stats()["requested_bytes.all.current"])
+
+
+@pytest.fixture
 def matmul_precision(request: pytest.FixtureRequest) -> Iterator[str]:
     """Indirectly parametrised: torch's setting for products of float32 matrices, for the time of the test."""
     before = torch.get_float32_matmul_precision()

@@ -1,8 +1,9 @@
 """Memory that a computation holds for its backward pass, its peak, and what there is.
 
-On CUDA the figures come from PyTorch's caching allocator and count the tensors allocated, not the segments reserved
-from the driver. Elsewhere no allocator keeps such counts: what is held is then the size of the tensors that autograd
-saved, and there is no peak. `MemoryReading.method` says which it was.
+On CUDA the figures come from PyTorch's caching allocator and count the pieces of memory that tensors have, not the
+segments reserved from the driver: each a multiple of 512 bytes, and above 1 MiB up to 1 MiB larger than was asked for,
+where a larger piece was free. Elsewhere no allocator keeps such counts: what is held is then the size of the tensors
+that autograd saved, and there is no peak. `MemoryReading.method` says which it was.
 """
 
 from __future__ import annotations

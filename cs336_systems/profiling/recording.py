@@ -52,7 +52,8 @@ class Recording:
     Attributes:
         snapshot: as ``torch.cuda.memory._snapshot`` returns it: pickled, https://docs.pytorch.org/memory_viz shows it.
         device_index: of which device in it.
-        before_bytes: allocated when the recording began; without an allocator's count, of the tensors that were met.
+        before_bytes: allocated when the recording began, as the allocator counts, which rounds up; what is in the
+            snapshot are bytes that were asked for. Without an allocator's count, of the tensors that were met.
         owners: for each marker of a phase in turn, who owns the memory at an address then.
         method: `ALLOCATOR_HISTORY` or `TRACKED_TENSORS`.
     """
