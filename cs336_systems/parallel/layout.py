@@ -11,6 +11,7 @@ faster links within than between them, are the closest::
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -165,7 +166,7 @@ def start(
     if on_gpu:
         device = torch.device("cuda", _local_rank())
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None, timeout=patience)
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=_bound(device), timeout=patience)
     try:
         world, rank = dist.get_world_size(), dist.get_rank()
         grid = (world // size, size)
@@ -214,6 +215,18 @@ def check(mode: str, device: torch.device, context_size: int | None) -> int:
     if size < 1 or world % size:
         raise ValueError(f"context_size must divide the number of processes, {world}; got {size}")
     return size
+
+
+_groups_on_gpus = itertools.count()
+
+
+def _bound(device: torch.device) -> torch.device | None:
+    """What a group is bound to: its GPU, so that NCCL splits the grid's groups off it; None for gloo.
+
+    A second group of a process is not bound either: up to torch 2.13 splitting it is a segmentation fault
+    (pytorch/pytorch#192109).
+    """
+    return device if device.type == "cuda" and next(_groups_on_gpus) == 0 else None
 
 
 def _local_rank() -> int:
