@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.layout import rows_like
 from ..kernels.settings import Settings, bits_of
 from . import ops, tiled
 from .derivatives import TWICE
@@ -81,7 +82,7 @@ def _fake_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, settings: str, numbers: Sequence[float], extras: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=wide)
+    return q.new_empty_strided(*rows_like(q, v.shape[-1])), q.new_empty(q.shape[:-1], dtype=wide)
 
 
 def _fake_backward(

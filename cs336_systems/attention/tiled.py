@@ -16,6 +16,7 @@ from einops import einsum, rearrange, reduce
 from jaxtyping import Float
 from torch import Tensor
 
+from ..kernels.layout import rows_like
 from ..kernels.settings import Window
 from ..kernels.sinks import sink_gradient
 from .choose import ARGUMENTS, Implementation, spec_for
@@ -85,7 +86,7 @@ def forward(
 ) -> tuple[Float[Tensor, "*batch q_heads q_len dv"], Float[Tensor, "*batch q_heads q_len"]]:
     """The output and the log-sum-exp of each row of scores."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    out = q.new_empty_strided(*rows_like(q, v.shape[-1]))
     lse = q.new_empty(q.shape[:-1], dtype=wide)
     band = spec.band(q.shape[-2], k.shape[-2])
     for rows in tiles(q.shape[-2], TILE_Q):

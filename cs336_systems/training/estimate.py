@@ -8,12 +8,11 @@ parameters        4 P
 gradients         4 P
 optimizer         8 P: AdamW's two averages
 narrow weights    2 M under autocast, which keeps a narrow copy of each matrix until the backward pass is done
-a block           n (4 e d_ff + a d_model + 2 e kv_width + 4 heads + 8), a = 36 in float32, 32 under autocast: what
+a block           n (4 e d_ff + a d_model + 2 e kv_width + 4 heads + 8), a = 32 in float32, 30 under autocast: what
                   autograd keeps of two norms, of q, k, v, of attention's output and log-sum-exp, and of SwiGLU;
                   a is 8 less where the norm's kernel keeps no normalised x, as CUDA's does
                   + n heads e length (1 for naive and compiled attention: its probabilities)
-                  + length² - n (e d_model + 4 heads) for naive attention: its mask is kept, no log-sum-exp is, and
-                  the output once
+                  + length² - 4 n heads for naive attention: its mask is kept, and no log-sum-exp is
 all blocks        layers · block; with recomputation of every k blocks, 4 n d_model · ⌈layers / k⌉ + k · block
 loss              c vocab_size (8, or 10 under autocast): logits, what the softmax keeps of them, their gradient;
                   c is n, or the chunk if that is less
@@ -118,7 +117,7 @@ def estimate_memory(
     copied = parameters - gains - looked_up if shards == 1 else model.vocab_size * model.d_model
     block = tokens * _block_bytes(model, narrow, context_size, fused_norm)
     if model.attn == "naive" and context_size == 1:
-        block += model.context_length**2 - tokens * (narrow * model.d_model + 4 * model.num_heads)
+        block += model.context_length**2 - tokens * 4 * model.num_heads
     if recompute_every is None:
         blocks = model.num_layers * block
     else:
@@ -142,7 +141,7 @@ def estimate_memory(
 
 def _block_bytes(model: TransformerConfig, narrow: int, context_size: int, fused_norm: bool) -> int:
     """What autograd keeps of a block for each token."""
-    widths = 4 * narrow * model.d_ff + ((36 if narrow == 4 else 32) - 8 * fused_norm) * model.d_model
+    widths = 4 * narrow * model.d_ff + ((32 if narrow == 4 else 30) - 8 * fused_norm) * model.d_model
     widths += 2 * narrow * model.kv_heads * model.d_head + 4 * model.num_heads + 8
     keys = model.context_length
     if context_size > 1:

@@ -148,8 +148,8 @@ class RotaryEmbedding(nn.Module):
         d_head: the width of the vectors; even.
         context_length: how many positions there are.
         theta: the base of the wavelengths.
-        device, dtype: of the sines and cosines, in ``table`` (2, context_length, d_head / 2): float32, or float64 for
-            a model of that dtype. It is no part of the state dict. Whatever the module is moved or cast to, the table
+        device, dtype: of cos, -sin and sin, in ``table`` (3, context_length, d_head / 2): float32, or float64 for a
+            model of that dtype. It is no part of the state dict. Whatever the module is moved or cast to, the table
             is computed anew, so that neither a narrow dtype nor ``to_empty`` leaves wrong angles in it.
 
     Raises:
@@ -174,7 +174,7 @@ class RotaryEmbedding(nn.Module):
             raise ValueError(f"d_head must be even; got {d_head}")
         self.theta = theta
         wide = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
-        table = torch.empty(2, context_length, d_head // 2, device=device, dtype=wide)
+        table = torch.empty(3, context_length, d_head // 2, device=device, dtype=wide)
         self.register_buffer("table", table, persistent=False)
         self.reset_parameters()
 
@@ -183,7 +183,7 @@ class RotaryEmbedding(nn.Module):
         _, positions, pairs = self.table.shape
         frequencies = self.theta ** -(torch.arange(pairs, dtype=torch.float64, device="cpu") / pairs)
         angles = torch.outer(torch.arange(positions, dtype=torch.float64, device="cpu"), frequencies)
-        self.table.copy_(torch.stack((angles.cos(), angles.sin())).to(self.table.dtype))
+        self.table.copy_(torch.stack((angles.cos(), -angles.sin(), angles.sin())).to(self.table.dtype))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
         before = self.table
@@ -210,9 +210,12 @@ class RotaryEmbedding(nn.Module):
             raise ValueError(f"x must have vectors of {2 * pairs} elements, d_head; got {x.shape[-1]}")
         if positions is None and x.shape[-2] > most:
             raise ValueError(f"x must have a length of at most {most}, the context length; got {x.shape[-2]}")
-        cos, sin = self.table[:, : x.shape[-2]] if positions is None else self.table[:, positions]
-        even, odd = rearrange(x, "... (pair two) -> two ... pair", two=2)
-        rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+        table = self.table[:, : x.shape[-2]] if positions is None else self.table[:, positions]
+        couples = rearrange(x, "... (pair two) -> ... pair two", two=2)
+        # By operations of single elements alone, the result lies in memory as x does, where heads and positions may
+        # have changed places: attention's output then does, too, and none of them is copied on its way.
+        cos, sines = table[0].unsqueeze(-1), table[1:].movedim(0, -1)
+        rotated = couples * cos + couples.flip(-1) * sines
         return rearrange(rotated, "... pair two -> ... (pair two)").to(x.dtype)
 
     def extra_repr(self) -> str:
