@@ -10,7 +10,7 @@ SHARED_MEMORY = {"sm_86": 99, "sm_90": 227}
 REGISTERS = 64 * 1024
 """Of one processor."""
 
-THREADS = {"half": 128, "float32": 256}
+THREADS = {"half": 64, "float32": 256}
 
 
 def problems(row, architecture, together):
