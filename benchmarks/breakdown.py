@@ -27,7 +27,7 @@ from benchmarks.breakdown_cell import BFLOAT16, DTYPES, MODES, Cell, Conditions,
 from benchmarks.breakdown_report import draw, row_of, write
 from benchmarks.suite import Estimate, Tool, add_run_options, check_run_options, positive, run
 from benchmarks.training_cell import Cell as Work
-from benchmarks.training_models import COMPILE, LLAMA, MODELS, NAIVE, NOTHING
+from benchmarks.training_models import COMPILE, LLAMA, MODELS, NAIVE, NOTHING, modules_for
 from benchmarks.training_run import add_model_options, add_timing_options, check_presets, timing_configuration
 from cs336_systems.profiling.environment import Environment
 from cs336_systems.profiling.sweep import Outcome, Row, Status
@@ -142,6 +142,7 @@ def tool_of(options: argparse.Namespace) -> Tool[Cell]:
         estimate,
         draw,
         packages=("transformers",),
+        preload=modules_for(options.model, [options.compile]),
     )
 
 

@@ -11,6 +11,7 @@ docs/measuring/memory.md says what is measured, how, and what the columns mean.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,8 @@ from cs336_systems.training.config import TINY
 from cs336_systems.transformer import TransformerConfig
 
 _WIDTHS = ("d_model", "d_ff", "num_layers", "num_heads")
+_PICTURES = ("matplotlib.pyplot",)
+"""What a row draws its timeline with."""
 _START_SECONDS = 15.0
 _SECONDS_A_LAYER = 0.2
 """Of a row: what its operations take to be recorded, about."""
@@ -142,7 +145,16 @@ def tool_of(options: argparse.Namespace) -> Tool[Cell]:
         return Estimate(seconds, parts.total if cell.mode != FORWARD_ONLY else None)
 
     return Tool(
-        "memory.py", measure_cell, conditions, finish, write, configuration_of(options), no_room, estimate, draw
+        "memory.py",
+        measure_cell,
+        conditions,
+        finish,
+        write,
+        configuration_of(options),
+        no_room,
+        estimate,
+        draw,
+        preload=_PICTURES if importlib.util.find_spec("matplotlib") else (),
     )
 
 

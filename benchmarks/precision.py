@@ -34,6 +34,7 @@ from benchmarks.precision_cells import (
 )
 from benchmarks.precision_report import draw, write
 from benchmarks.suite import Estimate, Tool, add_run_options, check_run_options, positive, run
+from benchmarks.training_models import COMPILER
 from cs336_systems.attention import Implementation
 from cs336_systems.profiling.environment import Environment
 from cs336_systems.profiling.sweep import Row
@@ -139,6 +140,7 @@ def tool_of(options: argparse.Namespace) -> Tool[Cell]:
         configuration_of(options),
         estimate=estimate,
         draw=draw,
+        preload=COMPILER if Implementation.COMPILED.value in options.impl else (),
     )
 
 

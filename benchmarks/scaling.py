@@ -29,7 +29,6 @@ from benchmarks.scaling_groups import log_of, run_group
 from benchmarks.scaling_report import row_of, write
 from benchmarks.scaling_search import first_length, search
 from benchmarks.suite import (
-    Rows,
     add_run_options,
     check_filter,
     chosen,
@@ -40,6 +39,7 @@ from benchmarks.suite import (
     positive,
     with_environment,
 )
+from benchmarks.suite_rows import Rows
 from benchmarks.training_run import (
     TOKENS,
     add_model_options,

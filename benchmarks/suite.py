@@ -11,33 +11,24 @@ import argparse
 import functools
 import re
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from benchmarks.attention import termination_as_interruption
-from benchmarks.processes import run_jobs
+from benchmarks.processes import module_of, run_jobs
+from benchmarks.suite_rows import HasKey, Rows
 from cs336_systems.profiling.environment import Environment, collect_environment
 from cs336_systems.profiling.memory import GIB
-from cs336_systems.profiling.progress import Progress, readable_seconds
+from cs336_systems.profiling.progress import readable_seconds
 from cs336_systems.profiling.report import format_number
 from cs336_systems.profiling.sweep import ConfigurationMismatchError, Outcome, Row, RowStore, Status, outcome_of
 from cs336_systems.training.prepare import choose_device
 
 _START_SECONDS = 300.0
-
-
-class HasKey(Protocol):
-    """A cell: what a row is measured of."""
-
-    @property
-    def key(self) -> str:
-        """The cell in words, which no other has."""
-        ...
 
 
 CellT = TypeVar("CellT", bound=HasKey)
@@ -80,6 +71,7 @@ class Tool(Generic[CellT]):
         skip: why a cell is not tried, from the rows before it; None if it is.
         estimate: for --dry-run.
         packages: whose versions are part of the environment.
+        preload: modules that ``measure`` imports while it runs, if at all: see `run_jobs`.
     """
 
     program: str
@@ -92,6 +84,12 @@ class Tool(Generic[CellT]):
     estimate: Callable[[CellT], Estimate] = _unknown
     draw: Callable[[Path, Sequence[Row]], object] = _nothing_drawn
     packages: tuple[str, ...] = ()
+    preload: tuple[str, ...] = ()
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """All that a row's process has imported when it begins."""
+        return (module_of(self.measure), *self.preload)
 
 
 def add_run_options(parser: argparse.ArgumentParser, folder: str, *, chooses_device: bool = True) -> None:
@@ -136,14 +134,18 @@ def positive(text: str) -> int:
     return number
 
 
-def environment_of(device: torch.device, commit: str | None, packages: Sequence[str] = ()) -> Environment:
+def environment_of(
+    device: torch.device, commit: str | None, packages: Sequence[str] = (), preload: Sequence[str] = ()
+) -> Environment:
     """The environment, read in a process that ends: this one takes no memory of the GPU that is measured.
+
+    With what later jobs ``preload`` it begins as they do, and nothing is imported twice.
 
     Raises:
         RuntimeError: it cannot be read; the message says why.
     """
     read = functools.partial(collect_environment, packages=tuple(packages), commit=commit)
-    (finished,) = run_jobs(read, [device], processes=1, seconds_each=_START_SECONDS)
+    (finished,) = run_jobs(read, [device], processes=1, seconds_each=_START_SECONDS, preload=preload)
     if finished.failure:
         raise RuntimeError(f"the environment of {device} cannot be read: {finished.failure}")
     environment: Environment = finished.result
@@ -213,50 +215,6 @@ def columns_here(
         return columns_of_failure(outcome_of(error))
 
 
-class Rows:
-    """The rows of a run: each is measured where it is not stored, then stored, and everything written anew.
-
-    Args:
-        store: those that there are.
-        measure: a cell's row, or several.
-        write: writes the files for people.
-        total: how many cells there will be; None where each depends on the one before.
-        environment: of the run; its commit and date stand in every row.
-    """
-
-    def __init__(
-        self,
-        store: RowStore,
-        measure: Callable[[Any], Row | list[Row]],
-        write: Callable[[], None],
-        total: int | None,
-        environment: Environment,
-    ) -> None:
-        self._store, self._measure, self._write = store, measure, write
-        self._stamp = {"device": environment.device, "commit": environment.commit, "date": environment.date}
-        self._counted = total is not None
-        self.progress = Progress(total or 0)
-
-    def of(self, cell: HasKey) -> Row:
-        """The row of a cell; of several, the first."""
-        if self._store.is_finished(cell.key):
-            self.progress.keep_cell()
-            return self._store.rows_of(cell.key)[0]
-        if self._counted:
-            self.progress.start_cell(cell.key)
-        begin = time.monotonic()
-        measured = self._measure(cell)
-        stamp = {"row_s": round(time.monotonic() - begin, 1), **self._stamp}
-        rows = [row | stamp for row in (measured if isinstance(measured, list) else [measured])]
-        self._store.append(cell.key, rows)
-        self._write()
-        if self._counted:
-            self.progress.finish_cell(_summary(rows))
-        else:
-            self.progress.note(f"{cell.key}: {_summary(rows)}")
-        return rows[0]
-
-
 def run(tool: Tool[CellT], options: argparse.Namespace, cells: Sequence[CellT]) -> int:
     """Measure the cells; the exit status is 0, 2 for what cannot be done, 130 when interrupted.
 
@@ -267,7 +225,7 @@ def run(tool: Tool[CellT], options: argparse.Namespace, cells: Sequence[CellT]) 
         print(listing(cells, tool.estimate))
         return 0
     try:
-        environment = environment_of(options.device, options.commit, tool.packages)
+        environment = environment_of(options.device, options.commit, tool.packages, tool.modules)
         store = opened(options, with_environment(tool.configuration, environment))
     except (ConfigurationMismatchError, RuntimeError) as error:
         print(f"{tool.program}: error: {error}", file=sys.stderr)
@@ -316,17 +274,3 @@ def _expected(estimate: Estimate) -> str:
     seconds = "time unknown" if estimate.seconds is None else readable_seconds(estimate.seconds)
     room = "memory unknown" if estimate.bytes is None else f"{format_number(estimate.bytes / GIB)} GiB"
     return f"{seconds}, {room}"
-
-
-def _summary(rows: Sequence[Row]) -> str:
-    row = rows[0]
-    took = f"the row took {readable_seconds(row['row_s'])}"
-    if len(rows) > 1:
-        fine = sum(row["status"] == Status.OK.value for row in rows)
-        return f"{fine} of {len(rows)} rows have figures, they took {readable_seconds(row['row_s'])}"
-    if row["status"] != Status.OK.value:
-        return f"{row['status']}, {took} ({row['reason'][:120]})"
-    compiling, median = row.get("compile_s"), row.get("median_ms", row.get("step_median_ms"))
-    shown = [] if median is None else [f"{format_number(median)} ms a step"]
-    shown += [] if compiling is None else [f"the first step {format_number(compiling)} s more"]
-    return ", ".join([*shown, took])

@@ -6,6 +6,7 @@ All take tokens and targets, and return the loss: the mean cross-entropy, from l
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -32,6 +33,9 @@ MODELS = {
 WHOLE, BLOCKS, NOTHING = "model", "blocks", "none"
 COMPILE = (WHOLE, BLOCKS, NOTHING)
 """What torch.compile is given: the model, each block by itself, or nothing."""
+COMPILER = ("torch._inductor.compile_fx", "torch._inductor.codegen.cuda_combined_scheduling")
+"""What torch.compile imports when it is first used, nearly all of it."""
+_TRANSFORMERS = ("transformers.models.llama.modeling_llama",)
 CUDNN_ALONE = [SDPBackend.CUDNN_ATTENTION]
 
 
@@ -50,6 +54,13 @@ def config_of(name: str, suite: str, attn: str = "auto", **sizes: int) -> Transf
         settings: dict[str, Any] = TINY_SIZES._asdict() | sizes
         return TransformerConfig(**settings, attn=attn)
     return preset(name, suite, attn=attn, **sizes)
+
+
+def modules_for(models: Iterable[str], how: Iterable[str]) -> tuple[str, ...]:
+    """What models, compiled in one of these ways, import when they are made and first called."""
+    compiler = COMPILER if {*how} - {NOTHING} else ()
+    there = LLAMA in models and importlib.util.find_spec("transformers") is not None
+    return (*compiler, *(_TRANSFORMERS if there else ()))
 
 
 def attn_of(model: str) -> str:

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.suite import Estimate, Tool, add_run_options, check_run_options, positive, run
 from benchmarks.training_cell import Cell, Conditions, measure_cell
-from benchmarks.training_models import COMPILE, LLAMA, MODELS, WHOLE
+from benchmarks.training_models import COMPILE, LLAMA, MODELS, WHOLE, modules_for
 from benchmarks.training_report import draw, flops_per_token, row_of, write
 from benchmarks.training_run import (
     TOKENS,
@@ -125,6 +125,7 @@ def tool_of(options: argparse.Namespace) -> Tool[Cell]:
         estimate,
         draw,
         packages=("transformers",),
+        preload=modules_for(options.model, [options.compile]),
     )
 
 

@@ -25,7 +25,7 @@ if not __package__:
 import torch
 
 from benchmarks.suite import Estimate, Tool, add_run_options, check_run_options, positive, run
-from benchmarks.training_models import COMPILE, NOTHING, WHOLE, config_of, names_of
+from benchmarks.training_models import COMPILE, NOTHING, WHOLE, config_of, modules_for, names_of
 from benchmarks.transformer_cell import DTYPES, SIZES, TF32, Cell, Conditions, log_lines, measure_cell, row_of
 from benchmarks.transformer_report import draw, write
 from cs336_systems.attention.choose import NAMES
@@ -197,6 +197,7 @@ def tool_of(options: argparse.Namespace) -> Tool[Cell]:
         no_room,
         estimate,
         draw,
+        preload=modules_for((), options.compile),
     )
 
 
