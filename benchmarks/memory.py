@@ -36,7 +36,7 @@ from cs336_systems.transformer import TransformerConfig
 _WIDTHS = ("d_model", "d_ff", "num_layers", "num_heads")
 _PICTURES = ("matplotlib.pyplot",)
 """What a row draws its timeline with."""
-_START_SECONDS = 15.0
+_START_SECONDS = 4.0
 _SECONDS_A_LAYER = 0.2
 """Of a row: what its operations take to be recorded, about."""
 

@@ -8,6 +8,7 @@
 
 Each part is a process with a folder of its own in --output. What is not there, fails, or runs out of time has a status
 on the page, and the others go on. The page is report.html, which needs no other file and no network, and report.md.
+Several of these may work on one --output, each with a --filter and a GPU of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.attention import termination_as_interruption
-from benchmarks.report_page import assemble, record_of_not_started
+from benchmarks.report_page import assemble
 from benchmarks.report_parts import (
     FOLDER,
     INTERRUPTED,
@@ -119,13 +120,10 @@ def opened(options: argparse.Namespace) -> State:
         if differing and options.resume:
             raise ValueError(f"{options.output} has another report: {'; '.join(differing)}. Choose another folder")
         if differing:
-            before = None
-    outcomes = record_of_not_started([part.name for part in parts])
-    if before is not None:
-        outcomes |= {name: outcome for name, outcome in before.outcomes.items() if name in outcomes}
-    state = State(options.output, facts | {"programs": {part.name: part.program for part in parts}}, outcomes)
+            before.forget()
+    state = State(options.output, facts | {"programs": {part.name: part.program for part in parts}}, {})
     state.write()
-    return state
+    return State.read(options.output) or state
 
 
 def run_all(state: State, options: argparse.Namespace, programs: Path = FOLDER) -> None:
@@ -170,7 +168,7 @@ def _run_part(
         forget(folder)
     arguments = arguments_of(part, options.output, str(options.device), resume=go_on, commit=options.commit)
     minutes = part.minutes if options.part_minutes is None else options.part_minutes
-    state.set(part.name, Outcome(INTERRUPTED, "the report was stopped while it ran", command=asked))
+    state.set(part.name, Outcome(INTERRUPTED, "the report was stopped while it ran, or it runs still", command=asked))
     outcome = run(command_of(part, arguments, programs), folder, 60 * minutes)
     return Outcome(outcome.status, outcome.reason, outcome.seconds, asked)
 
@@ -188,11 +186,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.only_assemble or options.output
     try:
         if options.only_assemble is not None:
-            state = None
+            ran = []
         else:
             state = opened(options)
             with termination_as_interruption():
                 run_all(state, options)
+            ran = [state.outcomes[part.name] for part in parts_of(options)]
         written = assemble(folder)
     except (ValueError, FileNotFoundError) as error:
         print(f"report.py: error: {error}", file=sys.stderr)
@@ -202,8 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted; the same command with --resume goes on", file=sys.stderr)
         return 130
     print("\n".join(f"wrote {path}" for path in written))
-    good = (OK, NOT_THERE, NOT_STARTED)
-    return int(state is not None and any(outcome.status not in good for outcome in state.outcomes.values()))
+    return int(any(outcome.status not in (OK, NOT_THERE, NOT_STARTED) for outcome in ran))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.report_findings import ANSWERS, statements
 from benchmarks.report_markdown import Heading, headings, html_of, shifted
-from benchmarks.report_parts import LOG, NOT_STARTED, OK, PRINTED, RESULTS, STATE, TABLES, Outcome, State
+from benchmarks.report_parts import LOG, OK, PRINTED, RESULTS, STATE, TABLES, Outcome, State
 from benchmarks.report_rows import read_rows
 from benchmarks.report_style import STYLE
 from benchmarks.report_suites import PROGRAMS
@@ -215,8 +215,3 @@ def _nested(found: Sequence[Heading]) -> str:
 
 def _link(anchor: str, text: str) -> str:
     return f'<a href="#{anchor}">{html.escape(text)}</a>'
-
-
-def record_of_not_started(names: Sequence[str]) -> dict[str, Outcome]:
-    """What stands for parts of which nothing is known yet."""
-    return {name: Outcome(NOT_STARTED) for name in names}

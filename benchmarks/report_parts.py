@@ -20,7 +20,7 @@ from cs336_systems.profiling.sweep import CONFIGURATION, JOURNAL, UNDER_WAY
 
 FOLDER = Path(__file__).resolve().parent
 """Where the programs are."""
-STATE = "parts.json"
+STATE, OUTCOME = "parts.json", "outcome.json"
 LOG, PRINTED, TABLES, RESULTS = "log.txt", "printed.txt", "tables.md", "results.csv"
 
 OK, FAILED, TIMED_OUT, INTERRUPTED = "ok", "failed", "ran out of time", "interrupted"
@@ -42,7 +42,10 @@ class Outcome:
 
 
 class State:
-    """What became of the parts of a folder, in a file that is written anew at every change."""
+    """What became of the parts of a folder: what is run, in one file, and what became of each part, in its own folder.
+
+    Several processes may work on the parts of one folder: each writes of the parts that it runs alone.
+    """
 
     def __init__(self, folder: Path, facts: dict[str, Any], outcomes: dict[str, Outcome]) -> None:
         self.folder, self.facts, self.outcomes = folder, facts, outcomes
@@ -53,22 +56,30 @@ class State:
         path = folder / STATE
         if not path.exists():
             return None
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        outcomes = {
-            name: Outcome(**(fields | {"command": tuple(fields["command"])}))
-            for name, fields in stored.pop("parts").items()
-        }
-        return cls(folder, stored, outcomes)
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        outcomes = {name: _stored(folder / name / OUTCOME) for name in facts["programs"]}
+        return cls(folder, facts, outcomes)
 
     def set(self, name: str, outcome: Outcome) -> None:
         """Keep what became of a part."""
         self.outcomes[name] = outcome
-        self.write()
+        write_text(self.folder / name / OUTCOME, json.dumps(asdict(outcome), indent=2) + "\n")
 
     def write(self) -> None:
-        """Write the file, in one step."""
-        parts = {name: asdict(outcome) for name, outcome in self.outcomes.items()}
-        write_text(self.folder / STATE, json.dumps(self.facts | {"parts": parts}, indent=2) + "\n")
+        """Write what is run, in one step."""
+        write_text(self.folder / STATE, json.dumps(self.facts, indent=2) + "\n")
+
+    def forget(self) -> None:
+        """Remove what became of the parts."""
+        for name in self.outcomes:
+            (self.folder / name / OUTCOME).unlink(missing_ok=True)
+
+
+def _stored(path: Path) -> Outcome:
+    if not path.exists():
+        return Outcome(NOT_STARTED)
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    return Outcome(**(fields | {"command": tuple(fields["command"])}))
 
 
 def arguments_of(

@@ -119,15 +119,21 @@ _QUICK_GPU = (
 def _of_year(year: str, presets: str, breakdown: str, memory: str) -> Suite:
     """Every table for the presets of a year's course; without a GPU, for its smallest one."""
     of = f"--suite {year} --preset"
+    # A part for each preset, and a few minutes each, so that several GPUs can share them out.
+    passes = "--context-length 128 256 512 1024 --mode forward step --compile none blocks"
     gpu = (
-        _part("transformer", f"{of} {presets} --context-length 128 256 512 1024 --mode forward forward+backward step"),
+        *(_part("transformer", f"{of} {name} {passes}", name=f"transformer-{name}") for name in presets.split()),
+        # The step has the phases of this mode; what is beside it is memory, for which one length will do.
+        _part(
+            "transformer", f"{of} {presets} --context-length 512 --mode forward+backward", name="transformer-backward"
+        ),
         _part("transformer", f"{of} small --context-length 512 --warmup 0 1 2 5", name="transformer-warmup"),
         _part("transformer", "--compare-compile", name="transformer-compile"),
         _part("attention", "--preset course", minutes=90),
         _part("breakdown", f"{of} {breakdown} --context 128 512 1024"),
-        _part("memory", f"{of} {memory} --context 128 256 512"),
+        *(_part("memory", f"{of} {name} --context 128 256 512", name=f"memory-{name}") for name in memory.split()),
         _part("precision"),
-        _part("training_step", f"{of} {breakdown} --context 512 1024"),
+        _part("training_step", f"{of} {breakdown} --context 1024 --compile blocks"),
         _part("generation"),
         _part("host_overhead"),
         _part("leaderboard"),

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from cs336_systems.files import write_text
+
 _COMMAND_SECONDS = 10.0
 
 
@@ -67,8 +69,8 @@ class Environment:
         return dataclasses.asdict(self)
 
     def write(self, path: Path) -> None:
-        """Write it as JSON to `path`."""
-        path.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
+        """Write it as JSON to `path`, in one step."""
+        write_text(path, json.dumps(self.as_dict(), indent=2) + "\n")
 
 
 def collect_environment(

@@ -7,6 +7,7 @@ for each cell; a sweep started again in the same folder reads the journal and me
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import traceback
@@ -211,12 +212,16 @@ def _read_journal(path: Path) -> dict[str, list[Row]]:
 
 
 def write_csv(path: Path, rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    """Write rows as CSV in the given columns. None becomes an empty field, a list its items joined by semicolons."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(columns)
-        for row in rows:
-            writer.writerow([_csv_field(row.get(column)) for column in columns])
+    """Write rows as CSV in the given columns, in one step.
+
+    None becomes an empty field, a list its items joined by semicolons.
+    """
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(columns)
+    for row in rows:
+        writer.writerow([_csv_field(row.get(column)) for column in columns])
+    write_text(path, text.getvalue())
 
 
 def _csv_field(value: object) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import shlex
@@ -14,8 +15,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
-from benchmarks import report, report_parts
+from benchmarks import report, report_parts, suite, transformer
 from benchmarks.report import dry_run, opened, parse, run_all
 from benchmarks.report_parts import FOLDER, OK, Outcome, State, arguments_of
 from benchmarks.report_suites import PROGRAMS, SUITES, Part, Suite
@@ -91,12 +93,28 @@ def calls(output, name):
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-@pytest.mark.parametrize("suite", SUITES)
-def test_parts_have_names_of_their_own_and_programs_that_are_known(suite, on_gpu):
-    parts = SUITES[suite].parts(on_gpu)
+@pytest.mark.parametrize("name", SUITES)
+def test_parts_have_names_of_their_own_and_programs_that_are_known(name, on_gpu):
+    parts = SUITES[name].parts(on_gpu)
     assert len({part.name for part in parts}) == len(parts)
     assert {part.program for part in parts} == {*PROGRAMS}
     assert all(part.minutes > 0 for part in parts)
+
+
+def test_every_pass_of_a_years_presets_is_measured_eager_and_compiled(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(suite, "choose_device", torch.device)
+    found = [
+        (cell.name, cell.config.context_length, cell.arithmetic, cell.compile, cell.mode)
+        for part in SUITES["2025"].gpu
+        if part.program == "transformer" and part.name != "transformer-warmup"
+        for cell in transformer.parse([*part.arguments, "--device", "cuda"]).cells
+    ]
+    names = [f"{name} (2025)" for name in ("small", "medium", "large", "xl", "2.7B")]
+    dtypes, ways, modes = ("float32", "bfloat16"), ("none", "blocks"), ("forward", "step")
+    assert {*itertools.product(names, (128, 256, 512, 1024), dtypes, ways, modes)} <= {*found}
+    assert {*itertools.product(names, (512,), dtypes, ("none",), ("forward+backward",))} <= {*found}
+    assert len({*found}) == len(found)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -104,8 +122,8 @@ def test_a_program_takes_the_arguments_that_suites_give_it(program):
     if not (FOLDER / PROGRAMS[program].file).exists():
         pytest.skip("the program is not there")
     module = importlib.import_module(f"benchmarks.{program}")
-    for suite in SUITES.values():
-        for part in (*suite.gpu, *suite.cpu):
+    for known in SUITES.values():
+        for part in (*known.gpu, *known.cpu):
             if part.program == program:
                 module.parse(arguments_of(part, Path("out"), "cpu", commit="abc"))
     assert PROGRAMS[program].resumes == _takes(module, "--resume")
@@ -220,9 +238,55 @@ def test_an_interruption_stops_the_part_and_keeps_what_there_is(programs, tmp_pa
         process.kill()
         process.wait()
     assert (output / "slow/told").exists()
-    stored = json.loads((output / "parts.json").read_text())["parts"]
-    assert [stored[name]["status"] for name in ("fine", "slow")] == ["ok", "interrupted"]
+    stored = [json.loads((output / name / "outcome.json").read_text())["status"] for name in ("fine", "slow")]
+    assert stored == ["ok", "interrupted"]
     assert "| x | 1 |" in (output / "report.md").read_text()
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from benchmarks import report
+from benchmarks.report_suites import SUITES, Part, Suite
+parts = [Part(name, "transformer", ("--seconds", seconds)) for name, seconds in zip("abcd", ("2", "0.1", "0.1", "2"))]
+SUITES["quick"] = Suite("a trial", (), (*parts, Part("failing", "memory", ("--status", "3"))))
+report.run_all.__defaults__ = (Path(sys.argv[1]),)
+sys.exit(report.main(sys.argv[2:]))
+"""
+
+
+def test_two_reports_share_the_parts_of_a_folder(programs, tmp_path):
+    output = tmp_path / "out"
+    environment = os.environ | {"PYTHONPATH": str(FOLDER.parent)}
+    shared = [sys.executable, "-c", SCRIPT, str(programs), "--device", "cpu", "--output", str(output)]
+    both = [
+        subprocess.Popen([*shared, "--filter", which], env=environment | {"CUDA_VISIBLE_DEVICES": gpu})
+        for which, gpu in (("^[ab]$", "0"), ("^[cd]$", "1"))
+    ]
+    assert [process.wait(100) for process in both] == [0, 0]
+    stored = State.read(output)
+    assert stored is not None
+    assert {name: outcome.status for name, outcome in stored.outcomes.items()} == {
+        **dict.fromkeys("abcd", "ok"),
+        "failing": "not started",
+    }
+    assert [len(calls(output, name)) for name in "abcd"] == [1] * 4
+    assert report.main(["--device", "cpu", "--only-assemble", str(output)]) == 0
+    page = (output / "report.md").read_text()
+    assert "4 of 5 parts are complete" in page
+    assert page.count("| x | 1 |") == 4
+    # What one of them finds wrong is its own affair; a third goes on with what both left.
+    assert subprocess.run([*shared, "--filter", "failing"], env=environment, check=False).returncode == 1
+    assert subprocess.run([*shared, "--filter", "^[ad]$", "--resume"], env=environment, check=False).returncode == 0
+    assert [len(calls(output, name)) for name in "abcd"] == [1] * 4
+
+
+def test_the_record_of_another_suite_is_forgotten_without_resume(programs, tmp_path):
+    output = tmp_path / "out"
+    go(programs, output, "--filter", "fine")
+    state = opened(parse(["--device", "cpu", "--output", str(output), "--suite", "2025"]))
+    assert {outcome.status for outcome in state.outcomes.values()} == {"not started"}
+    assert {outcome.status for outcome in go(programs, output, "--filter", "none").outcomes.values()} == {"not started"}
 
 
 def _printed(folder: Path) -> str:

@@ -44,7 +44,10 @@ def folder(tmp_path):
         "breakdown": Outcome("not there", "there is no benchmarks/breakdown.py"),
     }
     facts = {"suite": "quick", "about": "a trial", "device": "cpu", "programs": {name: name for name in outcomes}}
-    State(tmp_path, facts, outcomes).write()
+    state = State(tmp_path, facts, {})
+    state.write()
+    for name, outcome in outcomes.items():
+        state.set(name, outcome)
     return tmp_path
 
 

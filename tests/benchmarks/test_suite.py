@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import sys
 from dataclasses import dataclass
 
 import pytest
 
-from benchmarks import suite
+from benchmarks import nursery, suite
 from benchmarks.suite import Estimate, Tool, add_run_options, check_run_options, chosen, listing, run
 from cs336_systems.profiling.sweep import Outcome, Status
 
@@ -71,6 +73,20 @@ def test_rows_are_measured_in_processes_of_their_own(tmp_path):
     assert "'square': 10" in (tmp_path / "rows.txt").read_text()
     assert json.loads((tmp_path / "environment.json").read_text())["commit"] == "abc"
     assert drawn == [3]
+
+
+def born(job):
+    return {"status": "ok", "reason": "", "imported": "wave" in sys.modules, "parent": os.getppid()}
+
+
+@pytest.mark.skipif(not nursery.HERE, reason="processes are forked on Linux alone")
+def test_rows_begin_with_what_a_tool_preloads(tmp_path):
+    preloading = tool(measure=born, preload=("wave",))
+    assert preloading.modules == (__name__, "wave")
+    assert run(preloading, options("--output", tmp_path), CELLS[:2]) == 0
+    rows = rows_in(tmp_path)
+    assert [row["imported"] for row in rows] == [True, True]
+    assert rows[0]["parent"] == rows[1]["parent"] != os.getpid()
 
 
 def roots(job):
