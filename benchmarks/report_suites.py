@@ -131,7 +131,10 @@ def _of_year(year: str, presets: str, breakdown: str, memory: str) -> Suite:
         _part("transformer", "--compare-compile", name="transformer-compile"),
         _part("attention", "--preset course", minutes=90),
         _part("breakdown", f"{of} {breakdown} --context 128 512 1024"),
-        *(_part("memory", f"{of} {name} --context 128 256 512", name=f"memory-{name}") for name in memory.split()),
+        *(
+            _part("memory", f"{of} {name} --context 128 256 512 --mode forward step", name=f"memory-{name}")
+            for name in memory.split()
+        ),
         _part("precision"),
         _part("training_step", f"{of} {breakdown} --context 1024 --compile blocks"),
         _part("generation"),

@@ -111,7 +111,7 @@ def test_the_page_says_who_is_beyond_the_budget_and_what_has_no_figure():
 
 def test_a_dry_run_lists_the_cells(tmp_path, capsys):
     assert precision.main([*SHORT, "--dry-run", "--output", str(tmp_path / "none")]) == 0
-    assert "attention float32 causal d 8 length 16: 15 s" in capsys.readouterr().out
+    assert "attention float32 causal d 8 length 16: 8 s" in capsys.readouterr().out
     assert not (tmp_path / "none").exists()
 
 
