@@ -83,7 +83,7 @@ RULES: tuple[tuple[str, str], ...] = (
     (INDEX, r"^aten::(sort|argsort|topk|searchsorted|nonzero|unique|masked_select|take|bincount|cumsum)|multinomial"),
     (COPY, rf"^triton_(poi|per|red)_fused_(({_COPIES})(_|$))+\d*$"),
     (COPY, r"^(?!triton_).*(memcpy|memset|copy|CatArray|transpose|FillFunctor|clone|concat)"),
-    (COPY, r"^aten::(cat|stack|fill_|zero_|zeros|zeros_like|ones|ones_like|full|full_like|new_zeros|repeat)$"),
+    (COPY, r"^aten::(cat|stack|flip|fill_|zero_|zeros|zeros_like|ones|ones_like|full|full_like|new_zeros|repeat)$"),
     (REDUCTION, r"reduce|^triton_(per|red)_|^aten::(sum|mean|amax|amin|max|min|argmax|norm|linalg_vector_norm|prod)$"),
     (REDUCTION, r"^aten::(logsumexp|var|std|var_mean|all|any|cumsum|sum_to_size|linalg_norm)$|scan_"),
     (ELEMENTWISE, r"elementwise|vectorized_|unrolled_|^triton_(poi|for)_|pointwise|distribution_|CUDAFunctor"),

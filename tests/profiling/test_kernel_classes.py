@@ -146,6 +146,7 @@ NAMES = {
         "aten::copy_",
         "aten::_to_copy",
         "aten::cat",
+        "aten::flip",
         "aten::fill_",
     ],
     INDEX: [

@@ -60,7 +60,7 @@ class TestAttribution:
         assert counted(work, ["aten::embedding_dense_backward"]) == {("backward", "embedding"): 1}
         assert counted(work, ["aten::nll_loss_backward"]) == {("backward", "head and loss"): 1}
         assert counted(work, ["aten::rms_norm"]) == {("forward", "norm"): 2 * LAYERS + 1}
-        assert counted(work, ["aten::stack"])["forward", "rope"] == 2 * LAYERS
+        assert counted(work, ["aten::flip"])["forward", "rope"] == 2 * LAYERS
 
     def test_nothing_but_sums_of_gradients_is_elsewhere(self, tmp_path):
         work = work_of_a_step(tmp_path, make_model())
