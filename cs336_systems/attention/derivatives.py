@@ -1,4 +1,4 @@
-"""How often the autograd Functions can be differentiated."""
+"""How often autograd Functions can be differentiated."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ class _Undifferentiable(torch.autograd.Function):
     """Passes a gradient on, and raises where that gradient is differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, *causes: Tensor | None) -> Tensor:
+    def forward(ctx: Any, gradient: Tensor, message: str, *causes: Tensor | None) -> Tensor:
+        ctx.message = message
         return gradient.view_as(gradient)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise RuntimeError(TWICE)
+        raise RuntimeError(ctx.message)
 
 
-def differentiable_once(backward: Backward) -> Backward:
-    """A Function's backward whose results raise RuntimeError where they are differentiated again.
+def differentiable_once(backward: Backward, message: str = TWICE) -> Backward:
+    """A Function's backward whose results raise RuntimeError, with this message, where they are differentiated again.
 
     torch's own ``once_differentiable`` takes the results for constants when the incoming gradient is one, as that of a
     sum is, though they depend on the Function's inputs all the same.
@@ -40,6 +41,8 @@ def differentiable_once(backward: Backward) -> Backward:
         with torch.no_grad():
             results = backward(ctx, *gradients)
         causes = (*gradients, *ctx.saved_tensors)
-        return tuple(None if result is None else _Undifferentiable.apply(result, *causes) for result in results)
+        return tuple(
+            None if result is None else _Undifferentiable.apply(result, message, *causes) for result in results
+        )
 
     return guarded

@@ -13,16 +13,21 @@ _AUTOCAST_DEVICES = frozenset(
 )
 
 
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype of autocast on a type of device, None where it is off."""
+    if device_type not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
 def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast, the tensors in its dtype, as torch's ``scaled_dot_product_attention`` takes them."""
     try:
         device = q.device.type
     except AttributeError:
         return q, k, v  # what is no tensor at all is for validation to name
-    if device not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device)
-    return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
+    dtype = autocast_dtype(device)
+    return (q, k, v) if dtype is None else (_cast(q, dtype), _cast(k, dtype), _cast(v, dtype))
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

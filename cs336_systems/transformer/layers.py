@@ -11,6 +11,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from . import swiglu
 from .config import check_positive, check_size
 
 Place = torch.device | str | None
@@ -226,6 +227,10 @@ class RotaryEmbedding(nn.Module):
 class SwiGLU(nn.Module):
     """w2 (silu(w1 x) ⊙ w3 x): Shazeer, "GLU variants improve Transformer" (2020).
 
+    In training on CUDA, in float16, bfloat16 or float32, it is one autograd Function, which keeps w1 x and w3 x for the
+    backward pass and no other tensor of that width; see `cs336_systems.transformer.swiglu`. It cannot be differentiated
+    twice. Where w1, w2 or w3 is another module than a `Linear`, or has hooks, each is called by itself instead.
+
     Args:
         d_model: the width of what comes in and goes out.
         d_ff: the inner width.
@@ -243,4 +248,15 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """Each position by itself, in x's dtype, or autocast's."""
+        linears = self.w1, self.w3, self.w2
+        if all(map(_is_bare, linears)):
+            weights = [linear.weight for linear in linears]
+            if swiglu.fused(x, *weights):
+                return swiglu.swiglu(x, *weights)
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+def _is_bare(linear: nn.Module) -> bool:
+    """Whether a product with its weight is all that happens when a module is called."""
+    hooks = linear._forward_pre_hooks, linear._forward_hooks, linear._backward_pre_hooks, linear._backward_hooks
+    return type(linear) is Linear and not any(hooks)
