@@ -83,13 +83,14 @@ class Cell:
         return config_of(self.preset, self.suite, attn_of(self.model), **dict(self.sizes))
 
     def estimate(self, device_type: str) -> MemoryEstimate:
-        """What the trainer estimates for a step. CUDA's kernel of the norm keeps no normalised tensor."""
+        """What the trainer estimates for a step. CUDA's kernels of norm and SwiGLU keep less than other devices'."""
         return estimate_memory(
             self.config,
             self.batch,
             autocast=self.dtype == MIXED,
             recompute_every=self.every,
             fused_norm=device_type == "cuda",
+            fused_ffn=device_type == "cuda",
         )
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launching import is_elsewhere
+from .launching import Launch, is_elsewhere
 
 TILE = 1024
 """Elements of a program's tile."""
@@ -74,17 +74,19 @@ def backward(dh: Tensor, gu: Tensor) -> tuple[Tensor, Tensor]:
     return dgu, h
 
 
-def _launch(kernel: triton.JITFunction, *tensors: Tensor) -> None:
-    """Run a kernel whose last tensor is h."""
+def describe(*tensors: Tensor) -> Launch:
+    """The launch of a kernel, whose last tensor is h."""
     rows, d_ff = tensors[-1].shape
-    if not rows:
-        return
+    columns = min(TILE, triton.next_power_of_2(d_ff))
+    tile = {"ROWS": TILE // columns, "COLUMNS": columns}
+    # The first axis of a grid is the one that may be long.
+    grid = triton.cdiv(rows, tile["ROWS"]), triton.cdiv(d_ff, columns)
+    return Launch(grid, tensors, (rows, d_ff), tile, {"num_warps": WARPS})
+
+
+def _launch(kernel: triton.JITFunction, *tensors: Tensor) -> None:
     if is_elsewhere(tensors[-1].device):
         with torch.cuda.device(tensors[-1].device):
             _launch(kernel, *tensors)
-        return
-    columns = min(TILE, triton.next_power_of_2(d_ff))
-    tile = TILE // columns
-    # The first axis of a grid is the one that may be long.
-    grid = triton.cdiv(rows, tile), triton.cdiv(d_ff, columns)
-    kernel[grid](*tensors, rows, d_ff, ROWS=tile, COLUMNS=columns, num_warps=WARPS)
+    elif tensors[-1].numel():
+        describe(*tensors).of(kernel)

@@ -7,10 +7,12 @@ With P parameters, M of them in matrices, n tokens in a micro-batch, and e bytes
 parameters        4 P
 gradients         4 P
 optimizer         8 P: AdamW's two averages
-narrow weights    2 M under autocast, which keeps a narrow copy of each matrix until the backward pass is done
+narrow weights    2 M under autocast, which keeps a narrow copy of each matrix until the backward pass is done; not of
+                  the fused SwiGLU's
 a block           n (4 e d_ff + a d_model + 2 e kv_width + 4 heads + 8), a = 32 in float32, 30 under autocast: what
                   autograd keeps of two norms, of q, k, v, of attention's output and log-sum-exp, and of SwiGLU;
-                  a is 8 less where the norm's kernel keeps no normalised x, as CUDA's does
+                  a is 8 less where the norm's kernel keeps no normalised x, as CUDA's does;
+                  the fused SwiGLU, CUDA's, keeps 2 e d_ff instead of 4, and under autocast a is 2 less
                   + n heads e length (1 for naive and compiled attention: its probabilities)
                   + length² - 4 n heads for naive attention: its mask is kept, and no log-sum-exp is
 all blocks        layers · block; with recomputation of every k blocks, 4 n d_model · ⌈layers / k⌉ + k · block
@@ -92,6 +94,7 @@ def estimate_memory(
     reshard: bool = True,
     accumulates: bool = False,
     fused_norm: bool = False,
+    fused_ffn: bool = False,
 ) -> MemoryEstimate:
     """What a step with sequences of the full context length takes of each device; see the module for the formula.
 
@@ -107,6 +110,7 @@ def estimate_memory(
         accumulates: whether a step has several micro-batches.
         fused_norm: whether the norm's kernel computes the normalised x again instead of keeping it, as CUDA's does;
             without it the estimate is the larger one.
+        fused_ffn: whether SwiGLU is the one Function that it is on CUDA.
     """
     parameters = model.parameters()
     tokens, wide, narrow = micro_batch * model.context_length, 4, 2 if autocast else 4
@@ -115,7 +119,9 @@ def estimate_memory(
     # A looked-up embedding is not multiplied with, so autocast makes no copy of it, unless it is the head too.
     looked_up = 0 if model.tie_embeddings else model.vocab_size * model.d_model
     copied = parameters - gains - looked_up if shards == 1 else model.vocab_size * model.d_model
-    block = tokens * _block_bytes(model, narrow, context_size, fused_norm)
+    if fused_ffn and shards == 1:
+        copied -= model.num_layers * 3 * model.d_model * model.d_ff
+    block = tokens * (_block_bytes(model, narrow, context_size, fused_norm) - fused_ffn * _spared_bytes(model, narrow))
     if model.attn == "naive" and context_size == 1:
         block += model.context_length**2 - tokens * 4 * model.num_heads
     if recompute_every is None:
@@ -150,6 +156,11 @@ def _block_bytes(model: TransformerConfig, narrow: int, context_size: int, fused
     if model.attn in KEEPS_PROBABILITIES:
         widths += model.num_heads * narrow * keys
     return widths
+
+
+def _spared_bytes(model: TransformerConfig, narrow: int) -> int:
+    """What the fused SwiGLU does not keep of it for each token: under autocast its input is cast once, not twice."""
+    return 2 * narrow * model.d_ff + (narrow * model.d_model if narrow == 2 else 0)
 
 
 def _gathered_parameters(model: TransformerConfig, narrow: int, reshard: bool) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from ..attention.choose import TRITON_IS_INSTALLED
 from ..parallel import Layout
 from ..transformer import Transformer, TransformerConfig
 from ..transformer.layers import Place
@@ -78,6 +79,7 @@ class Prepared:
             context_size=self.layout.context_size,
             reshard=config.reshard,
             accumulates=config.batch_size > micro_batch * groups,
+            fused_ffn=self.layout.device.type == "cuda" and TRITON_IS_INSTALLED,
         )
 
 

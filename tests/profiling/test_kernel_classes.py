@@ -110,6 +110,10 @@ NAMES = {
         "aten::native_layer_norm",
     ],
     ELEMENTWISE: [
+        "swiglu_forward_kernel",
+        "swiglu_backward_kernel",
+        "cs336_systems::swiglu_forward",
+        "cs336_systems::swiglu_backward",
         NATIVE + "vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul>>",
         NATIVE + "elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<at::native::BinaryFunctor<float, float,"
         " float, at::native::binary_internal::MulFunctor<float>>>(at::TensorIteratorBase&)::{lambda(int)#1}>",
@@ -134,6 +138,7 @@ NAMES = {
         "aten::linalg_vector_norm",
     ],
     COPY: [
+        "cs336_systems::swiglu_weights",
         "Memcpy HtoD (Pageable -> Device)",
         "Memcpy DtoD (Device -> Device)",
         "Memset (Device)",
@@ -173,6 +178,8 @@ NAMES = {
         "record_param_comms",
     ],
     HOST: [
+        "SwiGLUFunction",
+        "SwiGLUFunctionBackward",
         "TorchDynamo Cache Lookup",
         "AOTDispatcher Runtime Wrapper Prologue",
         "aten::view",

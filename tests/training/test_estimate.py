@@ -12,7 +12,7 @@ from cs336_systems.profiling.saved import activation_bytes, saved_tensors
 from cs336_systems.training import estimate as module
 from cs336_systems.training.estimate import DoesNotFitError, MemoryEstimate, estimate_memory, require_memory
 from cs336_systems.training.optimizer import adamw
-from cs336_systems.transformer import Transformer, TransformerConfig
+from cs336_systems.transformer import Transformer, TransformerConfig, swiglu
 
 SIZES = {
     "vocab_size": 320,
@@ -78,6 +78,25 @@ def test_one_block_exactly(attn, autocast):
     assert 4 * kept == estimate_memory(config, BATCH, autocast=autocast).blocks
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels that are compiled take no CPU tensors")
+@pytest.mark.parametrize("autocast", [False, True])
+def test_one_block_with_the_fused_ffn_exactly(autocast, monkeypatch):
+    monkeypatch.setattr(swiglu, "fused", swiglu.can_be_fused)
+    config = TransformerConfig(**SIZES)
+    model = Transformer(config)
+    tokens = torch.randint(300, (1, config.context_length))
+
+    def forward():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model(tokens, targets=tokens)
+
+    saved = saved_tensors(forward, model, [tokens])
+    parts = estimate_memory(config, 1, autocast=autocast, fused_ffn=True)
+    assert 4 * activation_bytes(saved, "layers.1") == parts.blocks
+    # Of its three matrices autocast keeps no copies.
+    assert sum(each.bytes for each in saved if each.of_parameter) == parts.narrow_weights
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("attn", ["naive", "flash"])
@@ -94,7 +113,7 @@ def test_one_block_on_a_gpu(attn, autocast, requested_bytes):
     forward().backward()
     model.zero_grad()
     saved = saved_tensors(forward, model, [tokens])
-    parts = estimate_memory(config, BATCH, autocast=autocast, fused_norm=True)
+    parts = estimate_memory(config, BATCH, autocast=autocast, fused_norm=True, fused_ffn=True)
     assert 4 * activation_bytes(saved, "layers.1") == pytest.approx(parts.blocks, rel=0.01)
     # What is allocated for the backward pass is what autograd keeps, with the copies of parameters, and the loss.
     with collection_paused():

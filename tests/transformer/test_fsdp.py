@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from cs336_systems.transformer import Transformer, generate
+from cs336_systems.transformer import Transformer, generate, swiglu
 
 # torch notes that a CPU's random numbers for DTensor are not those of one process.
 pytestmark = [
@@ -59,6 +59,28 @@ def test_sharded_blocks_give_the_same_gradients(tiny, device, tokens, mesh, tied
             parameter.grad.full_tensor(), other.grad, msg=lambda text, name=name: f"{name}: {text}"
         )
     assert generate(model, [[1, 2], [3]], 5, temperature=0) == generate(whole, [[1, 2], [3]], 5, temperature=0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float32)}])
+def test_the_fused_ffn_keeps_nothing_of_what_was_gathered(tiny, flash_device, mesh, settings, monkeypatch):
+    """Else a block's weights would be whole until its backward pass, whatever FSDP does with its own."""
+    if flash_device.type == "cpu":
+        monkeypatch.setattr(swiglu, "fused", swiglu.can_be_fused)
+    model = sharded(tiny(num_layers=1, d_ff=160), mesh, flash_device, **settings)
+    x = torch.randn(1, 3, 32, device=flash_device, requires_grad=True)
+    shapes = set()
+
+    def keep(tensor):
+        if not isinstance(tensor, torch.nn.Parameter):
+            shapes.add(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = model.layers[0](x)
+    assert (3, 320) in shapes
+    assert not {(160, 32), (32, 160), (320, 32)} & shapes
+    out.sum().backward()
+    assert all(weight.grad.full_tensor().isfinite().all() for weight in model.layers[0].ffn.parameters())
 
 
 def test_mixed_precision_leaves_positions_exact(tiny, device, tokens, mesh):
