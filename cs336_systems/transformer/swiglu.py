@@ -174,7 +174,7 @@ def can_be_fused(x: Tensor, *weights: Tensor) -> bool:
     tensors = (x, *weights)
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
         return False
-    if not all(type(tensor) in ops.PLAIN and tensor.device == x.device for tensor in tensors):
+    if not all(_is_plain(tensor) and tensor.device == x.device for tensor in tensors):
         return False
     if ops.exporting() or _transformed():
         return False
@@ -182,6 +182,11 @@ def can_be_fused(x: Tensor, *weights: Tensor) -> bool:
     if narrow is None:
         return x.dtype in DTYPES and all(weight.dtype == x.dtype for weight in weights)
     return narrow in DTYPES and all(tensor.dtype in DTYPES for tensor in tensors)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    # Not looked up in `ops.PLAIN`, because torch.compile traces this.
+    return type(tensor) is Tensor or type(tensor) is torch.nn.Parameter
 
 
 def _transformed() -> bool:

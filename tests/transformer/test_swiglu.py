@@ -274,6 +274,21 @@ class TestCompiled:
             for name, each in results_of(layer, x, dout).items():
                 torch.testing.assert_close(actual[name], each)
 
+    @pytest.mark.parametrize("frozen", [("w1", "w3"), ("w1",), ("w2",), ("x", "w1", "w3")], ids="-".join)
+    def test_what_is_frozen(self, flash_device, frozen):
+        layer = SwiGLU(16, 24, device=flash_device)
+        x, dout = inputs_of((5, 16), flash_device)
+        expected = results_of(layer, x, dout)
+        inputs = {"x": x} | weights_of(layer)
+        for name, each in inputs.items():
+            each.requires_grad_(name not in frozen)
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(x).backward(dout)
+        for name, each in inputs.items():
+            if name in frozen:
+                assert each.grad is None
+            else:
+                torch.testing.assert_close(each.grad, expected[name])
+
     def test_checkpointed(self, flash_device):
         layer = SwiGLU(16, 24, device=flash_device)
         x, dout = inputs_of((5, 16), flash_device)
