@@ -163,17 +163,24 @@ def draw(folder: Path, rows: Sequence[Row]) -> bool:
     if importlib.util.find_spec("matplotlib") is None:
         return False
     fine = [row for row in rows if row["status"] == Status.OK.value]
+    # A model that was compiled in several ways has a line for each.
+    ways = dict.fromkeys(
+        (row["model"], row["compile"]) for row in sorted(fine, key=lambda row: [*MODELS].index(row["model"]))
+    )
+    labels = {
+        way: way[0] if [model for model, _ in ways].count(way[0]) == 1 else ", compile ".join(way) for way in ways
+    }
     panels = []
     for preset in dict.fromkeys(row["preset"] for row in fine):
         lines = []
-        for model in MODELS:
+        for way, label in labels.items():
             mine = sorted(
                 (row["context"], row["tokens_per_second"])
                 for row in fine
-                if (row["preset"], row["model"]) == (preset, model)
+                if (row["preset"], row["model"], row["compile"]) == (preset, *way)
             )
-            lines.append(Series(model, tuple(x for x, _ in mine), tuple(y for _, y in mine)))
+            lines.append(Series(label, tuple(x for x, _ in mine), tuple(y for _, y in mine)))
         panels.append(Panel(preset, tuple(lines)))
-    labels = {model: int(model == LLAMA) for model in MODELS}
+    groups = {label: int(model == LLAMA) for (model, _), label in labels.items()}
     axes = Axes("context length", "tokens/s")
-    return save_panels(folder / PLOT, panels, title="Training steps", axes=axes, labels=labels)
+    return save_panels(folder / PLOT, panels, title="Training steps", axes=axes, labels=groups)

@@ -105,7 +105,7 @@ def columns_of_a_tile(head_dim: int, arithmetic: Arithmetic) -> int:
 
 
 def lookup_cached(arithmetic: Arithmetic, head_dim: int, device: torch.device) -> TileConfig:
-    """The tiles of attention over a cache, for a padded head dimension: reasoned, not searched.
+    """The tiles of attention over a cache, for a padded head dimension.
 
     So few rows that Triton takes Ampere's matrix instructions, or none for float32: they have only to keep up with the
     memory. On an H200 programs of two warps, each with tiles of keys of 8 KiB and their values in three stages, read

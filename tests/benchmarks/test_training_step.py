@@ -303,3 +303,17 @@ def test_the_plot_has_a_panel_for_each_preset(tmp_path, monkeypatch):
     ((panel,),) = drawn
     (line,) = (series for series in panel.series if series.x)
     assert (panel.title, line.label, line.x) == ("tiny", "sdpa", (32, 64))
+
+
+def test_a_model_compiled_in_two_ways_has_two_lines(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr(
+        training_report, "save_panels", lambda path, panels, **rest: drawn.append((panels, rest)) or True
+    )
+    rows = [measured_row("llama"), measured_row("llama") | {"compile": "blocks"}, measured_row("sdpa")]
+    assert training_report.draw(tmp_path, rows)
+    (((panel,), rest),) = drawn
+    labels = ["sdpa", "llama, compile none", "llama, compile blocks"]
+    assert [(line.label, line.x) for line in panel.series] == [(label, (32,)) for label in labels]
+    assert rest["labels"] == dict(zip(labels, (0, 1, 1), strict=True))
