@@ -195,6 +195,7 @@ def together(each: Sequence[Measured]) -> Measured:
         times=RoundTimes(tuple(max(step) for step in steps)),
         first_ms=max(first_ms, default=None),
         peak_bytes=max(peaks, default=None),
+        host_ms=max(one.host_ms for one in each),
         first_loss=sum(one.first_loss for one in each) / len(each),
         last_loss=sum(one.last_loss for one in each) / len(each),
     )

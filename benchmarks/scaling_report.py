@@ -16,7 +16,7 @@ from cs336_systems.profiling.sweep import Row, Status, write_csv
 COLUMNS = (
     *("what", "preset", "suite", "vocab_size", "scale", "mode", "processes", "context", "batch", "length", "sequences"),
     *("compile", "recompute_every", "loss_chunk", "status", "reason", "median_ms", "mean_ms", "std_ms", "min_ms"),
-    *("step_ms", "tokens_per_second", "efficiency", "work_efficiency", "mfu", "mfu_causal", "peak_gib"),
+    *("step_ms", "host_ms", "tokens_per_second", "efficiency", "work_efficiency", "mfu", "mfu_causal", "peak_gib"),
     *("peak_gib_of_each", "compile_s", "row_s", "parameters", "first_loss", "last_loss", "dtype", "tf32", "device"),
     *("commit", "date"),
 )

@@ -106,12 +106,14 @@ class Measured:
         times: of the timed steps.
         first_ms: the first step, which compiles; None if it is among those that are timed.
         peak_bytes: the most that was allocated on the GPU during the timed steps; None on other devices.
+        host_ms: the least that a timed step took the host, which may run ahead of the device.
         first_loss, last_loss: of the first step and of the last.
     """
 
     times: RoundTimes
     first_ms: float | None
     peak_bytes: int | None
+    host_ms: float
     first_loss: float
     last_loss: float
 
@@ -184,7 +186,7 @@ def measured_step(step: Callable[[], Tensor], device: torch.device, *, untimed: 
     if not math.isfinite(last_loss):
         raise FloatingPointError(f"the loss of the last step must be finite; got {last_loss}")
     first_ms = times.first_ms if untimed else None
-    return Measured(times.step, first_ms, times.memory.peak_bytes, first_loss, last_loss)
+    return Measured(times.step, first_ms, times.memory.peak_bytes, min(times.host_ms), first_loss, last_loss)
 
 
 def columns_of(measured: Measured) -> Row:
@@ -196,6 +198,7 @@ def columns_of(measured: Measured) -> Row:
         "std_ms": times.standard_deviation,
         "min_ms": times.minimum,
         "step_ms": list(times.milliseconds),
+        "host_ms": measured.host_ms,
         "compile_s": measured.compile_s,
         "peak_bytes": measured.peak_bytes,
         "first_loss": measured.first_loss,

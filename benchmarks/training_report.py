@@ -18,7 +18,18 @@ from cs336_systems.transformer import TransformerConfig
 
 COLUMNS = (
     *("preset", "suite", "vocab_size", "context", "batch", "model", "compile", "status", "reason", "median_ms"),
-    *("mean_ms", "std_ms", "min_ms", "step_ms", "tokens_per_second", "mfu", "mfu_causal", "peak_gib", "compile_s"),
+    *(
+        "mean_ms",
+        "std_ms",
+        "min_ms",
+        "step_ms",
+        "host_ms",
+        "tokens_per_second",
+        "mfu",
+        "mfu_causal",
+        "peak_gib",
+        "compile_s",
+    ),
     *("graphs_from_cache", "graphs_compiled", "row_s", "over_llama", "over_sdpa", "parameters", "first_loss"),
     *("last_loss", "dtype", "tf32", "device", "commit", "date"),
 )
@@ -120,14 +131,25 @@ def warnings_of(rows: Sequence[Row]) -> list[str]:
 
 
 _HEADERS = (
-    *("preset, batch × context, model", "compile", "step, ms", "± std", "mean", "min", "tokens/s", "MFU", "peak, GiB"),
+    *(
+        "preset, batch × context, model",
+        "compile",
+        "step, ms",
+        "± std",
+        "mean",
+        "min",
+        "host, ms",
+        "tokens/s",
+        "MFU",
+        "peak, GiB",
+    ),
     *("compiling, s", "row, s", "over llama, ×", "over sdpa, ×"),
 )
 
 
 def line_of(row: Row) -> list[str]:
     """A row as a line of the table; without a figure it has its status."""
-    numbers = ("std_ms", "mean_ms", "min_ms", "tokens_per_second")
+    numbers = ("std_ms", "mean_ms", "min_ms", "host_ms", "tokens_per_second")
     mfu = row.get("mfu")
     return [
         f"{row['preset']}, {row['batch']} × {row['context']}, {row['model']}",

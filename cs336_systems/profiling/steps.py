@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Literal
 
 import torch
@@ -54,12 +55,16 @@ class StepTimes:
         step: the phases together, in every timed step.
         warmup_ms: wall-clock time of each step before those, from an idle device to an idle device.
         memory: of the device, in the timed steps.
+        host_ms: wall-clock time until the host was done with each timed step. A device that computes by itself may
+            have long been done, or be behind; a host far ahead of it has to wait, so that of several steps the least
+            is nearest to the host's own time. Where that is the step's time, the device waits for the host.
     """
 
     phases: Mapping[str, RoundTimes]
     step: RoundTimes
     warmup_ms: tuple[float, ...]
     memory: AllocatorReading
+    host_ms: tuple[float, ...]
 
     @property
     def first_ms(self) -> float:
@@ -100,13 +105,13 @@ def time_steps(
         _forget_peak(where)
         clock = clock_of(where, steps * (len(functions) + 1))
         with collection_paused():
-            _run(functions, steps, clock.mark, between)
+            host_ms = _run(functions, steps, clock.mark, between)
             intervals = clock.intervals()
         memory = _memory_of(where)
     # After the phases of a step comes the time to the next step, which belongs to neither.
     rounds = [intervals[begin : begin + len(functions)] for begin in range(0, len(intervals), len(functions) + 1)]
     times = {name: RoundTimes(column) for name, column in zip(phases, zip(*rounds, strict=True), strict=True)}
-    return StepTimes(times, RoundTimes(tuple(map(sum, rounds))), warmup_ms, memory)
+    return StepTimes(times, RoundTimes(tuple(map(sum, rounds))), warmup_ms, memory, host_ms)
 
 
 def time_model(
@@ -181,14 +186,19 @@ def _run(
     steps: int,
     mark: Callable[[], None],
     between: Callable[[], object] | None,
-) -> None:
+) -> tuple[float, ...]:
+    """The host's milliseconds of each step."""
+    host_ms = []
     for _ in range(steps):
         if between is not None:
             between()
+        begin = perf_counter()
         mark()
         for function in functions:
             function()
             mark()
+        host_ms.append(1e3 * (perf_counter() - begin))
+    return tuple(host_ms)
 
 
 def _forget_peak(device: torch.device) -> None:

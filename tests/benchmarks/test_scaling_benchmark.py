@@ -106,9 +106,9 @@ class TestCells:
         assert "torch.distributed.run" not in command_of(job_of(ALONE))
 
     def test_the_figures_of_a_group(self):
-        one = Measured(RoundTimes((1.0, 5.0)), 10.0, 100, 2.0, 1.0)
-        other = Measured(RoundTimes((3.0, 2.0)), 30.0, 50, 4.0, 3.0)
-        assert together([one, other]) == Measured(RoundTimes((3.0, 5.0)), 30.0, 100, 3.0, 2.0)
+        one = Measured(RoundTimes((1.0, 5.0)), 10.0, 100, 0.5, 2.0, 1.0)
+        other = Measured(RoundTimes((3.0, 2.0)), 30.0, 50, 0.7, 4.0, 3.0)
+        assert together([one, other]) == Measured(RoundTimes((3.0, 5.0)), 30.0, 100, 0.7, 3.0, 2.0)
         unknown = dataclasses.replace(one, first_ms=None, peak_bytes=None)
         assert together([unknown]) == unknown
 

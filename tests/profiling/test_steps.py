@@ -50,6 +50,16 @@ def test_each_phase_has_its_own_time_and_together_they_are_the_step(clock):
     assert clock.calls == ["forward", "backward", "optimizer"] * 3
 
 
+def test_the_host_is_timed_beside_the_device(clock, monkeypatch):
+    monkeypatch.setattr(steps, "perf_counter", lambda: clock.now)
+    # A device that is done at once, whatever the host does.
+    monkeypatch.setattr(clocks._Wall, "intervals", lambda self: (1.0,) * 5)
+    phases = {"only": clock.taking("only", lambda number: 4.0 * number)}
+    times = time_steps(phases, device="cpu", steps=3, between=clock.taking("between", lambda number: 99.0))
+    assert times.host_ms == pytest.approx((4, 8, 12))
+    assert times.step.milliseconds == pytest.approx((1, 1, 1))
+
+
 def test_what_comes_between_steps_is_in_no_time(clock):
     phases = {"only": clock.taking("only", lambda number: 1.0)}
     times = time_steps(phases, device="cpu", steps=2, warmup=1, between=clock.taking("between", lambda number: 99.0))
