@@ -7,6 +7,7 @@ configuration can be checked on a laptop. The kernels must not have been defined
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import pathlib
 import re
@@ -50,7 +51,7 @@ class Report:
     cubin: bytes
     capability: int
 
-    @property
+    @functools.cached_property
     def sass(self) -> str:
         """The machine code, disassembled."""
         with tempfile.TemporaryDirectory() as folder:
