@@ -182,12 +182,18 @@ def compiled_next_logits(model: Transformer, tokens: Tensor, step: Step) -> Tens
     import torch._dynamo
 
     with torch._dynamo.config.patch(recompile_limit=MOST_VARIANTS):
-        return _compiler()(model, tokens, step)
+        return _compiler(tokens.is_cuda and len(tokens) == 1)(model, tokens, step)
 
 
 @functools.cache
-def _compiler() -> NextLogits:
-    return torch.compile(next_logits, fullgraph=True)
+def _compiler(by_reductions: bool) -> NextLogits:
+    """What compiles steps, those of one sequence with products as reductions.
+
+    A product with a single row is a matrix read once. torch's libraries read a small one at a part of the memory's
+    rate; Inductor has kernels that are at it, fused with what is around them, if it may search for their tiles.
+    """
+    options: dict[str, Any] | None = {"coordinate_descent_tuning": True} if by_reductions else None
+    return torch.compile(next_logits, fullgraph=True, options=options)
 
 
 def why_no_graph(model: nn.Module) -> str | None:

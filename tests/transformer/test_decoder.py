@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import re
 
 import pytest
 import torch
+import torch._inductor.config
+import torch._inductor.decomposition
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from cs336_systems.transformer import Decoder, Transformer, decoder, generate, stream
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [1, 2, 3]]
+
+COMPILER = decoder._compiler
 
 RECORDED = ("graph", "graph_and_compile")
 MODES = ["eager", "compile", *[pytest.param(mode, marks=pytest.mark.gpu) for mode in RECORDED]]
@@ -37,7 +42,7 @@ def _no_code_on_a_cpu(monkeypatch):
     """What is compiled there is one graph as anywhere, but run as it is: no C++ is generated."""
     if not torch.cuda.is_available():
         run = torch.compile(decoder.next_logits, fullgraph=True, backend="aot_eager")
-        monkeypatch.setattr(decoder, "_compiler", lambda: run)
+        monkeypatch.setattr(decoder, "_compiler", lambda by_reductions: run)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -161,11 +166,19 @@ def test_streams_take_both(tiny):
 
 
 @pytest.mark.slow
-def test_generated_code(tiny, device, monkeypatch):
-    monkeypatch.setattr(decoder, "_compiler", functools.partial(torch.compile, decoder.next_logits, fullgraph=True))
+@pytest.mark.parametrize("count", [1, len(PROMPTS)])
+def test_generated_code(tiny, device, monkeypatch, count):
+    monkeypatch.setattr(decoder, "_compiler", COMPILER)
     model = Transformer(tiny(num_layers=1), device=device)
-    new = generate(model, PROMPTS, 5, temperature=0, compile=True, graph=False)
-    assert new == generate(model, PROMPTS, 5, temperature=0, graph=False)
+    new = generate(model, PROMPTS[:count], 5, temperature=0, compile=True, graph=False)
+    assert new == generate(model, PROMPTS[:count], 5, temperature=0, graph=False)
+
+
+def test_products_with_one_row_are_reductions_on_a_gpu():
+    with torch._inductor.config.patch(coordinate_descent_tuning=True), FakeTensorMode():
+        row, matrix = torch.empty(1, 8, device="cuda"), torch.empty(8, 4, device="cuda")
+        decomposed = make_fx(torch.mm, torch._inductor.decomposition.decompositions)(row, matrix)
+    assert torch.ops.aten.mm.default not in {node.target for node in decomposed.graph.nodes}
 
 
 def test_what_a_decoder_refuses(tiny):
