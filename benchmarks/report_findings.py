@@ -39,6 +39,7 @@ def answered(answer: Answer, rows: Rows) -> str:
 
 
 MODEL = ("model", "batch", "context")
+_NEARLY_ALL = 0.9
 _SERIES = (*MODEL, "attn", "arithmetic", "compile", "mode", "warmup")
 
 
@@ -249,6 +250,17 @@ def training_ratio(rows: Rows) -> str:
     return f"A whole step is so many times as fast as with torch's attention: {said}."
 
 
+def host_limits(rows: Rows) -> str:
+    """Which whole steps take as long as the host does."""
+    found = fine(rows, "host_ms", "median_ms", "model")
+    apart = [row for row in found if row.get("peak_gib")]  # of GPUs: a CPU is its own host
+    if not apart:
+        raise NotMeasuredError("no row is of a device beside its host")
+    waiting = [row for row in apart if of(row, "host_ms") > _NEARLY_ALL * of(row, "median_ms")]
+    said = "; ".join(f"{row['preset']}, {row['batch']} × {row['context']}, {row['model']}" for row in waiting) or "none"
+    return f"Of {len(apart)} steps the host takes over {100 * _NEARLY_ALL:.0f} % of the time in {len(waiting)}: {said}."
+
+
 def generation_share(rows: Rows) -> str:
     """How near a step of generation comes to the rate of a copy."""
     found = fine(rows, "of_copy", "contender")
@@ -282,7 +294,10 @@ ANSWERS: dict[str, dict[str, Answer]] = {
         "What mixed precision changes": mixed_memory,
     },
     "precision": {"What sums lose": sums, "Errors of attention": within_budget},
-    "training_step": {"This library's attention in a whole step": training_ratio},
+    "training_step": {
+        "This library's attention in a whole step": training_ratio,
+        "Where the device waits for the host": host_limits,
+    },
     "generation": {"How near to the memory's rate": generation_share},
 }
 """By program, the questions that its rows are asked."""

@@ -163,6 +163,15 @@ def rows_of(base, *changes):
             "A whole step is so many times as fast as with torch's attention: flash 1.25 to 1.50.",
         ),
         (
+            findings.host_limits,
+            rows_of(
+                {"status": "ok", "preset": "small", "batch": "16", "context": "1024", "peak_gib": "8", "host_ms": "19"},
+                {"model": "flash", "median_ms": "20"},
+                {"model": "sdpa", "median_ms": "40"},
+            ),
+            "Of 2 steps the host takes over 90 % of the time in 1: small, 16 × 1024, flash.",
+        ),
+        (
             findings.generation_share,
             [{"status": "ok", "contender": "graph", "of_copy": "0.8"}],
             "Of the rate of a copy in memory: graph 80.0 %.",
@@ -202,6 +211,11 @@ def test_without_rows_or_columns_each_answer_says_so(program):
             findings.peak_growth,
             [MEMORY | {"status": "oom"}],
             "no row has a figure for peak_bytes or recorded_peak_bytes",
+        ),
+        (
+            findings.host_limits,
+            [{"status": "ok", "model": "flash", "host_ms": "2", "median_ms": "2", "peak_gib": ""}],
+            "no row is of a device beside its host",
         ),
         (findings.mixed_memory, [MEMORY | {"mode": ""}], "no row has a figure for peak_bytes, dtype, mode"),
     ],
