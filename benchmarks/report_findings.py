@@ -39,6 +39,7 @@ def answered(answer: Answer, rows: Rows) -> str:
 
 
 MODEL = ("model", "batch", "context")
+_COMPILED = {"model": "a compiled model", "blocks": "a model of compiled blocks"}
 _NEARLY_ALL = 0.9
 _SERIES = (*MODEL, "attn", "arithmetic", "compile", "mode", "warmup")
 
@@ -83,8 +84,12 @@ def half_pays(rows: Rows) -> str:
 
 
 def compile_pays(rows: Rows) -> str:
-    """Where a compiled model is faster than an eager one, and by how much."""
-    return _pays(rows, "compile", "none", "model", "a compiled model", "an eager one")
+    """Where a compiled model is faster than an eager one, and by how much, for each way of compiling it."""
+    timed = fine(rows, "compile", "step_median_ms", *MODEL)
+    ways = [way for way in _COMPILED if any(row["compile"] == way for row in timed)]
+    if not ways:
+        raise NotMeasuredError("no row is of a compiled model")
+    return " ".join(_pays(rows, "compile", "none", way, _COMPILED[way], "an eager one") for way in ways)
 
 
 def _pays(rows: Rows, axis: str, plain: str, other: str, named: str, beside: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.report_findings import ANSWERS, statements
 from benchmarks.report_markdown import Heading, headings, html_of, shifted
 from benchmarks.report_parts import LOG, OK, PRINTED, RESULTS, STATE, TABLES, Outcome, State
-from benchmarks.report_rows import read_rows
+from benchmarks.report_rows import Line, read_rows
 from benchmarks.report_style import STYLE
 from benchmarks.report_suites import PROGRAMS
 from cs336_systems.files import write_text
@@ -103,11 +103,15 @@ def _overview(state: State, programs: dict[str, str]) -> str:
 
 
 def _findings(state: State, programs: dict[str, str]) -> str:
-    parts = []
+    """Of each program, from the rows of all its parts together: no part need answer every question by itself."""
+    rows: dict[str, list[Line]] = {}
     for name in state.outcomes:
-        if answers := ANSWERS.get(programs.get(name, name)):
-            said = statements(answers, read_rows(state.folder / name / RESULTS))
-            parts.append(f"### {_title(name, programs.get(name, name))}")
+        rows.setdefault(programs.get(name, name), []).extend(read_rows(state.folder / name / RESULTS))
+    parts = []
+    for program in rows:
+        if answers := ANSWERS.get(program):
+            said = statements(answers, rows[program])
+            parts.append(f"### {_title(program, program)}")
             parts.append("\n".join(f"- **{question}:** {answer}" for question, answer in said))
     return "\n\n".join(parts) or "No part has rows that could say anything."
 

@@ -36,7 +36,7 @@ def fine(rows: Rows, *columns: str) -> list[Line]:
     missing = [column for column in columns if column not in rows[0]]
     if missing:
         raise NotMeasuredError(f"the rows have no column {', '.join(missing)}")
-    found = [row for row in rows if row.get("status") == Status.OK.value and all(row[column] for column in columns)]
+    found = [row for row in rows if row.get("status") == Status.OK.value and all(map(row.get, columns))]
     if not found:
         raise NotMeasuredError(f"no row has a figure for {', '.join(columns)}")
     return found

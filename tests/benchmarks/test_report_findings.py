@@ -89,6 +89,20 @@ def rows_of(base, *changes):
             "4 × 256, step; least, 2.00 times, with small, 4 × 256, step.",
         ),
         (
+            findings.compile_pays,
+            rows_of(
+                STEP,
+                {},
+                {"compile": "blocks", "step_median_ms": "80"},
+                {"mode": "forward", "step_median_ms": "10"},
+                {"mode": "forward", "step_median_ms": "2", "compile": "model"},
+            ),
+            "Of 1 compared, a compiled model is faster than an eager one in 1: most, 5.00 times as fast, with small, "
+            "4 × 256, forward; least, 5.00 times, with small, 4 × 256, forward. "
+            "Of 1 compared, a model of compiled blocks is faster than an eager one in 0: most, 0.500 times as fast, "
+            "with small, 4 × 256, step; least, 0.500 times, with small, 4 × 256, step.",
+        ),
+        (
             findings.not_products,
             rows_of(STEP | {"share_matrix_products": "0.75"}, {}, {"share_matrix_products": "0.5", "mode": "forward"}),
             "Not matrix products: 25.0 % of step; 50.0 % of forward.",
@@ -205,6 +219,7 @@ def test_without_rows_or_columns_each_answer_says_so(program):
         (findings.warm_up, [STEP | {"warmup": "0"}], "no row has warm-up"),
         (findings.warm_up, [STEP], "no two rows differ in warmup alone, 0 and 5"),
         (findings.backward_over_forward, [STEP | {"warmup": "0"}], "every row counts its first step"),
+        (findings.compile_pays, [STEP], "no row is of a compiled model"),
         (findings.half_pays, [STEP], "no two rows differ in arithmetic alone, float32 and bfloat16"),
         (findings.peak_growth, [MEMORY], "no series has two values of context"),
         (

@@ -125,6 +125,22 @@ def test_figures_speak_and_what_is_missing_is_named(folder):
     assert "**What is not matrix products:** not measured: there are no rows" in said
 
 
+def test_parts_of_one_program_speak_together(folder):
+    (folder / "attention-long").mkdir()
+    names, *_ = (folder / "attention/results.csv").read_text().splitlines()
+    (folder / "attention-long/results.csv").write_text(f"{names}\nnaive,both,float32,full,8,1024,16,ok,8,8\n")
+    state = State.read(folder)
+    assert state is not None
+    state.facts["programs"]["attention-long"] = "attention"
+    state.write()
+    state.set("attention-long", Outcome("ok", seconds=1.0))
+    text = assemble(folder)[0].read_text()
+    said = text[text.index("## What the figures say") : text.index('<a id="part-attention">')]
+    assert said.count("### Attention alone") == said.count("Backward beside forward") == 1
+    assert "At length 1024 the fastest" in said
+    assert "naive 2.50" in said
+
+
 def test_only_assemble_makes_the_page_again(folder, capsys):
     (folder / "attention/tables.md").write_text("# A\n\nchanged\n")
     assert report.main(["--only-assemble", str(folder)]) == 0
