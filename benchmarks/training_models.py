@@ -33,6 +33,8 @@ MODELS = {
 WHOLE, BLOCKS, NOTHING = "model", "blocks", "none"
 COMPILE = (WHOLE, BLOCKS, NOTHING)
 """What torch.compile is given: the model, each block by itself, or nothing."""
+START_SECONDS = {NOTHING: 2.0, BLOCKS: 8.0, WHOLE: 60.0}
+"""What a row takes on a GPU before its second step, roughly, by what is compiled: as seen of 12 to 36 layers."""
 COMPILER = ("torch._inductor.compile_fx", "torch._inductor.codegen.cuda_combined_scheduling")
 """What torch.compile imports when it is first used, nearly all of it."""
 _TRANSFORMERS = ("transformers.models.llama.modeling_llama",)

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.suite import Estimate, Tool, add_run_options, check_run_options, positive, run
 from benchmarks.training_cell import Cell, Conditions, measure_cell
-from benchmarks.training_models import BLOCKS, COMPILE, LLAMA, MODELS, NOTHING, WHOLE, modules_for
+from benchmarks.training_models import COMPILE, LLAMA, MODELS, START_SECONDS, WHOLE, modules_for
 from benchmarks.training_report import draw, flops_per_token, row_of, write
 from benchmarks.training_run import (
     TOKENS,
@@ -38,8 +38,6 @@ from cs336_systems.training.config import TINY
 from cs336_systems.training.estimate import estimate_memory
 
 _USUAL_PART_OF_PEAK = 0.4
-_START_SECONDS = {NOTHING: 4.0, BLOCKS: 12.0, WHOLE: 40.0}
-"""Of a row: a context on the GPU, the model, and compilation."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -135,7 +133,7 @@ def _seconds(cell: Cell, options: argparse.Namespace) -> float | None:
     if peak is None:
         return None
     flops = flops_per_token(cell.config) * cell.batch * cell.context * (options.warmup + options.steps)
-    return _START_SECONDS[cell.compiles] + flops / (_USUAL_PART_OF_PEAK * peak.half * 1e12)
+    return START_SECONDS[cell.compiles] + flops / (_USUAL_PART_OF_PEAK * peak.half * 1e12)
 
 
 def _bytes(cell: Cell) -> int | None:

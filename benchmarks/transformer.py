@@ -25,7 +25,7 @@ if not __package__:
 import torch
 
 from benchmarks.suite import Estimate, Tool, add_run_options, check_run_options, positive, run
-from benchmarks.training_models import BLOCKS, COMPILE, NOTHING, WHOLE, config_of, modules_for, names_of
+from benchmarks.training_models import COMPILE, NOTHING, START_SECONDS, WHOLE, config_of, modules_for, names_of
 from benchmarks.transformer_cell import DTYPES, SIZES, TF32, Cell, Conditions, log_lines, measure_cell, row_of
 from benchmarks.transformer_report import draw, write
 from cs336_systems.attention.choose import NAMES
@@ -43,8 +43,6 @@ COMPARED = ("4-256-256-4-8", "4-512-512-6-8", "8-256-768-6-12", "8-512-768-12-12
 CUSTOM = "custom"
 _FIVE_SIZES = re.compile(r"(\d+)-(\d+)-(\d+)-(\d+)-(\d+)")
 _USUAL_PART_OF_PEAK = 0.3
-_START_SECONDS = {NOTHING: 4.0, BLOCKS: 12.0, WHOLE: 40.0}
-"""Of a row: a context on the GPU, the model, and compilation."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -208,7 +206,7 @@ def _seconds(cell: Cell, options: argparse.Namespace) -> float | None:
         return None
     passes = 1 if cell.mode == MODES[0] else 3
     steps = (cell.warmup + options.steps) * passes * cell.flops / (_USUAL_PART_OF_PEAK * limit * 1e12)
-    return _START_SECONDS[cell.compile] + steps
+    return START_SECONDS[cell.compile] + steps
 
 
 def _bytes(cell: Cell) -> int:
