@@ -33,8 +33,6 @@ MODELS = {
 WHOLE, BLOCKS, NOTHING = "model", "blocks", "none"
 COMPILE = (WHOLE, BLOCKS, NOTHING)
 """What torch.compile is given: the model, each block by itself, or nothing."""
-START_SECONDS = {NOTHING: 2.0, BLOCKS: 8.0, WHOLE: 60.0}
-"""What a row takes on a GPU before its second step, roughly, by what is compiled: as seen of 12 to 36 layers."""
 COMPILER = ("torch._inductor.compile_fx", "torch._inductor.codegen.cuda_combined_scheduling")
 """What torch.compile imports when it is first used, nearly all of it."""
 _TRANSFORMERS = ("transformers.models.llama.modeling_llama",)
@@ -44,6 +42,11 @@ CUDNN_ALONE = [SDPBackend.CUDNN_ATTENTION]
 def names_of(suite: str) -> tuple[str, ...]:
     """The names that sizes can have, of a suite of `PRESETS`."""
     return (TINY, *PRESETS[suite])
+
+
+def start_seconds(how: str, layers: int) -> float:
+    """What a row takes on a GPU before its second step, roughly, as `COMPILE` says it: as seen of 12 to 36 layers."""
+    return {WHOLE: 3.0 + 2.0 * layers, BLOCKS: 8.0, NOTHING: 2.0}[how]
 
 
 def config_of(name: str, suite: str, attn: str = "auto", **sizes: int) -> TransformerConfig:

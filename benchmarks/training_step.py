@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.suite import Estimate, Tool, add_run_options, check_run_options, positive, run
 from benchmarks.training_cell import Cell, Conditions, measure_cell
-from benchmarks.training_models import COMPILE, LLAMA, MODELS, START_SECONDS, WHOLE, modules_for
+from benchmarks.training_models import COMPILE, LLAMA, MODELS, WHOLE, modules_for, start_seconds
 from benchmarks.training_report import draw, flops_per_token, row_of, write
 from benchmarks.training_run import (
     TOKENS,
@@ -133,7 +133,7 @@ def _seconds(cell: Cell, options: argparse.Namespace) -> float | None:
     if peak is None:
         return None
     flops = flops_per_token(cell.config) * cell.batch * cell.context * (options.warmup + options.steps)
-    return START_SECONDS[cell.compiles] + flops / (_USUAL_PART_OF_PEAK * peak.half * 1e12)
+    return start_seconds(cell.compiles, cell.config.num_layers) + flops / (_USUAL_PART_OF_PEAK * peak.half * 1e12)
 
 
 def _bytes(cell: Cell) -> int | None:

@@ -25,7 +25,7 @@ if not __package__:
 import torch
 
 from benchmarks.suite import Estimate, Tool, add_run_options, check_run_options, positive, run
-from benchmarks.training_models import COMPILE, NOTHING, START_SECONDS, WHOLE, config_of, modules_for, names_of
+from benchmarks.training_models import COMPILE, NOTHING, WHOLE, config_of, modules_for, names_of, start_seconds
 from benchmarks.transformer_cell import DTYPES, SIZES, TF32, Cell, Conditions, log_lines, measure_cell, row_of
 from benchmarks.transformer_report import draw, write
 from cs336_systems.attention.choose import NAMES
@@ -206,7 +206,7 @@ def _seconds(cell: Cell, options: argparse.Namespace) -> float | None:
         return None
     passes = 1 if cell.mode == MODES[0] else 3
     steps = (cell.warmup + options.steps) * passes * cell.flops / (_USUAL_PART_OF_PEAK * limit * 1e12)
-    return START_SECONDS[cell.compile] + steps
+    return start_seconds(cell.compile, cell.config.num_layers) + steps
 
 
 def _bytes(cell: Cell) -> int:
