@@ -27,7 +27,7 @@ from cs336_systems.profiling.timeline_html import timeline_page
 from cs336_systems.profiling.timing import consecutive_ms
 from cs336_systems.profiling.usage import BACKWARD, FORWARD, OPTIMIZER, PassMemory, cuda_memory_of, tracked_memory_of
 from cs336_systems.training.estimate import MemoryEstimate, estimate_memory
-from cs336_systems.transformer import TransformerConfig
+from cs336_systems.transformer import TransformerConfig, swiglu
 
 FORWARD_ONLY, TRAINED, STEP = "forward", "forward+backward", "step"
 MODES = (FORWARD_ONLY, TRAINED, STEP)
@@ -90,7 +90,7 @@ class Cell:
             autocast=self.dtype == MIXED,
             recompute_every=self.every,
             fused_norm=device_type == "cuda",
-            fused_ffn=device_type == "cuda",
+            fused_ffn=swiglu.has_kernels(device_type),
         )
 
 

@@ -111,7 +111,7 @@ def _findings(state: State, programs: dict[str, str]) -> str:
     for program in rows:
         if answers := ANSWERS.get(program):
             said = statements(answers, rows[program])
-            parts.append(f"### {_title(program, program)}")
+            parts.append(f"### {PROGRAMS[program].title}")
             parts.append("\n".join(f"- **{question}:** {answer}" for question, answer in said))
     return "\n\n".join(parts) or "No part has rows that could say anything."
 

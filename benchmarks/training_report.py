@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -18,20 +19,9 @@ from cs336_systems.transformer import TransformerConfig
 
 COLUMNS = (
     *("preset", "suite", "vocab_size", "context", "batch", "model", "compile", "status", "reason", "median_ms"),
-    *(
-        "mean_ms",
-        "std_ms",
-        "min_ms",
-        "step_ms",
-        "host_ms",
-        "tokens_per_second",
-        "mfu",
-        "mfu_causal",
-        "peak_gib",
-        "compile_s",
-    ),
-    *("graphs_from_cache", "graphs_compiled", "row_s", "over_llama", "over_sdpa", "parameters", "first_loss"),
-    *("last_loss", "dtype", "tf32", "device", "commit", "date"),
+    *("mean_ms", "std_ms", "min_ms", "step_ms", "host_ms", "tokens_per_second", "mfu", "mfu_causal", "peak_gib"),
+    *("compile_s", "graphs_from_cache", "graphs_compiled", "row_s", "over_llama", "over_sdpa", "parameters"),
+    *("first_loss", "last_loss", "dtype", "tf32", "device", "commit", "date"),
 )
 DTYPE = "bfloat16 autocast"
 PLOT = "tokens-per-second.png"
@@ -131,19 +121,8 @@ def warnings_of(rows: Sequence[Row]) -> list[str]:
 
 
 _HEADERS = (
-    *(
-        "preset, batch × context, model",
-        "compile",
-        "step, ms",
-        "± std",
-        "mean",
-        "min",
-        "host, ms",
-        "tokens/s",
-        "MFU",
-        "peak, GiB",
-    ),
-    *("compiling, s", "row, s", "over llama, ×", "over sdpa, ×"),
+    *("preset, batch × context, model", "compile", "step, ms", "± std", "mean", "min", "host, ms", "tokens/s", "MFU"),
+    *("peak, GiB", "compiling, s", "row, s", "over llama, ×", "over sdpa, ×"),
 )
 
 
@@ -186,12 +165,10 @@ def draw(folder: Path, rows: Sequence[Row]) -> bool:
         return False
     fine = [row for row in rows if row["status"] == Status.OK.value]
     # A model that was compiled in several ways has a line for each.
-    ways = dict.fromkeys(
-        (row["model"], row["compile"]) for row in sorted(fine, key=lambda row: [*MODELS].index(row["model"]))
-    )
-    labels = {
-        way: way[0] if [model for model, _ in ways].count(way[0]) == 1 else ", compile ".join(way) for way in ways
-    }
+    found = dict.fromkeys((row["model"], row["compile"]) for row in fine)
+    ways = sorted(found, key=lambda way: [*MODELS].index(way[0]))
+    several = Counter(model for model, _ in ways)
+    labels = {(model, how): model if several[model] == 1 else f"{model}, compile {how}" for model, how in ways}
     panels = []
     for preset in dict.fromkeys(row["preset"] for row in fine):
         lines = []

@@ -115,12 +115,6 @@ def estimate_memory(
     parameters = model.parameters()
     tokens, wide, narrow = micro_batch * model.context_length, 4, 2 if autocast else 4
     tokens = -(-tokens // context_size)
-    gains = (2 * model.num_layers + 1) * model.d_model
-    # A looked-up embedding is not multiplied with, so autocast makes no copy of it, unless it is the head too.
-    looked_up = 0 if model.tie_embeddings else model.vocab_size * model.d_model
-    copied = parameters - gains - looked_up if shards == 1 else model.vocab_size * model.d_model
-    if fused_ffn and shards == 1:
-        copied -= model.num_layers * 3 * model.d_model * model.d_ff
     block = tokens * (_block_bytes(model, narrow, context_size, fused_norm) - fused_ffn * _spared_bytes(model, narrow))
     if model.attn == "naive" and context_size == 1:
         block += model.context_length**2 - tokens * 4 * model.num_heads
@@ -137,12 +131,24 @@ def estimate_memory(
         parameters=wide * parameters // shards,
         gradients=wide * parameters // (1 if accumulates else shards),
         optimizer=2 * wide * parameters // shards,
-        narrow_weights=2 * copied if autocast else 0,
+        narrow_weights=2 * _copied_parameters(model, shards, fused_ffn) if autocast else 0,
         blocks=blocks,
         loss=with_logits * model.vocab_size * (10 if autocast else 8),
         ends=tokens * ((8 if fused_norm else 12) * model.d_model + 4),
         gathered=gathered,
     )
+
+
+def _copied_parameters(model: TransformerConfig, shards: int, fused_ffn: bool) -> int:
+    """Those that autocast keeps narrow copies of. What is gathered of shards arrives narrow, but for the head."""
+    head = model.vocab_size * model.d_model
+    if shards > 1:
+        return head
+    gains = (2 * model.num_layers + 1) * model.d_model
+    # A looked-up embedding is not multiplied with, so autocast makes no copy of it, unless it is the head too.
+    looked_up = 0 if model.tie_embeddings else head
+    ffn = model.num_layers * 3 * model.d_model * model.d_ff
+    return model.parameters() - gains - looked_up - fused_ffn * ffn
 
 
 def _block_bytes(model: TransformerConfig, narrow: int, context_size: int, fused_norm: bool) -> int:

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import torch
 
-from ..attention.choose import TRITON_IS_INSTALLED
 from ..parallel import Layout
-from ..transformer import Transformer, TransformerConfig
+from ..transformer import Transformer, TransformerConfig, swiglu
 from ..transformer.layers import Place
 from . import checkpoint
 from .config import TrainingConfig
@@ -79,7 +78,7 @@ class Prepared:
             context_size=self.layout.context_size,
             reshard=config.reshard,
             accumulates=config.batch_size > micro_batch * groups,
-            fused_ffn=self.layout.device.type == "cuda" and TRITON_IS_INSTALLED,
+            fused_ffn=swiglu.has_kernels(self.layout.device.type),
         )
 
 

@@ -160,9 +160,14 @@ def dtype_of(x: Tensor) -> torch.dtype:
     return autocast_dtype(x.device.type) or x.dtype
 
 
+def has_kernels(device_type: str) -> bool:
+    """Whether there are kernels for a type of device: CUDA's, where Triton is installed."""
+    return device_type == "cuda" and TRITON_IS_INSTALLED
+
+
 def fused(x: Tensor, *weights: Tensor) -> bool:
-    """Whether `swiglu` takes the place of the plain expression: on CUDA, where it can."""
-    return x.is_cuda and TRITON_IS_INSTALLED and can_be_fused(x, *weights)
+    """Whether `swiglu` takes the place of the plain expression: where there are kernels, and it can."""
+    return has_kernels(x.device.type) and can_be_fused(x, *weights)
 
 
 def can_be_fused(x: Tensor, *weights: Tensor) -> bool:
