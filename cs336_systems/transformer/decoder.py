@@ -157,8 +157,9 @@ class Decoder:
                     self._compute(tokens)
             torch.cuda.current_stream().wait_stream(beside)
             graph = torch.cuda.CUDAGraph()
-            # Other threads may do as they please meanwhile.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            # Without a stream torch records on one of the GPU where a graph was first recorded in this process. Other
+            # threads may do as they please meanwhile.
+            with torch.cuda.graph(graph, stream=beside, capture_error_mode="thread_local"):
                 logits = self._compute(tokens)
         return graph, logits
 

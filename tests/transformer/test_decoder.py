@@ -154,8 +154,9 @@ def test_steps_of_a_larger_model_in_bfloat16(tiny, graph):
 @pytest.mark.gpu
 @pytest.mark.multi_gpu
 def test_a_model_on_another_gpu(tiny):
-    model = Transformer(tiny(), device="cuda:1")
-    assert generate(model, PROMPTS, 5, temperature=0) == generate(model, PROMPTS, 5, temperature=0, graph=False)
+    for place in ("cuda:0", "cuda:1"):
+        model = Transformer(tiny(), device=place)
+        assert generate(model, PROMPTS, 5, temperature=0) == generate(model, PROMPTS, 5, temperature=0, graph=False)
 
 
 def test_streams_take_both(tiny):

@@ -24,9 +24,13 @@ WHOLE = StateDictOptions(full_state_dict=True)
 def mesh(device):
     on_gpu = device.type == "cuda"
     place = {"backend": "nccl", "device_id": torch.device("cuda", 0)} if on_gpu else {"backend": "gloo"}
+    if on_gpu:
+        torch.cuda.set_device(0)  # else torch warns where there are several GPUs, if none has been used yet
     dist.init_process_group(**place, store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh(device.type, (1,))
-    dist.destroy_process_group()
+    try:
+        yield init_device_mesh(device.type, (1,))
+    finally:
+        dist.destroy_process_group()
 
 
 def sharded(config, mesh, device, **settings):
