@@ -18,7 +18,7 @@ from cs336_systems.profiling.steps import time_steps
 from cs336_systems.profiling.sweep import Row, Status
 from cs336_systems.profiling.timing import RoundTimes
 from cs336_systems.training.config import TrainingConfig
-from cs336_systems.training.optimizer import adamw, clip
+from cs336_systems.training.optimizer import adamw, update
 from cs336_systems.transformer import TransformerConfig
 
 LEARNING_RATE = 1e-4
@@ -86,9 +86,7 @@ class TrainingStep:
 
     def update(self) -> None:
         """The gradients limited, AdamW's update, and no gradients left: the end of a step in the training loop."""
-        clip(self.model.parameters(), TrainingConfig.grad_clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        update(self.optimizer, self.model, TrainingConfig.grad_clip)
 
     def __call__(self) -> Float[Tensor, ""]:
         """The loss, detached, before the update."""

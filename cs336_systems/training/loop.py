@@ -13,7 +13,7 @@ from ..transformer import generate
 from ..transformer.loss import IGNORED
 from . import checkpoint
 from .data import gather, validation_starts
-from .optimizer import adamw, clip, learning_rate, set_learning_rate
+from .optimizer import adamw, learning_rate, set_learning_rate, update
 from .prepare import CHECKPOINTS, Prepared, model_maker
 from .report import Report
 from .stopping import SAME_WITHIN, Ending, NotFiniteError, StopRequest
@@ -110,9 +110,7 @@ class Trainer:
             steps=config.steps,
         )
         set_learning_rate(self.optimizer, rate)
-        norm = clip(self.model.parameters(), config.grad_clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        norm = update(self.optimizer, self.model, config.grad_clip)
         self.step += 1
         return total, norm, rate
 

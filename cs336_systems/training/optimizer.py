@@ -11,6 +11,12 @@ from torch.distributed.tensor import DTensor
 
 FUSED_ON = ("cuda", "cpu", "mps")
 """Where torch updates all parameters by one kernel."""
+_SCALES_ON = ("cuda", "cpu")
+"""Where that kernel also divides the gradients by a number on the device."""
+_SCALE = "grad_scale"
+"""The attribute by which torch's GradScaler gives an optimizer that number."""
+_ABOVE_ZERO = 1e-6
+"""Added to a norm before the limit is divided by it, as torch does it."""
 
 
 def learning_rate(step: int, *, highest: float, lowest: float, warmup: int, steps: int) -> float:
@@ -76,3 +82,30 @@ def clip(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
     else:
         norm = nn.utils.clip_grad_norm_(trained, limit)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def update(optimizer: torch.optim.Optimizer, model: nn.Module, limit: float | None) -> Tensor:
+    """Limit the gradients as `clip` does, update the parameters, and drop the gradients.
+
+    torch's fused kernel limits them itself, by the division that it has for ``GradScaler``: 4 bytes a parameter fewer
+    are read. Shards, and optimizers that are not fused, have them limited first.
+
+    Returns:
+        The norm that the gradients had, as `clip` does.
+    """
+    parameters = [*model.parameters()]
+    divides = optimizer.defaults.get("fused") and all(
+        parameter.device.type in _SCALES_ON and not isinstance(parameter, DTensor) for parameter in parameters
+    )
+    if limit is None or not divides:
+        norm = clip(parameters, limit)
+        optimizer.step()
+    else:
+        norm = clip(parameters, None)
+        setattr(optimizer, _SCALE, ((norm + _ABOVE_ZERO) / limit).clamp(min=1.0))
+        try:
+            optimizer.step()
+        finally:
+            delattr(optimizer, _SCALE)
+    optimizer.zero_grad()
+    return norm

@@ -7,7 +7,14 @@ import math
 import pytest
 import torch
 
-from cs336_systems.training.optimizer import adamw, clip, learning_rate, parameter_groups, set_learning_rate
+from cs336_systems.training.optimizer import (
+    adamw,
+    clip,
+    learning_rate,
+    parameter_groups,
+    set_learning_rate,
+    update,
+)
 from cs336_systems.transformer import Transformer, TransformerConfig
 
 SCHEDULE = {"highest": 2.0, "lowest": 0.5, "warmup": 10, "steps": 110}
@@ -81,3 +88,38 @@ def test_clipping_goes_by_the_norm_of_all_gradients(limit, scale):
     assert parameters[0].grad.tolist() == pytest.approx([3 * scale, 0])
     assert parameters[1].grad.tolist() == pytest.approx([4 * scale])
     assert parameters[2].grad is None
+
+
+@pytest.mark.parametrize("limit", [None, 0.01, 1e6])
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_update_is_that_of_limited_gradients(device, limit, fused):
+    """Whoever limits them: torch's fused kernel, or clip before it. Two updates: the second goes by both averages."""
+    config = TransformerConfig(vocab_size=11, context_length=4, d_model=16, d_ff=16, num_layers=1, num_heads=2)
+    models = [Transformer(config, device=device) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    mine, plain = (
+        torch.optim.AdamW(parameter_groups(model, 0.1), lr=0.01, fused=fused or None, foreach=None) for model in models
+    )
+    for _ in range(2):
+        for parameter, other in zip(*(model.parameters() for model in models), strict=True):
+            parameter.grad = torch.randn_like(parameter)
+            other.grad = parameter.grad.clone()
+        expected = clip(models[1].parameters(), limit)
+        plain.step()
+        norm = update(mine, models[0], limit)
+        torch.testing.assert_close(norm, expected)
+        assert all(parameter.grad is None for parameter in models[0].parameters())
+        for parameter, other in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(parameter, other, rtol=1e-5, atol=1e-7)
+    assert not hasattr(mine, "grad_scale")
+
+
+def test_the_fused_kernel_limits_gradients_itself(model, monkeypatch):
+    """Else they would be read and written once more."""
+    optimizer = adamw(model, learning_rate=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+    seen = []
+    monkeypatch.setattr(optimizer, "step", lambda: seen.append(optimizer.grad_scale))
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 3.0)
+    norm = update(optimizer, model, 0.5)
+    assert float(seen[0]) == pytest.approx(2 * float(norm), rel=1e-4)
