@@ -46,14 +46,22 @@ class Sharers:
         early, late = chunks_of(self.rank, self.size)
         return early + 1, late + 1
 
-    def gather(self, mine: Float[Tensor, "batch heads share d"]) -> Float[Tensor, "batch heads seen d"]:
-        """The keys, or values, of a sequence in order, from its beginning to the end of this process's late chunk."""
+    def gather(
+        self, mine: Float[Tensor, "batch heads share d"], into: Float[Tensor, "batch heads seen d"] | None = None
+    ) -> Float[Tensor, "batch heads seen d"]:
+        """The keys, or values, of a sequence in order, from its beginning to the end of this process's late chunk.
+
+        Args:
+            mine: this process's.
+            into: where they are written; a tensor of their own if None.
+        """
         sent = rearrange(mine, "batch heads (two chunk) d -> two batch heads chunk d", two=2).contiguous()
         received = sent.new_empty(2 * self.size, *sent.shape[1:])
         _all_gather(received, sent, group=self.group)
         place = {number: index for index, number in enumerate(owners(self.size))}
         in_order = [received[place[number]] for number in range(self.chunks_seen[1])]
-        return torch.stack(in_order, dim=2).flatten(2, 3)
+        out = None if into is None else into.unflatten(2, (len(in_order), -1))
+        return torch.stack(in_order, dim=2, out=out).flatten(2, 3)
 
     def sum_back(
         self, *gradients: Float[Tensor, "batch heads _ d"] | None
@@ -70,11 +78,13 @@ class Sharers:
         batch, heads, _, d = there[0].shape
         chunk = there[-1].shape[2] // self.chunks_seen[1]
         wide = torch.promote_types(there[0].dtype, torch.float32)
-        sent = there[0].new_zeros(2 * self.size, batch, heads, chunk, d, dtype=wide)
+        sent = there[0].new_empty(2 * self.size, batch, heads, chunk, d, dtype=wide)
         for number, place in zip(owners(self.size), sent, strict=True):
-            for gradient in there:
-                if number * chunk < gradient.shape[2]:
-                    place += gradient[:, :, number * chunk : (number + 1) * chunk]
+            seen = [x[:, :, number * chunk : (number + 1) * chunk] for x in there if number * chunk < x.shape[2]]
+            # The first is copied: to be added to, zeros would have to be written and read besides.
+            place.copy_(seen[0]) if seen else place.zero_()
+            for gradient in seen[1:]:
+                place += gradient
         received = sent.new_empty(2, *sent.shape[1:])
         _reduce_scatter(received, sent, group=self.group)
         return rearrange(received, "two batch heads chunk d -> batch heads (two chunk) d")
@@ -136,7 +146,7 @@ class _Release(torch.autograd.Function):
             if storage.size() == 0:  # else a backward pass that keeps the graph was here before
                 storage.resize_(gathered.numel() * gathered.element_size())
                 # `data` has a version of its own: for autograd these are the values that it has kept.
-                gathered.data.copy_(ctx.sharers.gather(mine))
+                ctx.sharers.gather(mine, into=gathered.data)
         return dout, None, None, None, None, None
 
 
