@@ -43,8 +43,6 @@ from cs336_systems.profiling.environment import Environment, collect_environment
 from cs336_systems.profiling.memory import release_memory
 from cs336_systems.profiling.report import ABSENT, environment_lines, format_number, markdown_table
 from cs336_systems.profiling.sweep import (
-    CONFIGURATION,
-    JOURNAL,
     ConfigurationMismatchError,
     Row,
     RowStore,
@@ -240,11 +238,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device.index is not None:
         torch.cuda.set_device(options.device)
     environment = collect_environment(options.device, commit=options.commit)
-    if not options.resume:
-        for name in (CONFIGURATION, JOURNAL):
-            (options.output / name).unlink(missing_ok=True)
     try:
-        store = RowStore.open(options.output, configuration_of(options, environment))
+        open_store = RowStore.open if options.resume else RowStore.begin
+        store = open_store(options.output, configuration_of(options, environment))
     except ConfigurationMismatchError as error:
         print(f"generation.py: error: {error}", file=sys.stderr)
         return 2

@@ -26,6 +26,8 @@ Row = dict[str, Any]
 JOURNAL = "journal.jsonl"
 CONFIGURATION = "configuration.json"
 UNDER_WAY = "under-way.json"
+EARLIER = "earlier"
+"""The folder, in a sweep's, of the rows that were there before it."""
 
 _LONGEST_REASON = 300
 
@@ -107,9 +109,19 @@ class RowStore:
 
     @classmethod
     def begin(cls, folder: Path, configuration: Mapping[str, Any]) -> RowStore:
-        """Start a sweep in `folder`, from which what another one left there is removed."""
-        for name in (CONFIGURATION, JOURNAL, UNDER_WAY):
-            (folder / name).unlink(missing_ok=True)
+        """Start a sweep in `folder`.
+
+        The rows of one that is there already go to the folder `EARLIER` in it, in place of those that are there: a
+        sweep of hours is not lost when it is forgotten to ask for it. That folder can be opened as any other.
+        """
+        (folder / UNDER_WAY).unlink(missing_ok=True)
+        if (folder / JOURNAL).exists():
+            (folder / EARLIER).mkdir(exist_ok=True)
+            for name in (CONFIGURATION, JOURNAL):
+                (folder / EARLIER / name).unlink(missing_ok=True)
+                if (folder / name).exists():
+                    (folder / name).rename(folder / EARLIER / name)
+        (folder / CONFIGURATION).unlink(missing_ok=True)
         return cls.open(folder, configuration)
 
     @property

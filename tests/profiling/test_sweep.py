@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cs336_systems.profiling.sweep import (
+    EARLIER,
     ConfigurationMismatchError,
     DeathLog,
     RowStore,
@@ -57,10 +58,21 @@ def test_rows_are_there_again_when_the_folder_is_opened_again(tmp_path):
     assert read_configuration(tmp_path) == {"lengths": [1, 2], "dtype": "float32"}
 
 
-def test_a_new_sweep_removes_what_an_earlier_one_left(tmp_path):
-    RowStore.open(tmp_path, {"rounds": 3}).append("a", [{"x": 1}])
+def test_a_new_sweep_puts_aside_what_an_earlier_one_left(tmp_path):
+    for number in (1, 2):
+        store = RowStore.begin(tmp_path, {"rounds": number})
+        assert store.rows == []
+        store.append("a", [{"x": number}])
     assert RowStore.begin(tmp_path, {"rounds": 5}).rows == []
     assert RowStore.open(tmp_path, {"rounds": 5}).rows == []
+    assert RowStore.open(tmp_path / EARLIER, {"rounds": 2}).rows == [{"x": 2}]
+
+
+def test_a_sweep_without_rows_does_not_take_the_place_of_the_earlier_one(tmp_path):
+    RowStore.begin(tmp_path, {"rounds": 1}).append("a", [{"x": 1}])
+    for _ in range(2):
+        RowStore.begin(tmp_path, {"rounds": 2})
+    assert RowStore.open(tmp_path / EARLIER, {"rounds": 1}).rows == [{"x": 1}]
 
 
 def test_a_cell_is_stored_once(tmp_path):
