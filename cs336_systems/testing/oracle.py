@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..attention import attention
 from ..attention.features import Features as AskedFeatures
-from ..attention.pairs import Extras, Pairs, kept_pairs, scores_and_slopes, seen_pairs
+from ..attention.pairs import Extras, Pairs, Term, kept_pairs, scores_and_slopes, seen_pairs
 from ..attention.spec import AttentionSpec
 from ..attention.traced import Traced
 from ..attention.validation import check
@@ -115,21 +115,34 @@ def terms(
         "dk": _root_sum_square(_over_group(product_gradients).mT, _over_group(q)),
         "dv": _root_sum_square(_over_group(weights_again * kept).mT, _over_group(dout)),
     }
-    names = [*captured]
-    for term in of_captured:
-        if isinstance(term, Traced):
-            by_number = _traced_terms(term, score_gradients, extras.by_scores, pairs, rows, columns)
-            made |= {names[number]: size for number, size in by_number.items()}
-            continue
-        squares = torch.zeros_like(extras.by_scores[term.number])
-        squared = term._replace(term=torch.as_tensor(term.term).square())
-        squared.add_to({term.number: squares}, score_gradients.square(), pairs, rows, columns)
-        made[names[term.number]] = squares.sqrt()
+    by_number = _captured_terms(of_captured, score_gradients, extras.by_scores, pairs, rows, columns)
+    made |= {name: by_number[number] for number, name in enumerate(captured) if number in by_number}
     if extras.sinks is not None:
         of_sinks = torch.exp(sinks - never) * (1.0 + (sink_terms + _finite(lse).abs()) * notable) * delta_terms
         heads = 1 if problem.q_heads is None else problem.q_heads
         by_head = of_sinks.reshape(math.prod(problem.batch), heads, problem.q_len)
         made["dsinks"] = torch.linalg.vector_norm(by_head, dim=(0, 2))
+    return made
+
+
+def _captured_terms(
+    terms: Sequence[Term | Traced],
+    score_gradients: Tensor,
+    captured: Sequence[Tensor],
+    pairs: Pairs,
+    rows: slice,
+    columns: slice,
+) -> dict[int, Tensor]:
+    """By number, the same for what the scores captured and whose gradient is wanted."""
+    made: dict[int, Tensor] = {}
+    for term in terms:
+        if isinstance(term, Traced):
+            made |= _traced_terms(term, score_gradients, captured, pairs, rows, columns)
+            continue
+        squares = torch.zeros_like(captured[term.number])
+        squared = term._replace(term=torch.as_tensor(term.term).square())
+        squared.add_to({term.number: squares}, score_gradients.square(), pairs, rows, columns)
+        made[term.number] = squares.sqrt()
     return made
 
 

@@ -158,12 +158,7 @@ def backward(
     dq, dk, dv = (layout.empty(dtype, device) for layout in (plan.dq, plan.dk, plan.dv))
     delta = plan.row.empty(torch.float32, device)
     if plan.nothing_seen:
-        if dlse is not None:
-            torch.neg(dlse, out=delta)
-        gradients = [torch.zeros_like(extras[position]) for position in wanted]
-        if variation.settings.sinks and 0 in wanted:
-            gradients[[*wanted].index(0)] = sink_gradient(extras[0], lse, delta if dlse is not None else delta.zero_())
-        return dq.zero_(), dk.zero_(), dv.zero_(), gradients
+        return dq.zero_(), dk.zero_(), dv.zero_(), _gradients_of_nothing(variation, lse, dlse, delta, extras, wanted)
     inputs = as_inputs([q, k, v, dout], plan.parts)
     bound = None if dlse is None or arithmetic == "half" else dlse.view(math.prod(k.shape[:-2]), -1).abs().amax(1)
     sums = Sums.of(variation, q, k, extras) if wanted else NO_SUMS
@@ -200,6 +195,22 @@ def backward(
         for position in wanted
     ]
     return dq, dk, dv, gradients
+
+
+def _gradients_of_nothing(
+    variation: Variation,
+    lse: Tensor,
+    dlse: Tensor | None,
+    delta: Tensor,
+    extras: Sequence[Tensor],
+    wanted: Sequence[int],
+) -> list[Tensor]:
+    """Those of the wanted extras where no query sees a key: all zeros, but for sinks."""
+    gradients = [torch.zeros_like(extras[position]) for position in wanted]
+    if variation.settings.sinks and 0 in wanted:
+        delta = delta.zero_() if dlse is None else torch.neg(dlse, out=delta)
+        gradients[[*wanted].index(0)] = sink_gradient(extras[0], lse, delta)
+    return gradients
 
 
 def _plan_backward(
