@@ -102,7 +102,7 @@ def update(optimizer: torch.optim.Optimizer, model: nn.Module, limit: float | No
         optimizer.step()
     else:
         norm = clip(parameters, None)
-        setattr(optimizer, _SCALE, ((norm + _ABOVE_ZERO) / limit).clamp(min=1.0))
+        setattr(optimizer, _SCALE, ((norm.float() + _ABOVE_ZERO) / limit).clamp(min=1.0))
         try:
             optimizer.step()
         finally:
