@@ -39,6 +39,7 @@ from benchmarks.feature_peers import why_no_fa4
 from benchmarks.feature_report import COLUMNS, report, rows_of
 from benchmarks.feature_setting import Sizes
 from benchmarks.processes import run_jobs
+from benchmarks.suite import opened
 from cs336_systems.profiling.environment import Environment, collect_environment
 from cs336_systems.profiling.report import environment_lines, format_number
 from cs336_systems.profiling.sweep import (
@@ -219,8 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = contenders_of(options)
     environment = collect_environment(options.device, packages=PEER_DISTRIBUTIONS, commit=options.commit)
     try:
-        open_store = RowStore.open if options.resume else RowStore.begin
-        store = open_store(options.output, configuration_of(conditions, names, environment))
+        store = opened(options, configuration_of(conditions, names, environment))
     except ConfigurationMismatchError as error:
         print(f"features.py: error: {error}", file=sys.stderr)
         return 2

@@ -39,6 +39,7 @@ from benchmarks.generation_cells import (
     measure_steps,
     weight_bytes,
 )
+from benchmarks.suite import opened
 from cs336_systems.profiling.environment import Environment, collect_environment
 from cs336_systems.profiling.memory import release_memory
 from cs336_systems.profiling.report import ABSENT, environment_lines, format_number, markdown_table
@@ -239,8 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.cuda.set_device(options.device)
     environment = collect_environment(options.device, commit=options.commit)
     try:
-        open_store = RowStore.open if options.resume else RowStore.begin
-        store = open_store(options.output, configuration_of(options, environment))
+        store = opened(options, configuration_of(options, environment))
     except ConfigurationMismatchError as error:
         print(f"generation.py: error: {error}", file=sys.stderr)
         return 2

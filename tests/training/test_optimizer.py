@@ -98,9 +98,7 @@ def test_an_update_is_that_of_limited_gradients(device, limit, fused, dtype):
     models = [Transformer(config, device=device, dtype=dtype) for _ in range(2)]
     rounding = {"rtol": 1e-5, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-3}
     models[1].load_state_dict(models[0].state_dict())
-    mine, plain = (
-        torch.optim.AdamW(parameter_groups(model, 0.1), lr=0.01, fused=fused or None, foreach=None) for model in models
-    )
+    mine, plain = (torch.optim.AdamW(parameter_groups(model, 0.1), lr=0.01, fused=fused or None) for model in models)
     for _ in range(2):
         for parameter, other in zip(*(model.parameters() for model in models), strict=True):
             parameter.grad = torch.randn_like(parameter)
