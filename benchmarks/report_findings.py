@@ -14,6 +14,13 @@ from benchmarks.report_findings_attention import (
     attention_half,
     attention_ratio,
 )
+from benchmarks.report_findings_passes import (
+    backward_over_forward,
+    compile_pays,
+    half_pays,
+    length_is_free,
+    warm_up,
+)
 from benchmarks.report_rows import (
     NotMeasuredError,
     Rows,
@@ -25,7 +32,6 @@ from benchmarks.report_rows import (
     powers_of,
     spread,
 )
-from cs336_systems.profiling.report import format_number
 
 Answer = Callable[[Rows], str]
 
@@ -43,75 +49,7 @@ def answered(answer: Answer, rows: Rows) -> str:
         return f"not measured: {reason}"
 
 
-MODEL = ("model", "batch", "context")
-_COMPILED = {"model": "a compiled model", "blocks": "a model of compiled blocks"}
 _NEARLY_ALL = 0.9
-_SERIES = (*MODEL, "attn", "arithmetic", "compile", "mode", "warmup")
-
-
-def _without(*names: str) -> tuple[str, ...]:
-    return tuple(name for name in _SERIES if name not in names)
-
-
-def backward_over_forward(rows: Rows) -> str:
-    """How many times as long as the forward pass the backward takes, by model."""
-    timed = fine(rows, "forward_median_ms", "backward_median_ms", "model")
-    # A first step that compiles says nothing of the ratio.
-    steady = [row for row in timed if row.get("warmup") != "0"]
-    if not steady:
-        raise NotMeasuredError("every row counts its first step")
-    said = []
-    for model in dict.fromkeys(row["model"] for row in steady):
-        same = [row for row in steady if row["model"] == model]
-        ratios = [of(row, "backward_median_ms") / of(row, "forward_median_ms") for row in same]
-        said.append(f"{model} {spread(ratios)}")
-    return f"The backward pass takes so many times as long as the forward pass: {'; '.join(said)}."
-
-
-def warm_up(rows: Rows) -> str:
-    """What the steps before the timed ones change."""
-    timed = fine(rows, "warmup", "step_mean_ms", "step_std_ms")
-    most = max({row["warmup"] for row in timed}, key=int)
-    if most == "0":
-        raise NotMeasuredError("no row has warm-up")
-    found = pairs(timed, "warmup", "0", most, _without("warmup"))
-    means = [of(cold, "step_mean_ms") / of(warm, "step_mean_ms") for cold, warm in found]
-    cold, warm = ([of(pair[i], "step_std_ms") / of(pair[i], "step_mean_ms") * 100 for pair in found] for i in (0, 1))
-    return (
-        f"Without warm-up the mean of a step is {spread(means)} times what it is with {most} before it that are not "
-        f"timed, and the standard deviation {spread(cold, 2)} % of the mean in place of {spread(warm, 2)} %."
-    )
-
-
-def half_pays(rows: Rows) -> str:
-    """Where bfloat16 autocast is faster than float32, and by how much."""
-    return _pays(rows, "arithmetic", "float32", "bfloat16", "bfloat16 autocast", "float32")
-
-
-def compile_pays(rows: Rows) -> str:
-    """Where a compiled model is faster than an eager one, and by how much, for each way of compiling it."""
-    timed = fine(rows, "compile", "step_median_ms", *MODEL)
-    ways = [way for way in _COMPILED if any(row["compile"] == way for row in timed)]
-    if not ways:
-        raise NotMeasuredError("no row is of a compiled model")
-    return " ".join(_pays(rows, "compile", "none", way, _COMPILED[way], "an eager one") for way in ways)
-
-
-def _pays(rows: Rows, axis: str, plain: str, other: str, named: str, beside: str) -> str:
-    timed = fine(rows, axis, "step_median_ms", *MODEL)
-    found = pairs(timed, axis, plain, other, _without(axis))
-    ratios = {
-        f"{b['model']}, {b['batch']} × {b['context']}, {b.get('mode') or 'step'}": of(a, "step_median_ms")
-        / of(b, "step_median_ms")
-        for a, b in found
-    }
-    wins = {name: ratio for name, ratio in ratios.items() if ratio > 1}
-    best, worst = (pick(ratios, key=lambda name: ratios[name]) for pick in (max, min))
-    return (
-        f"Of {len(ratios)} compared, {named} is faster than {beside} in {len(wins)}: "
-        f"most, {format_number(ratios[best])} times as fast, with {best}; "
-        f"least, {format_number(ratios[worst])} times, with {worst}."
-    )
 
 
 def not_products(rows: Rows) -> str:
@@ -231,6 +169,7 @@ ANSWERS: dict[str, dict[str, Answer]] = {
         "What warm-up changes": warm_up,
         "Where bfloat16 pays": half_pays,
         "Where compilation pays": compile_pays,
+        "Where length costs nothing": length_is_free,
     },
     "attention": {
         "Who is the fastest": attention_fastest,

@@ -79,14 +79,29 @@ def rows_of(base, *changes):
                 {"context": "128", "arithmetic": "bfloat16", "step_median_ms": "50"},
                 {"context": "64", "arithmetic": "bfloat16"},
             ),
-            "Of 2 compared, bfloat16 autocast is faster than float32 in 1: most, 2.50 times as fast, with small, "
-            "4 × 256, step; least, 0.800 times, with small, 4 × 128, step.",
+            "Of 2 compared, bfloat16 autocast is faster than float32 in 1. It is so many times as fast: 0.800 at a "
+            "context of 128; 2.50 at a context of 256; most, 2.50, with small, 4 × 256, compile none, step; least, "
+            "0.800, with small, 4 × 128, compile none, step.",
+        ),
+        (
+            findings.half_pays,
+            rows_of(
+                STEP,
+                {},
+                {"arithmetic": "bfloat16", "step_median_ms": "20"},
+                {"compile": "blocks"},
+                {"compile": "blocks", "arithmetic": "bfloat16", "step_median_ms": "10"},
+            ),
+            "Of 2 compared, bfloat16 autocast is faster than float32 in 2. It is so many times as fast: 2.00 to 4.00 "
+            "at a context of 256; most, 4.00, with small, 4 × 256, compile blocks, step; least, 2.00, with small, "
+            "4 × 256, compile none, step.",
         ),
         (
             findings.compile_pays,
             rows_of(STEP, {}, {"compile": "model", "step_median_ms": "20"}),
-            "Of 1 compared, a compiled model is faster than an eager one in 1: most, 2.00 times as fast, with small, "
-            "4 × 256, step; least, 2.00 times, with small, 4 × 256, step.",
+            "Of 1 compared, a compiled model is faster than an eager one in 1. It is so many times as fast: 2.00 at a "
+            "context of 256; most, 2.00, with small, 4 × 256, float32, step; least, 2.00, with small, 4 × 256, "
+            "float32, step.",
         ),
         (
             findings.compile_pays,
@@ -97,10 +112,28 @@ def rows_of(base, *changes):
                 {"mode": "forward", "step_median_ms": "10"},
                 {"mode": "forward", "step_median_ms": "2", "compile": "model"},
             ),
-            "Of 1 compared, a compiled model is faster than an eager one in 1: most, 5.00 times as fast, with small, "
-            "4 × 256, forward; least, 5.00 times, with small, 4 × 256, forward. "
-            "Of 1 compared, a model of compiled blocks is faster than an eager one in 0: most, 0.500 times as fast, "
-            "with small, 4 × 256, step; least, 0.500 times, with small, 4 × 256, step.",
+            "Of 1 compared, a compiled model is faster than an eager one in 1. It is so many times as fast: 5.00 at a "
+            "context of 256; most, 5.00, with small, 4 × 256, float32, forward; least, 5.00, with small, 4 × 256, "
+            "float32, forward. "
+            "Of 1 compared, a model of compiled blocks is faster than an eager one in 0. It is so many times as fast: "
+            "0.500 at a context of 256; most, 0.500, with small, 4 × 256, float32, step; least, 0.500, with small, "
+            "4 × 256, float32, step.",
+        ),
+        (
+            findings.length_is_free,
+            rows_of(
+                STEP,
+                {},
+                {"context": "1024", "step_median_ms": "90"},
+                {"context": "512", "step_median_ms": "43"},
+                {"context": "320", "step_median_ms": "41", "mode": "forward"},
+                {"context": "320", "step_median_ms": "41", "warmup": "0"},
+                {"context": "512", "step_median_ms": "10", "arithmetic": "bfloat16"},
+                {"context": "1024", "step_median_ms": "10.9", "arithmetic": "bfloat16"},
+            ),
+            "At twice the length or more a step takes less than 1.1 times as long: 1 of 2 in float32; 1 of 1 in "
+            "bfloat16. There it is not the products that take the time, and neither the dtype nor the length shows "
+            "what it costs.",
         ),
         (
             findings.not_products,
@@ -221,6 +254,7 @@ def test_without_rows_or_columns_each_answer_says_so(program):
         (findings.backward_over_forward, [STEP | {"warmup": "0"}], "every row counts its first step"),
         (findings.compile_pays, [STEP], "no row is of a compiled model"),
         (findings.half_pays, [STEP], "no two rows differ in arithmetic alone, float32 and bfloat16"),
+        (findings.length_is_free, [STEP], "no two rows differ in context alone"),
         (findings.peak_growth, [MEMORY], "no series has two values of context"),
         (
             findings.peak_growth,
