@@ -11,7 +11,7 @@ from benchmarks.memory_cell import DTYPES, MODES
 from benchmarks.memory_report import checkpointed, fine, name_of
 from cs336_systems.profiling.categories import CATEGORIES
 from cs336_systems.profiling.memory import GIB, MIB
-from cs336_systems.profiling.plots import Axes, Panel, Series, save_panels
+from cs336_systems.profiling.plots import Axes, Panel, Series, save_figure, save_panels
 from cs336_systems.profiling.sweep import Row
 from cs336_systems.profiling.timeline import COLOURS, OTHER_COLOUR
 
@@ -69,7 +69,7 @@ def draw_categories(path: Path, rows: Sequence[Row]) -> bool:
         axes.invert_yaxis()
         axes.set_xlabel("GiB allocated at the recorded peak")
         figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-        figure.savefig(path, dpi=150)
+        save_figure(figure, path)
     finally:
         plt.close(figure)
     return True
@@ -89,7 +89,7 @@ def draw_checkpointing(path: Path, rows: Sequence[Row]) -> bool:
             _draw_group(grid[0][column], grid[1][column], name, same)
         grid[0][0].set_ylabel("peak, MiB allocated")
         grid[1][0].set_ylabel("step, ms")
-        figure.savefig(path, dpi=150)
+        save_figure(figure, path)
     finally:
         plt.close(figure)
     return True

@@ -116,6 +116,10 @@ _QUICK_GPU = (
 )
 
 
+_LONG = "--lengths 128 512 2048 8192 32768 65536"
+"""Of the course's second sweep, whose lengths are each twice the one before."""
+
+
 def _of_year(year: str, presets: str, breakdown: str, memory: str) -> Suite:
     """Every table for the presets of a year's course; without a GPU, for its smallest one."""
     of = f"--suite {year} --preset"
@@ -130,6 +134,9 @@ def _of_year(year: str, presets: str, breakdown: str, memory: str) -> Suite:
         _part("transformer", f"{of} small --context-length 512 --warmup 0 1 2 5", name="transformer-warmup"),
         _part("transformer", "--compare-compile", name="transformer-compile"),
         _part("attention", "--preset course", minutes=90),
+        _part(
+            "attention", f"--preset course-causal {_LONG} --impl naive flash sdpa --rounds 3", name="attention-causal"
+        ),
         _part("breakdown", f"{of} {breakdown} --context 128 512 1024"),
         *(
             _part("memory", f"{of} {name} --context 128 256 512 --mode forward step", name=f"memory-{name}")
@@ -159,9 +166,9 @@ def _of_year(year: str, presets: str, breakdown: str, memory: str) -> Suite:
 
 
 def _everything(year: Suite) -> Suite:
-    """The parts of 2025, what 2026 has beside it, the second attention sweep, and attention over a cache."""
+    """The parts of 2025, what 2026 has beside it, the second attention sweep whole, and attention over a cache."""
     gpu = (
-        *year.gpu,
+        *(part for part in year.gpu if part.name != "attention-causal"),
         _part("transformer", "--suite 2026 --preset xl 10B --context-length 512 1024", name="transformer-2026"),
         _part("transformer", "--preset wide --context-length 512", name="transformer-wide"),
         _part("attention", "--preset course-causal", name="attention-causal", minutes=90),

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.profiling.plots import COLOURS, INK, STYLE
+from cs336_systems.profiling.plots import COLOURS, INK, STYLE, save_figure
 
 _HATCHES = ("", "///", "...", "xx")
 _LEAST_WRITTEN = 0.06
@@ -49,7 +49,8 @@ def save_stacked_bars(
         figure, axes = plt.subplots(figsize=(9.0, 1.6 + _INCHES_A_BAR * len(bars)), layout="constrained")
         try:
             _stack(axes, bars, parts, shares)
-            axes.invert_yaxis()
+            # Space for half a bar above the first and below the last, where matplotlib has a share of them all.
+            axes.set_ylim(len(bars) - 0.25, -0.75)
             if shares:
                 axes.set_xlim(0, 1)
             axes.set_xlabel(label)
@@ -57,7 +58,7 @@ def save_stacked_bars(
                 axes.spines[side].set_visible(False)
             figure.legend(loc="outside lower center", ncols=4, frameon=False)
             figure.suptitle(title, fontsize=11, fontweight="bold")
-            figure.savefig(path, dpi=160)
+            save_figure(figure, path)
         finally:
             plt.close(figure)
     return True

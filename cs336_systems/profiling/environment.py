@@ -105,11 +105,19 @@ def collect_environment(
         device_memory_bytes=torch.cuda.get_device_properties(where).total_memory if on_cuda else None,
         commit=found.identifier if commit is None else commit,
         dirty=found.dirty if commit is None else None,
-        command=shlex.join([Path(sys.executable).name, *sys.argv]),
+        command=command_line(),
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         state_at_start=state,
         packages={name: version for name in packages if (version := package_version(name)) is not None},
     )
+
+
+def command_line() -> str:
+    """How this program was called, the program's path from the working directory where it lies in it."""
+    program = Path(sys.argv[0])
+    here = Path.cwd()
+    called = program.relative_to(here) if program.is_relative_to(here) else program
+    return shlex.join([Path(sys.executable).name, str(called), *sys.argv[1:]])
 
 
 def device_name(device: torch.device | str) -> str:

@@ -6,6 +6,7 @@ Needs matplotlib, which is imported when a plot is drawn.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ _MARK_INCHES = 0.7
 _CHARACTER_INCHES = 0.075
 _LEAST_LOGARITHMIC_RANGE = 8.0
 _MOST_MARKERS = 60
+_DOTS_PER_INCH = 160
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,17 @@ class Axes:
     logarithmic: bool = True
     level: float | None = None
     doubling: bool = True
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a matplotlib figure as PNG with a palette of 256 colours: a quarter of the bytes, and no eye tells."""
+    from PIL import Image
+
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=_DOTS_PER_INCH)
+    image = Image.open(drawn).convert("RGB")
+    few = image.quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(path, format="PNG", optimize=True)
 
 
 def save_panels(path: Path, panels: Sequence[Panel], *, title: str, axes: Axes, labels: Mapping[str, int]) -> bool:
@@ -110,7 +123,7 @@ def save_panels(path: Path, panels: Sequence[Panel], *, title: str, axes: Axes, 
                 line[0].set_ylabel(axes.y_label)
             _legend(figure, grid, labels)
             figure.suptitle(title, fontsize=11, fontweight="bold")
-            figure.savefig(path, dpi=160)
+            save_figure(figure, path)
         finally:
             plt.close(figure)
     return True

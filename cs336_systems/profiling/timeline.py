@@ -12,6 +12,7 @@ import numpy as np
 from .allocations import History, Phase
 from .categories import CATEGORIES, RULES, STANDING, Rule, classifier
 from .memory import MIB
+from .plots import save_figure
 
 COLOURS = {
     "there before": "#8b9099",
@@ -111,6 +112,6 @@ def draw_timeline(path: Path, timeline: Timeline, *, title: str) -> None:
         axes.set_ylabel("allocated, MiB")
         figure.legend(loc="outside right center", frameon=False, reverse=True, fontsize=8)
         figure.suptitle(title, fontsize=11, fontweight="bold")
-        figure.savefig(path, dpi=150)
+        save_figure(figure, path)
     finally:
         plt.close(figure)

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from cs336_systems.profiling import environment
-from cs336_systems.profiling.environment import Commit, DeviceState, collect_environment, git_commit, nvidia_smi
+from cs336_systems.profiling.environment import (
+    Commit,
+    DeviceState,
+    collect_environment,
+    command_line,
+    git_commit,
+    nvidia_smi,
+)
 
 
 def test_the_environment_of_this_cpu(tmp_path):
@@ -102,3 +109,12 @@ def test_the_processors_name(tmp_path):
     (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name\t: Some CPU\n")
     assert environment._processor_name(tmp_path / "cpuinfo") == "Some CPU"
     assert environment._processor_name(tmp_path / "nowhere")
+
+
+def test_the_command_has_the_programs_path_from_where_it_was_called(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.executable", "/somewhere/bin/python3")
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "benchmarks" / "memory.py"), "--output", "two words"])
+    assert command_line() == "python3 benchmarks/memory.py --output 'two words'"
+    monkeypatch.setattr("sys.argv", ["/elsewhere/memory.py"])
+    assert command_line() == "python3 /elsewhere/memory.py"

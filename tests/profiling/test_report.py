@@ -7,6 +7,7 @@ import io
 
 import pytest
 
+from cs336_systems.profiling import plots
 from cs336_systems.profiling.environment import collect_environment
 from cs336_systems.profiling.plots import Axes, Panel, Series, save_panels, short_count
 from cs336_systems.profiling.progress import Progress, readable_seconds
@@ -124,6 +125,26 @@ def test_plots_are_written(tmp_path):
         assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_picture_keeps_its_colours_in_fewer_bytes(tmp_path):
+    pytest.importorskip("matplotlib")
+    import numpy as np
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    figure = Figure(figsize=(4, 3), facecolor="white")
+    places = figure.subplots()
+    for index, colour in enumerate(plots.COLOURS):
+        places.plot([0, 1], [index, index + 3], color=colour, linewidth=2)
+    plots.save_figure(figure, tmp_path / "few.png")
+    figure.savefig(tmp_path / "all.png", dpi=160)
+    few, all_ = (Image.open(tmp_path / f"{name}.png") for name in ("few", "all"))
+    assert few.mode == "P"
+    assert few.size == all_.size
+    assert 2 * (tmp_path / "few.png").stat().st_size < (tmp_path / "all.png").stat().st_size
+    apart = np.abs(np.asarray(few.convert("RGB"), int) - np.asarray(all_.convert("RGB"), int)).max(-1)
+    assert (apart > 8).mean() < 0.01
+
+
 def test_many_panels_and_labels_are_drawn(tmp_path):
     labels = {f"provider {index}": index % 3 for index in range(14)}
     lengths = tuple(float(2**power) for power in range(7, 17))
@@ -136,10 +157,8 @@ def test_many_panels_and_labels_are_drawn(tmp_path):
 
 @pytest.mark.parametrize("logarithmic", [True, False])
 def test_a_shared_axis_shows_the_tallest_panel(tmp_path, monkeypatch, logarithmic):
-    from matplotlib.figure import Figure
-
     drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure.axes[0].get_ylim()))
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: drawn.append(figure.axes[0].get_ylim()))
     panels = [Panel(str(top), (Series("a", (1.0, 2.0), (1.0, top)),)) for top in (10.0, 700.0)]
     save_panels(tmp_path / "plot.png", panels, title="", axes=Axes("x", "y", logarithmic), labels={"a": 0})
     assert drawn[0][1] >= 700.0
@@ -156,14 +175,15 @@ def test_a_legend_of_long_labels_lies_within_the_figure(tmp_path, monkeypatch):
         legends.append((self, legend(self, *arguments, **options)))
         return legends[-1][1]
 
-    def check(self, path, **options):
-        figure, drawn = legends[-1]
+    def check(figure, path):
+        drawn_on, drawn = legends[-1]
+        assert drawn_on is figure
         figure.draw_without_rendering()
         extent = drawn.get_window_extent()
         assert 0 <= extent.x0 < extent.x1 <= figure.bbox.width
 
     monkeypatch.setattr(Figure, "legend", noted)
-    monkeypatch.setattr(Figure, "savefig", check)
+    monkeypatch.setattr(plots, "save_figure", check)
     labels = {f"compile model, forward+backward, warm-up {number}": 0 for number in range(7)}
     panel = Panel("long", tuple(Series(label, (1.0, 2.0), (1.0, 2.0)) for label in labels))
     assert save_panels(tmp_path / "long.png", [panel], title="", axes=Axes("x", "y"), labels=labels)
