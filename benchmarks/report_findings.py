@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from benchmarks.breakdown_cell import KERNELS
 from benchmarks.report_findings_attention import (
     attention_fastest,
     attention_growth,
@@ -69,6 +70,20 @@ def softmax_beside_products(rows: Rows) -> str:
     return (
         f"Inside attention softmax takes {spread(times)} times as long as the two products, "
         f"with {spread(flops)} times their operations."
+    )
+
+
+def busy(rows: Rows) -> str:
+    """How much of the time of a step its kernels take, by context."""
+    found = [row for row in fine(rows, "busy", "context", "measured") if row["measured"] == KERNELS]
+    if not found:
+        raise NotMeasuredError("no row is of kernels on a device")
+    said = [
+        f"{spread([100 * of(row, 'busy') for row in group])} % at {group[0]['context']}"
+        for group in grouped(found, ["context"])
+    ]
+    return (
+        f"Kernels take so much of the time of a step, by context: {'; '.join(said)}. The rest of it the device waits."
     )
 
 
@@ -180,6 +195,7 @@ ANSWERS: dict[str, dict[str, Answer]] = {
     "breakdown": {
         "What is not matrix products": not_products,
         "Softmax beside the products": softmax_beside_products,
+        "How busy the device is": busy,
     },
     "memory": {
         "How memory grows": peak_growth,

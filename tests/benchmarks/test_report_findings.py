@@ -147,6 +147,18 @@ def rows_of(base, *changes):
             "operations.",
         ),
         (
+            findings.busy,
+            rows_of(
+                STEP | {"busy": "0.25", "measured": "kernels on the device"},
+                {},
+                {"busy": "0.5"},
+                {"context": "512", "busy": "0.9"},
+                {"context": "512", "busy": "0.1", "measured": "operators on the host"},
+            ),
+            "Kernels take so much of the time of a step, by context: 25.0 to 50.0 % at 256; 90.0 % at 512. The rest of "
+            "it the device waits.",
+        ),
+        (
             findings.peak_growth,
             rows_of(MEMORY, {}, {"context": "512", "peak_bytes": "1600"}),
             "Peak memory grows with the context to the power of 2.0, from the longest two.",
@@ -255,6 +267,11 @@ def test_without_rows_or_columns_each_answer_says_so(program):
         (findings.compile_pays, [STEP], "no row is of a compiled model"),
         (findings.half_pays, [STEP], "no two rows differ in arithmetic alone, float32 and bfloat16"),
         (findings.length_is_free, [STEP], "no two rows differ in context alone"),
+        (
+            findings.busy,
+            [STEP | {"busy": "1", "measured": "operators on the host"}],
+            "no row is of kernels on a device",
+        ),
         (findings.peak_growth, [MEMORY], "no series has two values of context"),
         (
             findings.peak_growth,
