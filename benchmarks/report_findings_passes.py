@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from benchmarks.report_rows import Line, NotMeasuredError, Rows, fine, grouped, of, pairs, spread
@@ -18,15 +19,18 @@ def _without(*names: str) -> tuple[str, ...]:
     return tuple(name for name in _SERIES if name not in names)
 
 
+def _steady(rows: Sequence[Line]) -> list[Line]:
+    """Those without their first step among the timed ones, which compiles. Raises NotMeasuredError when none is."""
+    found = [row for row in rows if row.get("warmup") != "0"]
+    if not found:
+        raise NotMeasuredError("every row counts its first step")
+    return found
+
+
 def backward_over_forward(rows: Rows) -> str:
     """How many times as long as the forward pass the backward takes, by model."""
-    timed = fine(rows, "forward_median_ms", "backward_median_ms", "model")
-    # A first step that compiles says nothing of the ratio.
-    steady = [row for row in timed if row.get("warmup") != "0"]
-    if not steady:
-        raise NotMeasuredError("every row counts its first step")
     said = []
-    for same in grouped(steady, ["model"]):
+    for same in grouped(_steady(fine(rows, "forward_median_ms", "backward_median_ms", "model")), ["model"]):
         ratios = [of(row, "backward_median_ms") / of(row, "forward_median_ms") for row in same]
         said.append(f"{same[0]['model']} {spread(ratios)}")
     return f"The backward pass takes so many times as long as the forward pass: {'; '.join(said)}."
@@ -62,7 +66,7 @@ def compile_pays(rows: Rows) -> str:
 
 
 def _pays(rows: Rows, axis: str, plain: str, other: str, named: str, beside: str) -> str:
-    timed = fine(rows, axis, "step_median_ms", *_MODEL)
+    timed = _steady(fine(rows, axis, "step_median_ms", *_MODEL))
     found = [
         (of(a, "step_median_ms") / of(b, "step_median_ms"), b)
         for a, b in pairs(timed, axis, plain, other, _without(axis))
@@ -89,10 +93,9 @@ def _name(row: Line, axis: str) -> str:
 
 def length_is_free(rows: Rows) -> str:
     """Where a step of twice the tokens takes as long, so that its products do not decide the time."""
-    timed = fine(rows, "step_median_ms", "arithmetic", *_MODEL)
-    steady = [row for row in timed if row.get("warmup") != "0"]
+    timed = _steady(fine(rows, "step_median_ms", "arithmetic", *_MODEL))
     found: dict[str, list[bool]] = {}
-    for series in grouped(steady, _without("context")):
+    for series in grouped(timed, _without("context")):
         ordered = sorted(series, key=lambda row: int(row["context"]))
         for short, long in pairwise(ordered):
             if int(long["context"]) >= 2 * int(short["context"]):

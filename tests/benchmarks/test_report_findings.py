@@ -78,6 +78,8 @@ def rows_of(base, *changes):
                 {"context": "128"},
                 {"context": "128", "arithmetic": "bfloat16", "step_median_ms": "50"},
                 {"context": "64", "arithmetic": "bfloat16"},
+                {"warmup": "0", "step_median_ms": "900"},
+                {"warmup": "0", "arithmetic": "bfloat16"},
             ),
             "Of 2 compared, bfloat16 autocast is faster than float32 in 1. It is so many times as fast: 0.800 at a "
             "context of 128; 2.50 at a context of 256; most, 2.50, with small, 4 × 256, compile none, step; least, "
@@ -265,6 +267,7 @@ def test_without_rows_or_columns_each_answer_says_so(program):
         (findings.warm_up, [STEP], "no two rows differ in warmup alone, 0 and 5"),
         (findings.backward_over_forward, [STEP | {"warmup": "0"}], "every row counts its first step"),
         (findings.compile_pays, [STEP], "no row is of a compiled model"),
+        (findings.half_pays, [STEP | {"warmup": "0"}], "every row counts its first step"),
         (findings.half_pays, [STEP], "no two rows differ in arithmetic alone, float32 and bfloat16"),
         (findings.length_is_free, [STEP], "no two rows differ in context alone"),
         (
