@@ -114,19 +114,6 @@ def side_by_side(
     return _weights(w1, w3, dtype, after)
 
 
-def of_weight(
-    dy: Float[Tensor, "tokens d_out"], x: Float[Tensor, "tokens d_in"], dtype: torch.dtype
-) -> Float[Tensor, "d_out d_in"]:
-    """The gradient of W from that of W x, in W's dtype.
-
-    For float32 weights under autocast the product on CUDA leaves its sums as they are: they are not rounded to its
-    operands' dtype, and no kernel has to widen them after it.
-    """
-    if dy.is_cuda and dtype == torch.float32 and dy.dtype != dtype:
-        return torch.mm(dy.t(), x, out_dtype=dtype)
-    return (dy.t() @ x).to(dtype)
-
-
 class SwiGLUFunction(torch.autograd.Function):
     """w2 (silu(w1 x) ⊙ w3 x), in x's dtype whatever that of the weights: ``SwiGLUFunction.apply(x, w1, w3, w2)``.
 
@@ -152,17 +139,17 @@ class SwiGLUFunction(torch.autograd.Function):
         # Outside of autocast, lest a backward pass that runs inside of it narrow what the forward pass had in float32.
         with without_autocast(gu.device):
             if not (of_x or of_w1 or of_w3):
-                return None, None, None, of_weight(dy, gated(gu), w2.dtype)
+                return None, None, None, (dy.t() @ gated(gu)).to(w2.dtype)
             dgu, h = gated_backward(dy @ w2.to(gu.dtype), gu)
             if of_w2:
-                dw2 = of_weight(dy, h, w2.dtype)
+                dw2 = (dy.t() @ h).to(w2.dtype)
             del h
             if of_w1 and of_w3:
-                dw1, dw3 = of_weight(dgu, x, torch.promote_types(w1.dtype, w3.dtype)).chunk(2)
+                dw1, dw3 = (dgu.t() @ x).chunk(2)
             elif of_w1:
-                dw1 = of_weight(dgu[:, : len(w1)], x, w1.dtype)
+                dw1 = dgu[:, : len(w1)].t() @ x
             elif of_w3:
-                dw3 = of_weight(dgu[:, len(w1) :], x, w3.dtype)
+                dw3 = dgu[:, len(w1) :].t() @ x
             if of_x:
                 dx = dgu @ side_by_side(w1, w3, gu.dtype, dgu)
         return dx, None if dw1 is None else dw1.to(w1.dtype), None if dw3 is None else dw3.to(w3.dtype), dw2
