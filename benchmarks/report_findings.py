@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from benchmarks.breakdown_cell import KERNELS
 from benchmarks.report_findings_attention import (
     attention_fastest,
     attention_growth,
@@ -32,6 +31,7 @@ from benchmarks.report_rows import (
     pairs,
     powers_of,
     spread,
+    spreads,
 )
 
 Answer = Callable[[Rows], str]
@@ -56,11 +56,8 @@ _NEARLY_ALL = 0.9
 def not_products(rows: Rows) -> str:
     """The share of the time of kernels that is not matrix products."""
     found = fine(rows, "share_matrix_products", "mode")
-    shares = {
-        group[0]["mode"]: [100 * (1 - of(row, "share_matrix_products")) for row in group]
-        for group in grouped(found, ["mode"])
-    }
-    return "Not matrix products: " + "; ".join(f"{spread(some)} % of {mode}" for mode, some in shares.items()) + "."
+    shares = spreads(found, "mode", lambda row: 100 * (1 - of(row, "share_matrix_products")))
+    return "Not matrix products: " + "; ".join(f"{some} % of {mode}" for mode, some in shares) + "."
 
 
 def softmax_beside_products(rows: Rows) -> str:
@@ -74,17 +71,10 @@ def softmax_beside_products(rows: Rows) -> str:
 
 
 def busy(rows: Rows) -> str:
-    """How much of the time of a step its kernels take, by context."""
-    found = [row for row in fine(rows, "busy", "context", "measured") if row["measured"] == KERNELS]
-    if not found:
-        raise NotMeasuredError("no row is of kernels on a device")
-    said = [
-        f"{spread([100 * of(row, 'busy') for row in group])} % at {group[0]['context']}"
-        for group in grouped(found, ["context"])
-    ]
-    return (
-        f"Kernels take so much of the time of a step, by context: {'; '.join(said)}. The rest of it the device waits."
-    )
+    """How much of the time of a step its kernels take, by context, on a device beside its host."""
+    shares = spreads(fine(rows, "busy", "context"), "context", lambda row: 100 * of(row, "busy"))
+    said = "; ".join(f"{some} % at {context}" for context, some in shares)
+    return f"Kernels take so much of the time of a step, by context: {said}. The rest of it the device waits."
 
 
 _MEMORY_SERIES = ("preset", "model", "batch", "context", "mode", "dtype", "every")
@@ -101,11 +91,8 @@ def peak_growth(rows: Rows) -> str:
 def quadratic_share(rows: Rows) -> str:
     """What share of the memory held for the backward is tensors of all pairs of tokens."""
     found = fine(rows, "quadratic_kept_bytes", "held_bytes", "context")
-    shares = {
-        group[0]["context"]: [100 * of(row, "quadratic_kept_bytes") / of(row, "held_bytes") for row in group]
-        for group in grouped(found, ["context"])
-    }
-    said = "; ".join(f"{spread(some)} % at {context}" for context, some in shares.items())
+    shares = spreads(found, "context", lambda row: 100 * of(row, "quadratic_kept_bytes") / of(row, "held_bytes"))
+    said = "; ".join(f"{some} % at {context}" for context, some in shares)
     return f"Of what is held for the backward, tensors of all pairs of tokens are, by context: {said}."
 
 
@@ -150,10 +137,8 @@ def _exponents(values: Sequence[float]) -> str:
 
 def training_ratio(rows: Rows) -> str:
     """Whole steps beside those with torch's attention."""
-    found = fine(rows, "over_sdpa", "model")
-    said = "; ".join(
-        f"{group[0]['model']} {spread([of(row, 'over_sdpa') for row in group])}" for group in grouped(found, ["model"])
-    )
+    ratios = spreads(fine(rows, "over_sdpa", "model"), "model", lambda row: of(row, "over_sdpa"))
+    said = "; ".join(f"{model} {some}" for model, some in ratios)
     return f"A whole step is so many times as fast as with torch's attention: {said}."
 
 
@@ -170,11 +155,8 @@ def host_limits(rows: Rows) -> str:
 
 def generation_share(rows: Rows) -> str:
     """How near a step of generation comes to the rate of a copy."""
-    found = fine(rows, "of_copy", "contender")
-    said = "; ".join(
-        f"{group[0]['contender']} {spread([100 * of(row, 'of_copy') for row in group])} %"
-        for group in grouped(found, ["contender"])
-    )
+    shares = spreads(fine(rows, "of_copy", "contender"), "contender", lambda row: 100 * of(row, "of_copy"))
+    said = "; ".join(f"{contender} {some} %" for contender, some in shares)
     return f"Of the rate of a copy in memory: {said}."
 
 

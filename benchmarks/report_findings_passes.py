@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from benchmarks.report_rows import Line, NotMeasuredError, Rows, fine, grouped, of, pairs, spread
+from benchmarks.report_rows import Line, NotMeasuredError, Rows, fine, grouped, of, pairs, spread, spreads
 from cs336_systems.profiling.report import format_number
 
 _MODEL = ("model", "batch", "context")
@@ -29,11 +29,10 @@ def _steady(rows: Sequence[Line]) -> list[Line]:
 
 def backward_over_forward(rows: Rows) -> str:
     """How many times as long as the forward pass the backward takes, by model."""
-    said = []
-    for same in grouped(_steady(fine(rows, "forward_median_ms", "backward_median_ms", "model")), ["model"]):
-        ratios = [of(row, "backward_median_ms") / of(row, "forward_median_ms") for row in same]
-        said.append(f"{same[0]['model']} {spread(ratios)}")
-    return f"The backward pass takes so many times as long as the forward pass: {'; '.join(said)}."
+    timed = _steady(fine(rows, "forward_median_ms", "backward_median_ms", "model"))
+    ratios = spreads(timed, "model", lambda row: of(row, "backward_median_ms") / of(row, "forward_median_ms"))
+    said = "; ".join(f"{model} {some}" for model, some in ratios)
+    return f"The backward pass takes so many times as long as the forward pass: {said}."
 
 
 def warm_up(rows: Rows) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from cs336_systems.profiling.report import format_number
@@ -81,6 +81,11 @@ def grouped(rows: Iterable[Line], names: Sequence[str]) -> list[list[Line]]:
     for row in rows:
         groups.setdefault(tuple(row.get(name, "") for name in names), []).append(row)
     return [*groups.values()]
+
+
+def spreads(rows: Iterable[Line], name: str, value: Callable[[Line], float]) -> list[tuple[str, str]]:
+    """What a column has, each with the spread of a value of the rows that have it."""
+    return [(group[0][name], spread([*map(value, group)])) for group in grouped(rows, [name])]
 
 
 def powers_of(series: Iterable[Sequence[Line]], x: str, y: str) -> list[tuple[Sequence[Line], float]]:
