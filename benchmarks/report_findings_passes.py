@@ -91,7 +91,7 @@ def _name(row: Line, axis: str) -> str:
 
 
 def length_is_free(rows: Rows) -> str:
-    """Where a step of twice the tokens takes as long, so that its products do not decide the time."""
+    """Where a step of twice the tokens takes as long, so that its operations do not decide the time."""
     timed = _steady(fine(rows, "step_median_ms", "arithmetic", *_MODEL))
     found: dict[str, list[bool]] = {}
     for series in grouped(timed, _without("context")):
@@ -104,6 +104,6 @@ def length_is_free(rows: Rows) -> str:
         raise NotMeasuredError("no two rows differ in context alone")
     said = "; ".join(f"{sum(free)} of {len(free)} in {arithmetic}" for arithmetic, free in found.items())
     return (
-        f"At twice the length or more a step takes less than {_FREE} times as long: {said}. There it is not the "
-        "products that take the time, and neither the dtype nor the length shows what it costs."
+        f"At twice the length or more a step takes less than {_FREE} times as long: {said}. There the number of "
+        "operations does not decide the time, and neither the dtype nor the length shows what it costs."
     )

@@ -134,8 +134,8 @@ def rows_of(base, *changes):
                 {"context": "1024", "step_median_ms": "10.9", "arithmetic": "bfloat16"},
             ),
             "At twice the length or more a step takes less than 1.1 times as long: 1 of 2 in float32; 1 of 1 in "
-            "bfloat16. There it is not the products that take the time, and neither the dtype nor the length shows "
-            "what it costs.",
+            "bfloat16. There the number of operations does not decide the time, and neither the dtype nor the length "
+            "shows what it costs.",
         ),
         (
             findings.not_products,
