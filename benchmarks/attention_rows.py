@@ -157,7 +157,7 @@ class RowMaker:
             found += [implausible] if implausible else []
             spread = row["max_ms"] / row["min_ms"]
             if spread > _PLAUSIBLE_SPREAD:
-                found.append(f"the slowest round took {spread:.1f} times the fastest: something else was running")
+                found.append(f"the slowest round took {spread:.1f} times the fastest: something else may have run")
         loose = tf32 and problem.dtype == "float32"
         allowed = _PLAUSIBLE_DIFFERENCE_TF32 if loose else _PLAUSIBLE_DIFFERENCE[problem.dtype]
         if row["pass"] != "forward":

@@ -1,6 +1,6 @@
 """The attention leaderboard of Stanford CS336's systems assignment: its one problem, timed as the course times it.
 
-    python benchmarks/leaderboard.py
+    python benchmarks/leaderboard.py                              # writes into results/leaderboard
 
 bfloat16, causal, q, k and v of shape (16, 16384, 64): an autograd Function under `torch.compile`, forward and then
 `o.sum().backward()`, by `triton.testing.do_bench` with a second of warm-up and ten of repetitions. Gradients accumulate
@@ -25,14 +25,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.attention_presets import DTYPE_ALIASES, DTYPES
+from benchmarks.suite_rows import write_at_once
 from cs336_systems.attention import FlashAttentionFunction, TiledAttentionFunction
+from cs336_systems.profiling.environment import Environment, collect_environment
 from cs336_systems.profiling.memory import collection_paused
-from cs336_systems.profiling.report import format_number, markdown_table
+from cs336_systems.profiling.report import format_number, markdown_table, report_page
+from cs336_systems.profiling.sweep import Row, Status
 from cs336_systems.profiling.timing import call_milliseconds
 from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs
 
 LONGEST_CHECKED = 1024
 """The float64 oracle keeps every pair of a query and a key."""
+
+FIELDS = (
+    *("contender", "status", "mean_ms", "median_ms", "min_ms", "tflops", "compiled"),
+    *("heads", "length", "head_dim", "dtype"),
+)
+"""The columns of results.csv, before those of the run."""
 
 FUNCTIONS: dict[str, Any] = {"flash": FlashAttentionFunction, "tiled": TiledAttentionFunction}
 
@@ -91,12 +100,50 @@ def times(attend: Attend, options: argparse.Namespace) -> Times:
     return Times(sum(ordered) / len(ordered), ordered[len(ordered) // 2], ordered[0])
 
 
-def table(measured: dict[str, Times], options: argparse.Namespace) -> str:
-    """A line for each contender."""
+def rows_of(measured: dict[str, Times], options: argparse.Namespace) -> list[Row]:
+    """A row for each contender."""
     # Forward two products of all pairs, backward five; causal attention sees half of the pairs.
     flops = 7 * 2 * options.heads * options.length**2 * options.dim / 2
-    lines = [[name, *map(format_number, own), format_number(flops / own.mean / 1e9)] for name, own in measured.items()]
+    return [
+        {
+            "contender": name,
+            "status": Status.OK.value,
+            "mean_ms": times.mean,
+            "median_ms": times.median,
+            "min_ms": times.fastest,
+            "tflops": flops / times.mean / 1e9,
+            "compiled": not options.eager,
+            "heads": options.heads,
+            "length": options.length,
+            "head_dim": options.dim,
+            "dtype": str(options.dtype).removeprefix("torch."),
+        }
+        for name, times in measured.items()
+    ]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line for each contender."""
+    figures = ("mean_ms", "median_ms", "min_ms", "tflops")
+    lines = [[row["contender"], *(format_number(row[name]) for name in figures)] for row in rows]
     return markdown_table(["contender", "mean, ms", "median, ms", "fastest, ms", "TFLOP/s by the mean"], lines)
+
+
+def problem_of(options: argparse.Namespace) -> str:
+    """What is timed, in words."""
+    shape = (options.heads, options.length, options.dim)
+    compiled = "eager" if options.eager else "under torch.compile"
+    return f"Causal attention, forward and backward, {compiled}: {shape}, {options.dtype}, {options.device}"
+
+
+def page(rows: Sequence[Row], options: argparse.Namespace, environment: Environment) -> str:
+    """The table for people."""
+    method = [
+        problem_of(options),
+        f"calls in a row for {options.seconds:g} s, after {options.warmup:g} s that are not timed; not interleaved",
+        f"values and gradients of {options.impl} were held to the error budget of the tests first",
+    ]
+    return report_page("The course's leaderboard", environment, method, [table(rows)])
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -114,25 +161,28 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=10.0 if on_gpu else 1.0, help="default: %(default)s")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--alone", action="store_true", help="without torch beside it")
+    parser.add_argument("--output", type=Path, default=Path("results/leaderboard"), help="default: %(default)s")
+    parser.add_argument("--commit", help="the commit to record where the checkout is not in a git repository")
     options = parser.parse_args(arguments)
     options.dtype = DTYPES[DTYPE_ALIASES.get(options.dtype, options.dtype)]
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check, measure and print the table."""
+    """Check, measure, print the table, and write it."""
     options = parse(arguments)
+    environment = collect_environment(options.device, commit=options.commit)
     contenders: dict[str, Attend] = {options.impl: by_function(options.impl)}
     if not options.alone:
         contenders["torch"] = by_torch
     check(contenders[options.impl], options)
-    shape = (options.heads, options.length, options.dim)
-    compiled = "eager" if options.eager else "under torch.compile"
-    print(f"Causal attention, forward and backward, {compiled}: {shape}, {options.dtype}, {options.device}")
+    print(problem_of(options))
     measured = {
         name: times(attend if options.eager else torch.compile(attend), options) for name, attend in contenders.items()
     }
-    print(table(measured, options))
+    rows = rows_of(measured, options)
+    print(table(rows))
+    print(f"wrote {write_at_once(options.output, rows, FIELDS, environment, page(rows, options, environment))}")
     return 0
 
 

@@ -13,7 +13,10 @@ from benchmarks.report_findings_attention import (
     attention_growth,
     attention_half,
     attention_ratio,
+    beside_naive,
+    beside_torch,
 )
+from benchmarks.report_findings_memory import mixed_memory, peak_growth, quadratic_share, recomputing
 from benchmarks.report_findings_passes import (
     backward_over_forward,
     compile_pays,
@@ -22,17 +25,16 @@ from benchmarks.report_findings_passes import (
     warm_up,
 )
 from benchmarks.report_rows import (
+    Line,
     NotMeasuredError,
     Rows,
-    column_of,
     fine,
     grouped,
     of,
-    pairs,
-    powers_of,
     spread,
     spreads,
 )
+from cs336_systems.profiling.report import format_number
 
 Answer = Callable[[Rows], str]
 
@@ -75,37 +77,6 @@ def busy(rows: Rows) -> str:
     shares = spreads(fine(rows, "busy", "context"), "context", lambda row: 100 * of(row, "busy"))
     said = "; ".join(f"{some} % at {context}" for context, some in shares)
     return f"Kernels take so much of the time of a step, by context: {said}. The rest of it the device waits."
-
-
-_MEMORY_SERIES = ("preset", "model", "batch", "context", "mode", "dtype", "every")
-
-
-def peak_growth(rows: Rows) -> str:
-    """How peak memory grows with the context."""
-    peak = column_of(rows, "peak_bytes", "recorded_peak_bytes")
-    series = grouped(fine(rows, peak, "context"), [name for name in _MEMORY_SERIES if name != "context"])
-    said = [power for _, power in powers_of(series, "context", peak)]
-    return f"Peak memory grows with the context to the power of {spread(said, 2)}, from the longest two."
-
-
-def quadratic_share(rows: Rows) -> str:
-    """What share of the memory held for the backward is tensors of all pairs of tokens."""
-    found = fine(rows, "quadratic_kept_bytes", "held_bytes", "context")
-    shares = spreads(found, "context", lambda row: 100 * of(row, "quadratic_kept_bytes") / of(row, "held_bytes"))
-    said = "; ".join(f"{some} % at {context}" for context, some in shares)
-    return f"Of what is held for the backward, tensors of all pairs of tokens are, by context: {said}."
-
-
-def mixed_memory(rows: Rows) -> str:
-    """Peak memory in mixed precision, beside that in float32."""
-    peak = column_of(rows, "peak_bytes", "recorded_peak_bytes")
-    but = [name for name in _MEMORY_SERIES if name != "dtype"]
-    found = pairs(fine(rows, peak, "dtype", "mode"), "dtype", "float32", "mixed", but)
-    ratios: dict[str, list[float]] = {}
-    for single, mixed in found:
-        ratios.setdefault(single["mode"], []).append(of(mixed, peak) / of(single, peak))
-    said = "; ".join(f"{spread(some)} in {mode}" for mode, some in ratios.items())
-    return f"The peak in mixed precision is so many times that in float32: {said}."
 
 
 def sums(rows: Rows) -> str:
@@ -160,6 +131,27 @@ def generation_share(rows: Rows) -> str:
     return f"Of the rate of a copy in memory: {said}."
 
 
+def host_ratio(rows: Rows) -> str:
+    """How long eager calls keep the host, beside torch's."""
+    found = [row for row in fine(rows, "over_torch", "what", "implementation") if row["implementation"] != "torch"]
+    said = [
+        f"{group[0]['what']}, " + ", ".join(f"{row['implementation']} {_number(row, 'over_torch')}" for row in group)
+        for group in grouped(found, ["what"])
+    ]
+    return f"A call keeps the host so many times as long as torch's: {'; '.join(said)}."
+
+
+def leaderboard_rates(rows: Rows) -> str:
+    """The rates of the leaderboard's problem."""
+    found = fine(rows, "tflops", "mean_ms", "contender")
+    said = [f"{row['contender']} {_number(row, 'mean_ms')} ms, {_number(row, 'tflops')} TFLOP/s" for row in found]
+    return f"By the mean: {'; '.join(said)}."
+
+
+def _number(row: Line, column: str) -> str:
+    return format_number(of(row, column))
+
+
 ANSWERS: dict[str, dict[str, Answer]] = {
     "transformer": {
         "Backward beside forward": backward_over_forward,
@@ -170,6 +162,8 @@ ANSWERS: dict[str, dict[str, Answer]] = {
     },
     "attention": {
         "Who is the fastest": attention_fastest,
+        "These kernels beside torch's": beside_torch,
+        "These kernels beside naive": beside_naive,
         "Backward beside forward": attention_ratio,
         "Where bfloat16 pays": attention_half,
         "What is quadratic": attention_growth,
@@ -183,6 +177,7 @@ ANSWERS: dict[str, dict[str, Answer]] = {
         "How memory grows": peak_growth,
         "What is quadratic": quadratic_share,
         "What mixed precision changes": mixed_memory,
+        "What recomputing changes": recomputing,
     },
     "precision": {"What sums lose": sums, "Errors of attention": within_budget},
     "training_step": {
@@ -190,5 +185,7 @@ ANSWERS: dict[str, dict[str, Answer]] = {
         "Where the device waits for the host": host_limits,
     },
     "generation": {"How near to the memory's rate": generation_share},
+    "host_overhead": {"An eager call beside torch's": host_ratio},
+    "leaderboard": {"The rate of the one problem": leaderboard_rates},
 }
 """By program, the questions that its rows are asked."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.report_rows import Line, Rows, fine, grouped, of, pairs, powers_of, spread
+from benchmarks.report_rows import Line, NotMeasuredError, Rows, fine, grouped, of, pairs, powers_of, spread
 
 
 def attention_growth(rows: Rows) -> str:
@@ -61,3 +61,37 @@ def attention_half(rows: Rows) -> str:
     timed = fine(rows, "median_ms", "dtype", "implementation")
     found = pairs(timed, "dtype", "float32", "bfloat16", ("implementation", "pass", "mask", "length", "head_dim"))
     return f"bfloat16 is so many times as fast as float32: {_by_implementation(found)}."
+
+
+def beside_torch(rows: Rows) -> str:
+    """How many times as fast as torch's fused kernels the flash kernels are, by dtype and pass."""
+    found = _of_flash(fine(rows, "speedup_over_reference", "implementation", "pass", "dtype", "length"))
+    references = sorted({f"{row['reference']} in {row['dtype']}" for row in found})
+    said = _by_length(found, "speedup_over_reference")
+    return f"flash is so many times as fast as torch's kernel, which is {', '.join(references)}: {said}."
+
+
+def beside_naive(rows: Rows) -> str:
+    """How many times as fast as naive attention the flash kernels are, by dtype and pass."""
+    found = _of_flash(fine(rows, "speedup_over_naive", "implementation", "pass", "dtype", "length"))
+    return f"flash is so many times as fast as naive: {_by_length(found, 'speedup_over_naive')}."
+
+
+def _of_flash(rows: Sequence[Line]) -> list[Line]:
+    found = [row for row in rows if row["implementation"] == "flash"]
+    if not found:
+        raise NotMeasuredError("no row is of flash")
+    return found
+
+
+def _by_length(rows: Sequence[Line], column: str) -> str:
+    """By dtype and pass, the spread of a column at the shortest and at the longest length that the rows have."""
+    said = []
+    for group in grouped(rows, ["dtype", "pass"]):
+        lengths = sorted({int(row["length"]) for row in group})
+        ends = [
+            f"{spread([of(row, column) for row in group if int(row['length']) == length])} at {length}"
+            for length in dict.fromkeys((lengths[0], lengths[-1]))
+        ]
+        said.append(f"{group[0]['dtype']}, {group[0]['pass']}, {' and '.join(ends)}")
+    return "; ".join(said)

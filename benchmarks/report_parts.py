@@ -88,9 +88,8 @@ def arguments_of(
     """What comes after the program's name: the part's arguments, and where and on what it runs."""
     program = PROGRAMS[part.program]
     arguments = [*part.arguments, "--device", device]
-    if program.stores:
-        arguments += ["--output", str(folder / part.name)]
-        arguments += ["--commit", commit] if commit is not None else []
+    arguments += ["--output", str(folder / part.name)]
+    arguments += ["--commit", commit] if commit is not None else []
     return [*arguments, "--resume"] if resume and program.resumes else arguments
 
 

@@ -7,22 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Program:
-    """A measurement program of this folder.
+    """A measurement program of this folder: it takes --output and --commit, and writes results.csv and tables.md.
 
     Attributes:
         file: its name.
         title: of its section in the report.
         about: what it measures, in a sentence.
-        stores: it takes --output and --commit, and writes results.csv and tables.md; what it prints is the table
-            otherwise.
-        resumes: it takes --resume; one that stores without it goes on with what its folder has.
+        resumes: it takes --resume. Without it, attention.py goes on with what its folder has, and others begin anew.
         lists: it takes --dry-run.
     """
 
     file: str
     title: str
     about: str
-    stores: bool = True
     resumes: bool = True
     lists: bool = True
 
@@ -41,7 +38,6 @@ PROGRAMS = {
             "host_overhead.py",
             "Host time of a call",
             "How long an eager call keeps the processor.",
-            stores=False,
             resumes=False,
             lists=False,
         ),
@@ -49,7 +45,6 @@ PROGRAMS = {
             "leaderboard.py",
             "The course's leaderboard",
             "Its one problem, timed as the course times it.",
-            stores=False,
             resumes=False,
             lists=False,
         ),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
+from cs336_systems.files import write_text
 from cs336_systems.profiling.environment import Environment
 from cs336_systems.profiling.progress import Progress, readable_seconds
 from cs336_systems.profiling.report import format_number
-from cs336_systems.profiling.sweep import Row, RowStore, Status
+from cs336_systems.profiling.sweep import Row, RowStore, Status, write_csv
 
 
 class HasKey(Protocol):
@@ -63,6 +65,21 @@ class Rows:
         else:
             self.progress.note(f"{cell.key}: {_summary(rows)}")
         return rows[0]
+
+
+def write_at_once(
+    folder: Path, rows: Iterable[Row], columns: Sequence[str], environment: Environment, page: str
+) -> Path:
+    """The files of a run that is too short to be gone on with; where its page is.
+
+    Rows are stamped with the run's device, commit and date, after the ``columns`` that they have.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    environment.write(folder / "environment.json")
+    stamp = {"device": environment.device, "commit": environment.commit, "date": environment.date}
+    write_csv(folder / "results.csv", [row | stamp for row in rows], [*columns, *stamp])
+    write_text(folder / "tables.md", page)
+    return folder / "tables.md"
 
 
 def _summary(rows: Sequence[Row]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+
 import pytest
 import torch
 
@@ -12,14 +14,34 @@ SHAPE = ["--length", "16", "--dim", "8", "--heads", "2", "--dtype", "fp32"]
 SMALL = [*SHAPE, "--device", "cpu", "--calls", "2", "--rounds", "2"]
 
 
-def test_the_table_has_every_implementation_that_can_do_it(monkeypatch, capsys):
+def test_the_table_has_every_implementation_that_can_do_it(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(host_overhead, "IMPLEMENTATIONS", ("sdpa", "naive", "imaginary"))
-    assert host_overhead.main([*SMALL, "--causal"]) == 0
+    assert host_overhead.main([*SMALL, "--causal", "--output", str(tmp_path), "--commit", "abc"]) == 0
     printed = capsys.readouterr().out
     for name in ("| torch ", "| sdpa ", "| naive "):
         assert name in printed
     assert "imaginary was not measured, forward: impl must be one of" in printed
     assert "Not on a GPU" in printed
+    assert f"wrote {tmp_path / 'tables.md'}" in printed
+    page = (tmp_path / "tables.md").read_text()
+    assert "- commit: abc" in page
+    assert "- q, k and v of shape (1, 2, 16, 8), float32, causal mask" in page
+    assert printed[printed.index("| implementation") : printed.index("imaginary was")].strip() in page
+    assert "- imaginary, backward: impl must be one of" in page
+    with (tmp_path / "results.csv").open(newline="") as file:
+        rows = [*csv.DictReader(file)]
+    assert [(row["what"], row["implementation"], row["status"]) for row in rows] == [
+        (what, name, "unsupported" if name == "imaginary" else "ok")
+        for what in ("forward", "recorded", "backward")
+        for name in ("torch", "sdpa", "naive", "imaginary")
+    ]
+    for row in rows:
+        assert (row["length"], row["dtype"], row["causal"], row["calls"], row["commit"]) == (
+            *("16", "float32", "True", "2", "abc"),
+        )
+        if row["status"] == "ok":
+            assert 0 < float(row["min_us"]) <= float(row["median_us"])
+            assert row["implementation"] != "torch" or float(row["over_torch"]) == 1
 
 
 def test_a_call_is_a_share_of_a_batch_of_calls():
@@ -52,6 +74,6 @@ def test_defaults():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_host_time_on_a_gpu(capsys):
-    assert host_overhead.main(["--rounds", "3"]) == 0
+def test_host_time_on_a_gpu(capsys, tmp_path):
+    assert host_overhead.main(["--rounds", "3", "--output", str(tmp_path)]) == 0
     assert "| flash " in capsys.readouterr().out

@@ -128,7 +128,6 @@ def test_a_program_takes_the_arguments_that_suites_give_it(program):
                 module.parse(arguments_of(part, Path("out"), "cpu", commit="abc"))
     assert PROGRAMS[program].resumes == _takes(module, "--resume")
     assert PROGRAMS[program].lists == _takes(module, "--dry-run")
-    assert PROGRAMS[program].stores == _takes(module, "--output", "out")
 
 
 def _takes(module: ModuleType, *flag: str) -> bool:

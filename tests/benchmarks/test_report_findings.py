@@ -162,19 +162,40 @@ def rows_of(base, *changes):
         ),
         (
             findings.peak_growth,
-            rows_of(MEMORY, {}, {"context": "512", "peak_bytes": "1600"}),
-            "Peak memory grows with the context to the power of 2.0, from the longest two.",
+            rows_of(
+                MEMORY,
+                {},
+                {"context": "512", "peak_bytes": "1600", "held_bytes": "600"},
+                {"mode": "forward", "held_bytes": ""},
+                {"mode": "forward", "held_bytes": "", "context": "512"},
+            ),
+            "From the longest two contexts, peak memory grows to the power of 2.0 in step; 0 in forward; what is "
+            "held for the backward, to that of 1.6.",
         ),
         (
             findings.peak_growth,
-            rows_of(MEMORY | {"peak_bytes": ""}, {}, {"context": "512", "recorded_peak_bytes": "400"}),
-            "Peak memory grows with the context to the power of 1.0, from the longest two.",
+            rows_of(
+                MEMORY | {"peak_bytes": "", "held_bytes": ""}, {}, {"context": "512", "recorded_peak_bytes": "400"}
+            ),
+            "From the longest two contexts, peak memory grows to the power of 1.0 in step.",
         ),
         (
             findings.quadratic_share,
-            rows_of(MEMORY, {}, {"context": "512", "quadratic_kept_bytes": "150"}),
+            rows_of(MEMORY, {}, {"context": "512", "quadratic_kept_bytes": "150"}, {"every": "1", "held_bytes": "10"}),
             "Of what is held for the backward, tensors of all pairs of tokens are, by context: 25.0 % at 256; 75.0 % "
             "at 512.",
+        ),
+        (
+            findings.recomputing,
+            rows_of(
+                MEMORY | {"median_ms": "10"},
+                {},
+                {"every": "1", "held_bytes": "20", "peak_bytes": "300", "median_ms": "13"},
+                {"every": "2", "held_bytes": "40", "peak_bytes": "320", "median_ms": "12"},
+                {"preset": "large", "every": "1"},
+            ),
+            "With blocks recomputed, however many together, what is held for the backward, the peak, and the time of "
+            "a step are so many times what they are without: small 0.100 to 0.200, 0.750 to 0.800 and 1.20 to 1.30.",
         ),
         (
             findings.mixed_memory,
@@ -202,6 +223,25 @@ def rows_of(base, *changes):
             findings.attention_fastest,
             rows_of(CELL, {}, {"head_dim": "128"}, {"implementation": "partial", "median_ms": "1"}),
             "At length 512 the fastest, by the sum over head dimensions and masks: forward, float32: flash.",
+        ),
+        (
+            findings.beside_torch,
+            rows_of(
+                CELL | {"speedup_over_reference": "2", "reference": "torch-efficient"},
+                {},
+                {"head_dim": "128", "speedup_over_reference": "4"},
+                {"length": "1024", "speedup_over_reference": "8"},
+                {"length": "2048", "speedup_over_reference": "6"},
+                {"dtype": "bfloat16", "reference": "torch-flash", "pass": "both"},
+                {"implementation": "sdpa", "speedup_over_reference": "100"},
+            ),
+            "flash is so many times as fast as torch's kernel, which is torch-efficient in float32, torch-flash in "
+            "bfloat16: float32, forward, 2.00 to 4.00 at 512 and 6.00 at 2048; bfloat16, both, 2.00 at 512.",
+        ),
+        (
+            findings.beside_naive,
+            rows_of(CELL | {"speedup_over_naive": "3"}, {}, {"length": "1024", "speedup_over_naive": "5"}),
+            "flash is so many times as fast as naive: float32, forward, 3.00 at 512 and 5.00 at 1024.",
         ),
         (
             findings.attention_ratio,
@@ -236,6 +276,23 @@ def rows_of(base, *changes):
             findings.generation_share,
             [{"status": "ok", "contender": "graph", "of_copy": "0.8"}],
             "Of the rate of a copy in memory: graph 80.0 %.",
+        ),
+        (
+            findings.host_ratio,
+            rows_of(
+                {"status": "ok", "what": "forward"},
+                {"implementation": "torch", "over_torch": "1"},
+                {"implementation": "flash", "over_torch": "1.5"},
+                {"implementation": "sdpa", "over_torch": "1.25"},
+                {"implementation": "flash", "over_torch": "2", "what": "backward"},
+            ),
+            "A call keeps the host so many times as long as torch's: forward, flash 1.50, sdpa 1.25; backward, flash "
+            "2.00.",
+        ),
+        (
+            findings.leaderboard_rates,
+            [{"status": "ok", "contender": "flash", "mean_ms": "3.666", "tflops": "524.4"}],
+            "By the mean: flash 3.67 ms, 524 TFLOP/s.",
         ),
     ],
 )
@@ -276,6 +333,18 @@ def test_without_rows_or_columns_each_answer_says_so(program):
             "no row has a figure for busy, context",
         ),
         (findings.peak_growth, [MEMORY], "no series has two values of context"),
+        (findings.quadratic_share, [MEMORY | {"every": "1"}], "every row recomputes blocks"),
+        (findings.recomputing, [MEMORY | {"median_ms": "1"}], "no row recomputes blocks"),
+        (
+            findings.recomputing,
+            [MEMORY | {"median_ms": "1", "every": "1"}],
+            "no two rows differ in what is recomputed alone",
+        ),
+        (
+            findings.beside_torch,
+            [CELL | {"implementation": "sdpa", "speedup_over_reference": "1"}],
+            "no row is of flash",
+        ),
         (
             findings.peak_growth,
             [MEMORY | {"status": "oom"}],
