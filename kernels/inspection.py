@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import pathlib
 import re
-import subprocess
-import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .disassembly import disassemble
 from .launching import Launch
 from .machine_code import unset_reads
 
@@ -54,10 +53,12 @@ class Report:
     @functools.cached_property
     def sass(self) -> str:
         """The machine code, disassembled."""
-        with tempfile.TemporaryDirectory() as folder:
-            path = pathlib.Path(folder, "kernel.cubin")
-            path.write_bytes(self.cubin)
-            return _run("cuobjdump", "--dump-sass", str(path)).stdout
+        return disassemble(self.capability, [self.cubin])[0]
+
+    @property
+    def has_known_instructions(self) -> bool:
+        """Whether `machine_code` knows them, which it does not of Blackwell's."""
+        return self.capability < 100
 
     def as_row(self) -> dict[str, Any]:
         """What the assembler said of the kernel, and what its code tells, as JSON can hold it."""
@@ -69,9 +70,18 @@ class Report:
             "multiplies": re.search(MATRIX_INSTRUCTIONS, self.ptx) is not None,
             "stores": any(way in self.ptx for way in ("st.global", "red.global", "cp.reduce.async.bulk")),
             "reads_single_elements": "ld.global.b16" in self.ptx,
-            # Blackwell's instructions are not among those that the analysis knows.
-            "unset_reads": unset_reads(self.sass) if self.capability < 100 else [],
+            "unset_reads": unset_reads(self.sass) if self.has_known_instructions else [],
         }
+
+
+def rows_of(reports: Iterable[tuple[dict[str, Any], Report]]) -> list[dict[str, Any]]:
+    """The rows of reports, each behind what is said of its kernel; they are disassembled together."""
+    found = [*reports]
+    for capability in {report.capability for _, report in found if report.has_known_instructions}:
+        alike = [report for _, report in found if report.capability == capability]
+        for report, sass in zip(alike, disassemble(capability, [report.cubin for report in alike]), strict=True):
+            vars(report)["sass"] = sass
+    return [{**about, **report.as_row()} for about, report in found]
 
 
 def compile_for(capability: int, kernel: Any, launch: Launch) -> Report:
@@ -135,11 +145,6 @@ def _specialise(
     if specialise and value % 16 == 0:
         attributes[path] = [["tt.divisibility", 16]]
     return "i32" if -(2**31) <= value < 2**31 else "i64"
-
-
-def _run(tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    path = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin" / tool
-    return subprocess.run([str(path), *arguments], capture_output=True, text=True, check=True)
 
 
 def _number(pattern: str, text: str) -> int:

@@ -61,7 +61,10 @@ class Instruction(NamedTuple):
 
 
 def unset_reads(sass: str) -> list[str]:
-    """The instructions of a disassembly by cuobjdump that read a register which no path before them has written."""
+    """The instructions of a disassembly that read a register which no path before them has written.
+
+    Each function begins with ``Function :``. Addresses are counted from its first instruction.
+    """
     return [found for function in sass.split("Function :")[1:] for found in _unset_reads(_parse(function))]
 
 
@@ -81,7 +84,7 @@ def _unset_reads(code: list[Instruction]) -> list[str]:
                 reached[successor] = after | (known or 0)
                 waiting.append(successor)
     return [
-        str(instruction)
+        str(instruction._replace(address=instruction.address - code[0].address))
         for position, instruction in enumerate(code)
         if position in reached and reads[position] & ~reached[position] and not instruction.copies
     ]

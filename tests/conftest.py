@@ -12,7 +12,6 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import hypothesis
 import pytest
@@ -49,41 +48,10 @@ else:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def _patch_the_language_once_a_launch() -> None:
-    """Halve the interpreter's time, which it spends on patching `triton.language` for each call of a device function.
-
-    The first call from a module in a launch does it; the others would do the same to what is patched already.
-    """
-    import triton
-    from triton.runtime import interpreter
-
-    if not triton.__version__.startswith("3.7."):
-        return  # how it patches is its own affair, and may be another
-
-    patch = interpreter._patch_lang
-    patched_for: set[int] = set()
-
-    def patch_once(function: Any) -> Any:
-        names = id(function.__globals__)
-        if names in patched_for:
-            return None
-        scope = patch(function)
-        if not patched_for:  # this is the kernel: what it returns to takes everything back
-            restore = scope.restore
-
-            def restore_and_forget() -> None:
-                patched_for.clear()
-                restore()
-
-            scope.restore = restore_and_forget
-        patched_for.add(names)
-        return scope
-
-    interpreter._patch_lang = patch_once
-
-
 if not HAS_CUDA and importlib.util.find_spec("triton"):
-    _patch_the_language_once_a_launch()
+    from .interpreter import make_faster
+
+    make_faster()
 
 # An example can take seconds, to interpret or to compile, and one in CI must fail for everybody or for nobody.
 hypothesis.settings.register_profile("here", deadline=None, max_examples=20, print_blob=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.kernels import tuning
-from cs336_systems.kernels.inspection import compile_for
+from cs336_systems.kernels.inspection import compile_for, rows_of
 from cs336_systems.kernels.launching import Launch
 from cs336_systems.kernels.portable import cached, cached_launch
 from cs336_systems.kernels.portable.cached_launch import Call
@@ -55,21 +55,23 @@ def main(arguments: Iterable[str]) -> None:
     tuning.architecture_of = lambda device: options.architecture  # type: ignore[assignment]
     capability = int(options.architecture.removeprefix("sm_"))
     compiled = [
-        {
-            "kernel": name,
-            "arithmetic": arithmetic,
-            "width": width,
-            "rows": rows,
-            "capped": call.softcap is not None,
-            **compile_for(capability, kernel, launch).as_row(),
-        }
+        (
+            {
+                "kernel": name,
+                "arithmetic": arithmetic,
+                "width": width,
+                "rows": rows,
+                "capped": call.softcap is not None,
+            },
+            compile_for(capability, kernel, launch),
+        )
         for arithmetic in options.arithmetics
         for width in options.widths
         for rows in options.rows
         for call in (Call(0.1, None, None), Call(-0.1, 100, 30.0))
         for name, kernel, launch in launches(arithmetic, width, rows, call)
     ]
-    print(json.dumps(compiled))
+    print(json.dumps(rows_of(compiled)))
 
 
 if __name__ == "__main__":

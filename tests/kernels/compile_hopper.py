@@ -24,7 +24,7 @@ from cs336_systems.kernels.hopper import config, describe
 from cs336_systems.kernels.hopper.forward import forward_kernel
 from cs336_systems.kernels.hopper.forward_more import forward_more_kernel
 from cs336_systems.kernels.hopper.launch import KERNELS
-from cs336_systems.kernels.inspection import compile_for
+from cs336_systems.kernels.inspection import Report, compile_for, rows_of
 from cs336_systems.kernels.launching import Launch
 from cs336_systems.kernels.settings import Window
 
@@ -92,26 +92,32 @@ def compile_one(
     length: int = 8192,
     is_packed: bool = False,
     deterministic: bool = False,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], Report]:
+    """A kernel in words, and what the compiler made of it."""
     kernel = KERNELS.get(head_dim)
     if name == "forward":
         kernel = forward_kernel if head_dim in config.WIDTHS else forward_more_kernel
     launch = launch_of(name, head_dim, BANDS[band], dtype, softcap, length, is_packed, deterministic)
-    report = compile_for(90, kernel, launch)
-    step = beside_a_product(report.sass)
     # Those of a group's part of a tile, for each of its 128 threads.
     tile = launch.constants["TILE_K" if name == "forward" else "TILE_Q"]
     if name == "backward" and config.BACKWARD[head_dim].keys == describe.ROWS:
         tile //= 2
-    return {
+    about = {
         "pass": name,
         "head_dim": head_dim,
         "band": band,
         "dtype": str(dtype),
         "softcap": softcap,
         "packed": is_packed,
-        **report.as_row(),
         "exponentials": describe.ROWS * tile // 128,
+    }
+    return about, compile_for(90, kernel, launch)
+
+
+def counts_of(sass: str) -> dict[str, int]:
+    """What a kernel computes and spills while a product runs."""
+    step = beside_a_product(sass)
+    return {
         "exponentials_beside_a_product": sum("MUFU.EX2" in instruction for instruction in step),
         "spills_beside_a_product": sum(bool(re.search(r"\b(STL|LDL)", instruction)) for instruction in step),
     }
@@ -144,7 +150,8 @@ def main(arguments: Iterable[str]) -> None:
         compiled += [compile_one(name, head_dim, "causal", torch.bfloat16, 5.0) for head_dim in dims]
         more = (80, 192) if name == "forward" else ()
         compiled += [compile_one(name, dim, "causal", torch.bfloat16, is_packed=True) for dim in (*dims, *more)]
-    print(json.dumps(compiled))
+    rows = rows_of(compiled)
+    print(json.dumps([row | counts_of(report.sass) for row, (_, report) in zip(rows, compiled, strict=True)]))
 
 
 if __name__ == "__main__":

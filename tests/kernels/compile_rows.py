@@ -23,7 +23,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 
 from cs336_systems.kernels import tuning
-from cs336_systems.kernels.inspection import compile_for
+from cs336_systems.kernels.inspection import Report, compile_for, rows_of
 from cs336_systems.kernels.launching import Launch
 from cs336_systems.kernels.portable import describe as portable
 from cs336_systems.kernels.portable.inputs import Input, row_of_parts
@@ -71,27 +71,27 @@ def compile_row(
     mask: str,
     width: int | None = None,
     v_width: int | None = None,
-) -> dict[str, Any]:
-    """What the compiler made of one row, which ``arithmetic`` uses, for heads as wide as the row's or ``width``.
+) -> tuple[dict[str, Any], Report]:
+    """A row in words, and what the compiler made of it, for the arithmetic that uses it.
 
-    Those of v are ``v_width`` wide, or as the others.
+    Heads are as wide as the row says, or ``width``; those of v are ``v_width`` wide, or as the others.
     """
     name, _, head_dim = row
     width = width or head_dim
     with tuning.pin(**{name: config}):
         report = compile_for(capability, KERNELS[name], launch_of(name, arithmetic, width, v_width or width, mask))
-    return {
+    about = {
         "pass": name,
         "arithmetic": arithmetic,
         "head_dim": head_dim,
         "mask": mask,
         "config": [*dataclasses.astuple(config)],
-        **report.as_row(),
         "on_small_chips": tuning.TABLES["sm_86"][row] == config,
     }
+    return about, report
 
 
-def rows_of(architecture: str, unlike: str | None, every: bool) -> list[tuple[tuning.Row, tuning.TileConfig]]:
+def rows_of_table(architecture: str, unlike: str | None, every: bool) -> list[tuple[tuning.Row, tuning.TileConfig]]:
     """An architecture's rows, and those for small grids, less those that another architecture has too."""
     others = tuning.TABLES[unlike] if unlike else {}
     own = {row: config for row, config in tuning.TABLES[architecture].items() if others.get(row) != config}
@@ -125,13 +125,13 @@ def main(arguments: Iterable[str]) -> None:
         compile_row(
             int(options.architecture.removeprefix("sm_")), row, config, arithmetic, mask, options.width, options.v_width
         )
-        for row, config in rows_of(options.architecture, options.unlike, options.all_rows)
+        for row, config in rows_of_table(options.architecture, options.unlike, options.all_rows)
         if row[0] in options.passes and row[2] in options.head_dims
         for arithmetic in options.arithmetics
         if row[1] == ("half" if arithmetic == "tf32" else arithmetic)
         for mask in options.masks
     ]
-    print(json.dumps(compiled))
+    print(json.dumps(rows_of(compiled)))
 
 
 if __name__ == "__main__":

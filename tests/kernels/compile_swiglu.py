@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
+from collections.abc import Iterable
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -17,28 +19,32 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 
 from cs336_systems.kernels import swiglu
-from cs336_systems.kernels.inspection import compile_for
+from cs336_systems.kernels.inspection import Report, compile_for, rows_of
 
 ROWS = 16384
 
 
-def reports(capability: int, d_ff: int, dtype: torch.dtype) -> list[dict[str, Any]]:
+def reports(capability: int, d_ff: int, dtype: torch.dtype) -> list[tuple[dict[str, Any], Report]]:
     """What became of both kernels."""
     gu, h = (torch.empty(ROWS, width, dtype=dtype, device="meta") for width in (2 * d_ff, d_ff))
     tensors = {swiglu.swiglu_forward_kernel: (gu, h), swiglu.swiglu_backward_kernel: (h, gu, gu, h)}
     about = {"d_ff": d_ff, "dtype": str(dtype)}
     return [
-        {"kernel": kernel.__name__, **about, **compile_for(capability, kernel, swiglu.describe(*those)).as_row()}
+        ({"kernel": kernel.__name__, **about}, compile_for(capability, kernel, swiglu.describe(*those)))
         for kernel, those in tensors.items()
     ]
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
+def main(arguments: Iterable[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architecture")
     parser.add_argument("--d-ff", nargs="+", type=int, default=[5120])
-    options = parser.parse_args()
+    options = parser.parse_args([*arguments])
     capability = int(options.architecture.removeprefix("sm_"))
     dtypes = torch.float16, torch.bfloat16, torch.float32
-    rows = [row for d_ff in options.d_ff for dtype in dtypes for row in reports(capability, d_ff, dtype)]
-    print(json.dumps(rows))
+    found = [one for d_ff in options.d_ff for dtype in dtypes for one in reports(capability, d_ff, dtype)]
+    print(json.dumps(rows_of(found)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cs336_systems.attention import variants
 from cs336_systems.kernels import tuning
-from cs336_systems.kernels.inspection import compile_for
+from cs336_systems.kernels.inspection import compile_for, rows_of
 from cs336_systems.kernels.launching import Launch
 from cs336_systems.kernels.portable import describe as portable
 from cs336_systems.kernels.portable.inputs import Input, row_of_parts
@@ -132,17 +132,15 @@ def main(arguments: Iterable[str]) -> None:
     tuning.processors_of = lambda device: 1  # type: ignore[assignment]
     capability = int(options.architecture.removeprefix("sm_"))
     compiled = [
-        {
-            "feature": name,
-            "pass": which,
-            "arithmetic": arithmetic,
-            **compile_for(capability, portable.KERNELS["pairs" if which == "distances" else which], launch).as_row(),
-        }
+        (
+            {"feature": name, "pass": which, "arithmetic": arithmetic},
+            compile_for(capability, portable.KERNELS["pairs" if which == "distances" else which], launch),
+        )
         for name in options.features
         for arithmetic in options.arithmetics
         for which, launch in launches(arithmetic, options.width, name).items()
     ]
-    print(json.dumps(compiled))
+    print(json.dumps(rows_of(compiled)))
 
 
 if __name__ == "__main__":

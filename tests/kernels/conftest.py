@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +18,47 @@ ROOT = HERE.parents[1]
 Rows = list[dict[str, Any]]
 
 
+def environment() -> dict[str, str]:
+    """That of a program which decides for itself whether kernels are interpreted, and finds this checkout."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = os.pathsep.join([str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])])
+    return {**inherited, "PYTHONPATH": path}
+
+
 @pytest.fixture(scope="session")
-def compiled_by() -> Callable[..., Rows]:
+def compiled_by() -> Iterator[Callable[..., Rows]]:
     """What one of the programs beside this file that compile kernels reports, for some options.
 
     They are programs because kernels defined under TRITON_INTERPRET, as the tests' are, cannot be compiled.
     """
+    command = [sys.executable, str(HERE / "compiling.py")]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment(), **pipes) as process:
+        questions, answers = process.stdin, process.stdout
+        assert questions is not None
+        assert answers is not None
 
-    def run(program: str, *options: str) -> Rows:
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
-        finished = subprocess.run(
-            [sys.executable, str(HERE / program), *options],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        def run(program: str, *options: str) -> Rows:
+            questions.write(json.dumps([program, options]) + "\n")
+            questions.flush()
+            answer = answers.readline()
+            assert answer, "the process that compiles has ended"
+            status, printed, said = json.loads(answer)
+            assert status == 0, said
+            rows: Rows = json.loads(printed.splitlines()[-1])
+            return rows
+
+        yield run
+
+
+@pytest.fixture(scope="session")
+def printed_by() -> Callable[..., Any]:
+    """What a program beside this file prints last, which is JSON, in a process of its own."""
+
+    def run(program: str, *options: str) -> Any:
+        command = [sys.executable, str(HERE / program), *options]
+        finished = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
         assert finished.returncode == 0, finished.stderr
-        rows: Rows = json.loads(finished.stdout.splitlines()[-1])
-        return rows
+        return json.loads(finished.stdout.splitlines()[-1])
 
     return run

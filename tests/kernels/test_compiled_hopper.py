@@ -14,7 +14,7 @@ SHARED_MEMORY = 227 * 1024
 SPILLED = {
     ("forward", 128): 120,
     ("forward", 192): 130,
-    ("forward", 256): 240,
+    ("forward", 256): 250,
     ("backward", 64): 1200,
     ("backward", 128): 800,
     ("backward", 256): 700,

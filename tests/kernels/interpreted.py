@@ -1,0 +1,84 @@
+"""Run a small kernel in Triton's interpreter, as it is or as the tests have it, and print what it did as JSON.
+
+Run as a program of its own, because what the tests change stays changed:
+
+    python tests/kernels/interpreted.py --faster
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+from tests.interpreter import make_faster
+
+
+@triton.jit
+def of_a_tile(x, columns):
+    return tl.where(columns[None, :] < 13, x, 0.0)
+
+
+@triton.jit
+def kernel(floats, integers, halves, sums, whole, rounded, SIZE: tl.constexpr):
+    """Whatever depends on a shape or on a dtype: broadcasts, casts, pointers, sums that overflow, a product."""
+    rows, columns = tl.arange(0, SIZE), tl.arange(0, SIZE)
+    places = rows[:, None] * SIZE + columns[None, :]
+    x = of_a_tile(tl.load(floats + places, mask=rows[:, None] < 15, other=-1.0), columns)
+    n = tl.load(integers + places)
+    n = n * 65537 + n + (n > 0)
+    half = tl.load(halves + places)
+    product = tl.dot(x.to(tl.float16), tl.trans(half.to(tl.float16))) + x.shape[0] + x.numel
+    tl.store(sums + rows, tl.sum(product, axis=1) + tl.max(n, axis=0) % 7 + (-1))
+    tl.store(whole + places, n.to(tl.int64) // 3 + tl.sum(n.to(tl.int64)))
+    tl.store(rounded + places, (product * 1.001).to(tl.bfloat16))
+
+
+def refusals() -> list[str]:
+    """How shapes that cannot be are refused."""
+    said = []
+    for shape in ([4], [4.0], [3], [], [2**21]):
+        try:
+            said.append(str(tl.block_type(tl.float32, shape)))
+        except (TypeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def main() -> None:
+    if "--faster" in sys.argv:
+        make_faster()
+    size = 16
+    generator = torch.Generator().manual_seed(1)
+    floats = torch.randn(size, size, generator=generator)
+    integers = torch.randint(-(2**31), 2**31, (size, size), dtype=torch.int32, generator=generator)
+    sums, whole = torch.empty(size), torch.empty(size, size, dtype=torch.int64)
+    rounded = torch.empty(size, size, dtype=torch.bfloat16)
+    kernel[(1,)](floats, integers, floats.half(), sums, whole, rounded, SIZE=size)
+    pointers = tl.pointer_type(tl.float32)
+    types = [
+        *vars(tl).values(),
+        pointers,
+        tl.block_type(pointers, [4, 1]),
+        tl.block_type(tl.bfloat16, [tl.constexpr(8)]),
+    ]
+    dtypes = [one for one in types if isinstance(one, tl.dtype) and one is not tl.void]
+    known = [one for one in dtypes if not one.is_fp8() and one is not tl.int1]
+    found = {
+        "outputs": [sums.tolist(), whole.tolist(), rounded.tolist()],
+        "dtypes": [str(interpreter._get_np_dtype(one)) for one in known],
+        "blocks": [f"{one} {one.shape} {one.numel} {one.scalar}" for one in known if one.is_block()],
+        "refused": refusals(),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
