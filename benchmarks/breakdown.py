@@ -21,8 +21,8 @@ from pathlib import Path
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
 
+from benchmarks.asked_device import asks_for_gpu
 from benchmarks.breakdown_cell import BFLOAT16, DTYPES, MODES, Cell, Conditions, measure_cell
 from benchmarks.breakdown_report import draw, row_of, write
 from benchmarks.suite import Estimate, Tool, add_run_options, check_run_options, positive, run
@@ -35,10 +35,10 @@ from cs336_systems.training.config import TINY
 from cs336_systems.training.estimate import estimate_memory
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser; without a GPU its defaults are tiny."""
+def build_parser(arguments: Sequence[str] | None = ()) -> argparse.ArgumentParser:
+    """The parser; its defaults are tiny where the arguments ask for no GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    gpu = torch.cuda.is_available()
+    gpu = asks_for_gpu(arguments)
     sizes = (("small", "medium", "large", "xl", "2.7B"), (128, 256, 512, 1024)) if gpu else ((TINY,), (128,))
     add_model_options(parser, *sizes)
     add = parser.add_argument
@@ -57,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line. Ends the program with a message for what cannot be done."""
-    parser = build_parser()
+    parser = build_parser(arguments)
     options = parser.parse_args(arguments)
     check_presets(parser, options)
     check_run_options(parser, options)

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
 
+from benchmarks.asked_device import asks_for_gpu
 from benchmarks.attention_presets import DTYPE_ALIASES, DTYPES, MASKS
 from benchmarks.suite import positive
 from cs336_systems.profiling.flops import PASSES, attention_flops, teraflops_per_second
@@ -192,7 +192,7 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[Cell, list[Row]]]:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    gpu = torch.cuda.is_available()
+    gpu = asks_for_gpu(arguments)
     add = parser.add_argument
     add("trees", nargs="+", type=Path, metavar="TREE", help="checkouts; the others are compared with the first")
     add("--passes", nargs="+", choices=PASSES, default=["forward", "backward"], help="default: %(default)s")

@@ -30,6 +30,7 @@ os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 import torch
 
+from benchmarks.asked_device import asks_for_gpu
 from benchmarks.attention import termination_as_interruption
 from benchmarks.attention_peers import PEER_DISTRIBUTIONS
 from benchmarks.attention_presets import DTYPE_ALIASES, DTYPES
@@ -140,7 +141,7 @@ def _summary(row: Row, ready_s: float | None) -> str:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    gpu = torch.cuda.is_available()
+    gpu = asks_for_gpu(arguments)
     add = parser.add_argument
     add("--cases", nargs="+", choices=CASES, default=[*CASES], help="default: all")
     add("--passes", nargs="+", choices=PASSES, default=[*PASSES], help="default: both")

@@ -22,6 +22,7 @@ if not __package__:
 
 import torch
 
+from benchmarks.asked_device import asks_for_gpu
 from benchmarks.attention import termination_as_interruption
 from benchmarks.attention_cell import DeviceLostError
 from benchmarks.attention_presets import DTYPE_ALIASES, DTYPES
@@ -201,7 +202,7 @@ def report(rows: Iterable[Row], environment: Sequence[str]) -> str:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    gpu = torch.cuda.is_available()
+    gpu = asks_for_gpu(arguments)
     names = sorted({name for suite in PRESETS.values() for name in suite})
     add = parser.add_argument
     add("--attention", action="store_true", help="attention over a cache alone, of a table of shapes")

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.asked_device import asks_for_gpu
 from benchmarks.attention_presets import DTYPE_ALIASES, DTYPES
 from benchmarks.suite_rows import write_at_once
 from cs336_systems.attention import FlashAttentionFunction, TiledAttentionFunction
@@ -149,7 +150,7 @@ def page(rows: Sequence[Row], options: argparse.Namespace, environment: Environm
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    on_gpu = torch.cuda.is_available()
+    on_gpu = asks_for_gpu(arguments)
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda" if on_gpu else "cpu"))
     parser.add_argument(
         "--impl", default="flash" if on_gpu else "tiled", choices=FUNCTIONS, help="default: %(default)s"

@@ -20,8 +20,8 @@ from typing import Any
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
 
+from benchmarks.asked_device import asks_for_gpu
 from benchmarks.memory_cell import DTYPES, FORWARD_ONLY, MODELS, MODES, STEP, Cell, Conditions, measure_cell
 from benchmarks.memory_plots import draw
 from benchmarks.memory_report import row_of, write
@@ -41,10 +41,10 @@ _SECONDS_A_LAYER = 0.2
 """Of a row: what its operations take to be recorded, about."""
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser; without a GPU its defaults are tiny."""
+def build_parser(arguments: Sequence[str] | None = ()) -> argparse.ArgumentParser:
+    """The parser; its defaults are tiny where the arguments ask for no GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    gpu = torch.cuda.is_available()
+    gpu = asks_for_gpu(arguments)
     presets, contexts = (("small", "medium", "large", "xl", "2.7B"), (128, 256, 512)) if gpu else ((TINY,), (128,))
     add_model_options(parser, presets, contexts)
     add = parser.add_argument
@@ -66,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line. Ends the program with a message for what cannot be done."""
-    parser = build_parser()
+    parser = build_parser(arguments)
     options = parser.parse_args(arguments)
     check_presets(parser, options)
     if min(options.checkpoint_every) < 0:

@@ -19,8 +19,8 @@ from typing import Any
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
 
+from benchmarks.asked_device import asks_for_gpu
 from benchmarks.attention_presets import DTYPE_ALIASES, DTYPES, MASKS
 from benchmarks.precision_cells import (
     ACCUMULATION,
@@ -44,10 +44,10 @@ _AUTOCAST_DTYPES = ("float16", "bfloat16")
 _START_SECONDS = {ACCUMULATION: 3.0, AUTOCAST: 3.0, ATTENTION: 8.0}
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser; without a GPU its defaults are small."""
+def build_parser(arguments: Sequence[str] | None = ()) -> argparse.ArgumentParser:
+    """The parser; its defaults are small where the arguments ask for no GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    gpu = torch.cuda.is_available()
+    gpu = asks_for_gpu(arguments)
     names = [implementation.value for implementation in Implementation]
     implementations = names if gpu else [name for name in names if name != "compiled"]  # it compiles for minutes
     add = parser.add_argument
@@ -69,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line. Ends the program with a message for what cannot be done."""
-    parser = build_parser()
+    parser = build_parser(arguments)
     options = parser.parse_args(arguments)
     if options.heads < 0:
         parser.error(f"--heads must be at least 0; got {options.heads}")

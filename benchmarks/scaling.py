@@ -23,6 +23,7 @@ if not __package__:
 
 import torch
 
+from benchmarks.asked_device import asks_for_gpu
 from benchmarks.attention import termination_as_interruption
 from benchmarks.scaling_cell import LONGEST, SCALES, STEP, STRONG, WEAK, Cell, Job
 from benchmarks.scaling_groups import log_of, run_group
@@ -55,18 +56,18 @@ from cs336_systems.training.config import TINY
 SEVERAL = tuple(mode for mode in MODES if mode != NONE)
 
 
-def tokens_of_one() -> int:
+def tokens_of_one(gpu: bool) -> int:
     """How many tokens a process has in a step, unless a batch is given."""
-    return TOKENS if torch.cuda.is_available() else 256
+    return TOKENS if gpu else 256
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser; without a GPU its defaults are tiny."""
+def build_parser(arguments: Sequence[str] | None = ()) -> argparse.ArgumentParser:
+    """The parser; its defaults are tiny where the arguments ask for no GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    gpu = torch.cuda.is_available()
+    gpu = asks_for_gpu(arguments)
     add_model_options(parser, ["medium", "large"] if gpu else [TINY], [4096 if gpu else 128])
     add = parser.add_argument
-    batch = f"{tokens_of_one()} / context, at least 1; with --longest, 1"
+    batch = f"{tokens_of_one(gpu)} / context, at least 1; with --longest, 1"
     add("--batch", type=positive, metavar="B", help=f"sequences of a process, or of all if strong (default: {batch})")
     modes = ", ".join(SEVERAL)
     add("--parallel", nargs="+", choices=SEVERAL, metavar="MODE", help=f"of {modes} (default: all that apply)")
@@ -86,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line. Ends the program with a message for what cannot be done."""
-    parser = build_parser()
+    parser = build_parser(arguments)
     options = parser.parse_args(arguments)
     check_presets(parser, options)
     check_filter(parser, options)
@@ -129,7 +130,8 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
             mode=mode,
             processes=processes,
             context=context,
-            batch=options.batch or (1 if options.longest else max(1, tokens_of_one() // context)),
+            batch=options.batch
+            or (1 if options.longest else max(1, tokens_of_one(options.device == "cuda") // context)),
             compile=options.compile,
             recompute_every=options.recompute_every,
             loss_chunk=options.loss_chunk,

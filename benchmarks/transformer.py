@@ -24,6 +24,7 @@ if not __package__:
 
 import torch
 
+from benchmarks.asked_device import asks_for_gpu
 from benchmarks.suite import Estimate, Tool, add_run_options, check_run_options, positive, run
 from benchmarks.training_models import COMPILE, NOTHING, WHOLE, config_of, modules_for, names_of, start_seconds
 from benchmarks.transformer_cell import DTYPES, SIZES, TF32, Cell, Conditions, log_lines, measure_cell, row_of
@@ -45,10 +46,10 @@ _FIVE_SIZES = re.compile(r"(\d+)-(\d+)-(\d+)-(\d+)-(\d+)")
 _USUAL_PART_OF_PEAK = 0.3
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser; without a GPU its defaults are tiny."""
+def build_parser(arguments: Sequence[str] | None = ()) -> argparse.ArgumentParser:
+    """The parser; its defaults are tiny where the arguments ask for no GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    gpu = torch.cuda.is_available()
+    gpu = asks_for_gpu(arguments)
     add = parser.add_argument
     add("--preset", nargs="+", metavar="NAME", help="or five sizes, as --compare-compile has them")
     add("--suite", default="2025", choices=PRESETS, help="that presets belong to (default: %(default)s)")
@@ -76,7 +77,7 @@ def _not_negative(text: str) -> int:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line. Ends the program with a message for what cannot be done."""
-    parser = build_parser()
+    parser, gpu = build_parser(arguments), asks_for_gpu(arguments)
     options = parser.parse_args(arguments)
     sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     if options.compare_compile:
@@ -87,10 +88,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         missing = [f"--{name.replace('_', '-')}" for name in SIZES[:4] if name not in sizes]
         if len(missing) not in (0, 4):
             parser.error(f"sizes without --preset need {', '.join(missing)} too")
-        options.preset = [CUSTOM] if not missing else ["small" if torch.cuda.is_available() else TINY]
+        options.preset = [CUSTOM] if not missing else ["small" if gpu else TINY]
     if any(map(_FIVE_SIZES.fullmatch, options.preset)) and (options.context or options.batch):
         parser.error("sizes as batch-context-width-layers-heads leave no --context-length and --batch-size to choose")
-    options.context = options.context or ([128, 256, 512, 1024] if torch.cuda.is_available() else [32, 64])
+    options.context = options.context or ([128, 256, 512, 1024] if gpu else [32, 64])
     options.batch = options.batch or [4]
     check_run_options(parser, options)
     try:

@@ -165,7 +165,9 @@ def test_parts_are_divided_among_processors():
     assert parts_of(AT_A_TIME * 132 + 4, 1000, 132) > 1
 
 
-def test_what_auto_chooses(device):
+def test_what_auto_chooses(device, monkeypatch):
+    if device.type == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")  # else the kernels cannot be asked for, where there is a GPU
     cache = make_cache([9], capacity=16, q_heads=2, kv_heads=1, d=16, device=device)
     explanation = explain_with_cache(*cache)
     expected = Implementation.FLASH if device.type == "cuda" else Implementation.NAIVE

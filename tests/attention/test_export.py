@@ -240,10 +240,10 @@ def test_programs_of_torchs_own_operators(impl):
 
 
 @pytest.mark.parametrize("impl", ["tiled", "flash"])
-def test_a_call_is_one_operator(impl):
+def test_a_call_is_one_operator(impl, device):
     parameters, further, settings = CALLS["slopes_and_sinks"]
-    module = Attend(parameters, impl=impl, **settings)
-    program = torch.export.export(module, (), tensors_for(5, 5, further))
+    module = Attend(parameters, impl=impl, **settings).to(device)
+    program = torch.export.export(module, (), tensors_for(5, 5, further, device))
     names = [str(node.target) for node in program.graph.nodes if "cs336_systems" in str(node.target)]
     assert names == [f"cs336_systems.{impl}_forward.default"]
 

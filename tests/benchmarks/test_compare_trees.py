@@ -28,7 +28,8 @@ def changed(tmp_path):
 
 
 def test_cells():
-    options = parse([str(ROOT), "--passes", "forward", "--dims", "16", "32", "--lengths", "64", "--masks", "full"])
+    sizes = ["--dims", "16", "32", "--lengths", "64", "--masks", "full"]
+    options = parse([str(ROOT), "--passes", "forward", "--device", "cpu", *sizes])
     assert cells_of(options) == [Cell("forward", "full", (4, 4, 64, 16)), Cell("forward", "full", (4, 2, 64, 32))]
     assert CELL.flops == 2.5 * 2 * 2 * 4 * 64 * 64 * (16 + 16) / 2
     assert str(CELL) == "backward, d 16, causal, 64"

@@ -53,7 +53,7 @@ class TestOptions:
         assert len({cell.key for cell in cells}) == len(cells)
 
     def test_the_longest_of_one_sequence(self):
-        cells = cells_of(scaling.parse(["--longest", "--processes", "1", "4", "--context", "256"]))
+        cells = cells_of(scaling.parse(["--longest", "--processes", "1", "4", "--context", "256", "--device", "cpu"]))
         assert [(cell.mode, cell.processes) for cell in cells] == [("none", 1), ("context", 4), ("fsdp+context", 4)]
         assert {(cell.batch, cell.scale, cell.compile, cell.context) for cell in cells} == {(1, STRONG, False, 256)}
 

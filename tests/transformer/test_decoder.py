@@ -169,6 +169,9 @@ def test_streams_take_both(tiny):
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, len(PROMPTS)])
 def test_generated_code(tiny, device, monkeypatch, count):
+    wide = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    if wide and count == 1 and torch.__version__.startswith("2.11."):
+        pytest.skip("torch 2.11 writes C++ for one sequence that has an undeclared variable, where there is AVX-512")
     monkeypatch.setattr(decoder, "_compiler", COMPILER)
     model = Transformer(tiny(num_layers=1), device=device)
     new = generate(model, PROMPTS[:count], 5, temperature=0, compile=True, graph=False)
