@@ -11,6 +11,7 @@ import torch
 from benchmarks.attention_account import account_of
 from benchmarks.attention_provider import GROUPS
 from benchmarks.attention_providers import all_providers
+from benchmarks.attention_roofline import draw_rooflines
 from benchmarks.attention_rows import COLUMNS
 from cs336_systems.profiling.environment import Environment
 from cs336_systems.profiling.plots import Axes, Panel, Series, save_panels
@@ -83,7 +84,7 @@ class Report:
 
 
 def draw(folder: Path, rows: Sequence[Row]) -> list[Path]:
-    """Draw every metric of the rows against length into PNG files in `folder`; return their paths."""
+    """Draw every metric of the rows against length, and rooflines, into PNG files in `folder`; return their paths."""
     # All that there are, so that one that is measured in two sweeps looks the same in the figures of both.
     known = {provider.name: GROUPS.index(provider.group) for provider in all_providers(torch.device("cpu"))}
     labels = known | {row["implementation"]: 0 for row in rows if row["implementation"] not in known}
@@ -96,7 +97,7 @@ def draw(folder: Path, rows: Sequence[Row]) -> list[Path]:
             title = f"{_title(metric, which)}: {dtype}, {mask}, {shown[0]['device']}"
             if save_panels(path, panels, title=title, axes=axes, labels=labels):
                 paths.append(path)
-    return paths
+    return paths + draw_rooflines(folder, rows, labels)
 
 
 def _panel(rows: Sequence[Row], metric: Metric, head_dim: int, labels: Mapping[str, int]) -> Panel:

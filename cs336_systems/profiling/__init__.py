@@ -16,6 +16,7 @@ from cs336_systems.profiling.categories import (
 from cs336_systems.profiling.environment import Environment, collect_environment
 from cs336_systems.profiling.flops import (
     AttentionParts,
+    attention_bytes,
     attention_flops,
     attention_parts_flops,
     device_peak,
@@ -97,6 +98,7 @@ __all__ = [
     "ToyModel",
     "Work",
     "activation_bytes",
+    "attention_bytes",
     "attention_flops",
     "attention_parts_flops",
     "available_bytes",

@@ -54,6 +54,31 @@ def attention_flops(
     return 2.0 * pairs * (head_dim + sizes["value_dim"]) * visible * _PASS_FACTOR[which]
 
 
+def attention_bytes(
+    batch: int,
+    heads: int,
+    query_length: int,
+    key_length: int,
+    head_dim: int,
+    kv_heads: int,
+    itemsize: int,
+    which: Pass = "forward",
+) -> int:
+    """Bytes of memory that one attention call has to move at the least, if nothing of it is kept on the chip.
+
+    The forward pass reads q, k and v and writes the output; the backward pass reads these and the output's gradient,
+    and writes three gradients. A number for each query, the log-sum-exp, is left out. `itemsize` is in bytes.
+
+    Raises ValueError when `which` is not a pass.
+    """
+    if which not in _PASS_FACTOR:
+        raise ValueError(f"which must be one of {', '.join(PASSES)}; got {which!r}")
+    q, k = heads * query_length, kv_heads * key_length
+    moved = {"forward": 2 * q + 2 * k, "backward": 4 * q + 4 * k}
+    rows = sum(moved.values()) if which == "both" else moved[which]
+    return batch * head_dim * itemsize * rows
+
+
 def teraflops_per_second(flops: float, milliseconds: float) -> float:
     """The rate in TFLOP/s of `flops` operations in `milliseconds`. Raises ValueError unless the time is positive."""
     if milliseconds <= 0:
@@ -63,11 +88,15 @@ def teraflops_per_second(flops: float, milliseconds: float) -> float:
 
 @dataclass(frozen=True)
 class DevicePeak:
-    """Vendor's dense peak rates of one device in TFLOP/s: 16-bit and TF32 on its matrix units, and plain float32."""
+    """Vendor's dense peak rates of one device in TFLOP/s: 16-bit and TF32 on its matrix units, and plain float32.
+
+    The bandwidth is that of its memory, in GB/s.
+    """
 
     half: float
     tf32: float
     float32: float
+    bandwidth: float
 
     def of(self, dtype: str, *, tf32: bool) -> float | None:
         """The peak for a dtype by name (`bfloat16`, `float16`, `float32`); None for any other dtype."""
@@ -80,12 +109,14 @@ class DevicePeak:
 
 # The first entry whose words all occur in the device's name is taken, so the narrower names come first.
 _PEAKS: tuple[tuple[tuple[str, ...], DevicePeak], ...] = (
-    (("H200", "NVL"), DevicePeak(half=835.5, tf32=417.5, float32=60.0)),
-    (("H200",), DevicePeak(half=989.5, tf32=494.5, float32=67.0)),
-    (("H100", "NVL"), DevicePeak(half=835.5, tf32=417.5, float32=60.0)),
-    (("H100", "PCIe"), DevicePeak(half=756.5, tf32=378.0, float32=51.0)),
-    (("H100",), DevicePeak(half=989.5, tf32=494.5, float32=67.0)),
-    (("A100",), DevicePeak(half=312.0, tf32=156.0, float32=19.5)),
+    (("H200", "NVL"), DevicePeak(half=835.5, tf32=417.5, float32=60.0, bandwidth=4800)),
+    (("H200",), DevicePeak(half=989.5, tf32=494.5, float32=67.0, bandwidth=4800)),
+    (("H100", "NVL"), DevicePeak(half=835.5, tf32=417.5, float32=60.0, bandwidth=3900)),
+    (("H100", "PCIe"), DevicePeak(half=756.5, tf32=378.0, float32=51.0, bandwidth=2000)),
+    (("H100",), DevicePeak(half=989.5, tf32=494.5, float32=67.0, bandwidth=3350)),
+    (("A100", "80GB", "PCIe"), DevicePeak(half=312.0, tf32=156.0, float32=19.5, bandwidth=1935)),
+    (("A100", "80GB"), DevicePeak(half=312.0, tf32=156.0, float32=19.5, bandwidth=2039)),
+    (("A100",), DevicePeak(half=312.0, tf32=156.0, float32=19.5, bandwidth=1555)),
 )
 
 

@@ -41,6 +41,7 @@ _MARK_INCHES = 0.7
 _CHARACTER_INCHES = 0.075
 _LEAST_LOGARITHMIC_RANGE = 8.0
 _MOST_MARKERS = 60
+_ROOF_BEYOND = 1.4
 _DOTS_PER_INCH = 160
 
 
@@ -66,14 +67,30 @@ class Panel:
 
 
 @dataclass(frozen=True)
+class Roof:
+    """What a device can reach, for figures of TFLOP/s by operations a byte: peak rates by name, and GB/s of memory."""
+
+    peaks: Mapping[str, float]
+    bandwidth: float
+
+    def at(self, peak: float, x: float) -> float:
+        """TFLOP/s under one of the peaks, where each byte is for `x` operations."""
+        return min(peak, self.bandwidth * x / 1e3)
+
+
+@dataclass(frozen=True)
 class Axes:
-    """What the panels of a figure share: axis labels, whether y is logarithmic, a level to mark, whether x doubles."""
+    """What the panels of a figure share: axis labels, whether y is logarithmic, a level to mark, whether x doubles.
+
+    A figure of rates may have a roof.
+    """
 
     x_label: str
     y_label: str
     logarithmic: bool = True
     level: float | None = None
     doubling: bool = True
+    roof: Roof | None = None
 
 
 def save_figure(figure: Any, path: Path) -> None:
@@ -116,7 +133,9 @@ def save_panels(path: Path, panels: Sequence[Panel], *, title: str, axes: Axes, 
             for place, panel in zip(grid.flat, drawn, strict=False):
                 _draw(place, panel, axes, labels)
             # The panels share this axis, and a limit set before all are drawn would hold for the later ones.
-            _scale_y(grid[0][0], [y for panel in drawn for series in panel.series for y in series.y], axes.logarithmic)
+            peaks = axes.roof.peaks.values() if axes.roof else ()
+            rates = [y for panel in drawn for series in panel.series for y in series.y]
+            _scale_y(grid[0][0], [*rates, *peaks], axes.logarithmic)
             for place in list(grid.flat)[len(drawn) :]:
                 place.set_visible(False)
             for line in grid:
@@ -150,6 +169,8 @@ def _draw(place: Any, panel: Panel, axes: Axes, labels: Mapping[str, int]) -> No
         )
     if axes.level is not None:
         place.axhline(axes.level, color=INK, linewidth=0.8)
+    if axes.roof is not None:
+        _draw_roof(place, axes.roof, [x for series in shown for x in series.x])
     place.set_title(panel.title, fontsize=10)
     place.set_xlabel(axes.x_label)
     if axes.doubling:
@@ -163,6 +184,15 @@ def _draw(place: Any, panel: Panel, axes: Axes, labels: Mapping[str, int]) -> No
     place.set_axisbelow(True)
     for side in ("top", "right"):
         place.spines[side].set_visible(False)
+
+
+def _draw_roof(place: Any, roof: Roof, values: Sequence[float]) -> None:
+    first, last = min(values) / _ROOF_BEYOND, max(values) * _ROOF_BEYOND
+    for name, peak in roof.peaks.items():
+        ridge = 1e3 * peak / roof.bandwidth
+        bends = sorted({first, last, min(max(ridge, first), last)})
+        place.plot(bends, [roof.at(peak, x) for x in bends], color=INK, linewidth=1.0)
+        place.annotate(f"{name}: {peak:g}", (bends[-2], roof.at(peak, bends[-2])), ha="left", va="bottom", fontsize=7)
 
 
 def _scale_y(place: Any, values: Sequence[float], logarithmic: bool) -> None:

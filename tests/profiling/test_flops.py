@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems.profiling.flops import (
+    attention_bytes,
     attention_flops,
     attention_parts_flops,
     device_peak,
@@ -84,6 +85,19 @@ def test_impossible_sizes_and_passes_are_refused():
         attention_flops(1, -1, 4, 4, 8)
     with pytest.raises(ValueError, match="which must be one of forward, backward, both; got 'sideways'"):
         attention_flops(1, 1, 4, 4, 8, which="sideways")
+
+
+def test_the_least_bytes_are_those_of_the_tensors():
+    sizes = {"batch": 2, "heads": 6, "query_length": 5, "key_length": 7, "head_dim": 8, "kv_heads": 3}
+    q, k = torch.zeros(2, 6, 5, 8, dtype=torch.bfloat16), torch.zeros(2, 3, 7, 8, dtype=torch.bfloat16)
+    v, out = k, q
+    forward = sum(x.nbytes for x in (q, k, v, out))
+    backward = forward + sum(x.nbytes for x in (out, q, k, v))  # the gradients
+    assert attention_bytes(**sizes, itemsize=2) == forward
+    assert attention_bytes(**sizes, itemsize=2, which="backward") == backward
+    assert attention_bytes(**sizes, itemsize=2, which="both") == forward + backward
+    with pytest.raises(ValueError, match="which must be one of forward, backward, both; got 'step'"):
+        attention_bytes(**sizes, itemsize=2, which="step")
 
 
 def test_a_rate():

@@ -9,7 +9,7 @@ import pytest
 
 from cs336_systems.profiling import plots
 from cs336_systems.profiling.environment import collect_environment
-from cs336_systems.profiling.plots import Axes, Panel, Series, save_panels, short_count
+from cs336_systems.profiling.plots import Axes, Panel, Roof, Series, save_panels, short_count
 from cs336_systems.profiling.progress import Progress, readable_seconds
 from cs336_systems.profiling.report import collected, environment_lines, format_number, markdown_table, report_page
 
@@ -162,6 +162,23 @@ def test_a_shared_axis_shows_the_tallest_panel(tmp_path, monkeypatch, logarithmi
     panels = [Panel(str(top), (Series("a", (1.0, 2.0), (1.0, top)),)) for top in (10.0, 700.0)]
     save_panels(tmp_path / "plot.png", panels, title="", axes=Axes("x", "y", logarithmic), labels={"a": 0})
     assert drawn[0][1] >= 700.0
+
+
+def test_a_roof_rises_with_the_operations_a_byte_up_to_each_peak(tmp_path, monkeypatch):
+    lines = []
+    monkeypatch.setattr(
+        plots, "save_figure", lambda figure, path: lines.extend(line.get_xydata() for line in figure.axes[0].lines)
+    )
+    panel = Panel("d 64", (Series("a", (8.0, 512.0), (1.0, 60.0)),))
+    axes = Axes("x", "y", roof=Roof({"low": 10.0, "high": 100.0, "far": 1e6}, bandwidth=1000.0))
+    assert save_panels(tmp_path / "plot.png", [panel], title="", axes=axes, labels={"a": 0})
+    low, high, far = lines[1:]
+    first, last = low[0, 0], low[-1, 0]
+    assert first < 8
+    assert last > 512
+    assert low[:, 1].tolist() == [first, 10.0, 10.0]
+    assert high.tolist() == [[first, first], [100.0, 100.0], [last, 100.0]]
+    assert far[:, 1].tolist() == far[:, 0].tolist()
 
 
 def test_a_legend_of_long_labels_lies_within_the_figure(tmp_path, monkeypatch):
