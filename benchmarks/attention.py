@@ -69,7 +69,7 @@ class Sweep:
             max_seconds=plan.configuration.max_seconds,
             seed=plan.configuration.seed,
         )
-        self._problems = {(p.dtype, p.mask, p.head_dim, p.length): p for p in plan.configuration.problems()}
+        self._problems = {(p.dtype, p.mask, p.head_dim, p.length): p for p in plan.problems}
 
     def figures(self, dtype: str, mask: str, head_dim: int, length: int, provider: str, metric: str) -> Sequence[float]:
         """A figure for `perf_report`, as median, minimum and maximum; not-a-numbers where there is none."""
@@ -129,18 +129,19 @@ def drive(sweep: Sweep, plan: Plan) -> None:
     """
     if importlib.util.find_spec("triton") is None:
         print("Triton is not installed: the sweep runs without its perf_report, and prints no tables.")
-        for problem in plan.configuration.problems():
+        for problem in plan.problems:
             sweep.rows_of(problem)
         return
     from triton.testing import Benchmark, perf_report
 
     configuration = plan.configuration
     names = [provider.name for provider in plan.providers]
-    for dtype, mask, head_dim in dict.fromkeys((p.dtype, p.mask, p.head_dim) for p in configuration.problems()):
+    for dtype, mask, head_dim in dict.fromkeys((p.dtype, p.mask, p.head_dim) for p in plan.problems):
+        group = [p for p in plan.problems if (p.dtype, p.mask, p.head_dim) == (dtype, mask, head_dim)]
         benchmarks = [
             Benchmark(
                 x_names=["length"],
-                x_vals=sorted(configuration.lengths),
+                x_vals=sorted(problem.length for problem in group),
                 line_arg="provider",
                 line_vals=names,
                 line_names=names,
@@ -169,9 +170,8 @@ def run(plan: Plan, options: RunOptions) -> int:
     folder = options.folder or default_folder(environment.device)
     store = RowStore.open(folder, plan.as_dict(environment))
     environment.write(folder / "environment.json")
-    problems = plan.configuration.problems()
-    progress = Progress(len(problems))
-    for problem in problems:
+    progress = Progress(len(plan.problems))
+    for problem in plan.problems:
         if store.is_finished(problem.key):
             progress.keep_cell()
     progress.note(f"results: {folder}")
@@ -236,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         with torch_settings(configuration, options.device):
-            plan = Plan.make(configuration, options.device, all_providers(options.device))
+            plan = Plan.make(configuration, options.device, all_providers(options.device), options.filter)
             print("\n".join(headline(plan)))
             if options.dry_run:
                 print("\n".join(dry_run(plan)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,7 @@ class RunOptions:
     commit: str | None
     peers: Path | None = None
     redraw: Path | None = None
+    filter: re.Pattern[str] | None = None
 
 
 def _epilog() -> str:
@@ -109,6 +111,12 @@ def build_parser() -> argparse.ArgumentParser:
     where = parser.add_argument_group("results")
     where.add_argument("--output", type=Path, metavar="FOLDER", help="default: results/attention/<device>-<date>")
     where.add_argument("--resume", type=Path, metavar="FOLDER", help="go on with the sweep in this folder, as it was")
+    where.add_argument(
+        "--filter",
+        type=_pattern,
+        metavar="REGEX",
+        help="measure only cells in whose names, as --dry-run lists them, it is found",
+    )
     where.add_argument("--dry-run", action="store_true", help="list the cells and who would be measured, then stop")
     where.add_argument("--no-plots", action="store_true", help="tables only")
     where.add_argument(
@@ -145,6 +153,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[SweepConfiguration, R
         commit=given.commit,
         peers=given.peers,
         redraw=given.redraw,
+        filter=given.filter,
     )
     return configuration, options
 
@@ -187,6 +196,13 @@ def _changes(given: argparse.Namespace) -> dict[str, Any]:
 
 def _words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"expected a regular expression: {error}; got {text!r}") from None
 
 
 def _integers(text: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.attention_guards import quadratic_bytes
-from benchmarks.attention_presets import SweepConfiguration
+from benchmarks.attention_presets import Problem, SweepConfiguration
 from benchmarks.attention_provider import Provider
 from benchmarks.attention_providers import chosen_providers
 from cs336_systems.profiling.environment import Environment
@@ -20,23 +21,41 @@ from cs336_systems.profiling.timing import TimingMethod
 
 @dataclass(frozen=True)
 class Plan:
-    """A sweep before it starts: the configuration, the providers that are there, and why the others are not."""
+    """A sweep before it starts: the configuration, the providers that are there, and why the others are not.
+
+    The problems are those of the configuration that are to be measured now.
+    """
 
     configuration: SweepConfiguration
     device: torch.device
     providers: tuple[Provider, ...]
     missing: dict[str, str]
+    problems: tuple[Problem, ...]
 
     @classmethod
-    def make(cls, configuration: SweepConfiguration, device: torch.device, known: Sequence[Provider]) -> Plan:
-        """Choose the providers. Raises ValueError for an unknown name, or when none of those asked for is there."""
+    def make(
+        cls,
+        configuration: SweepConfiguration,
+        device: torch.device,
+        known: Sequence[Provider],
+        chosen: re.Pattern[str] | None = None,
+    ) -> Plan:
+        """Choose the providers, and the problems in whose key `chosen` is found.
+
+        Raises ValueError for an unknown name, or when none of those asked for is there.
+        """
         wanted = chosen_providers(known, configuration.implementations)
         missing = {provider.name: provider.missing for provider in wanted if provider.missing}
         providers = tuple(provider for provider in wanted if not provider.missing)
         if not providers:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
             raise ValueError(f"--impl must name something that can be measured here; got {reasons}")
-        return cls(configuration, device, providers, missing)
+        every = configuration.problems()
+        problems = tuple(problem for problem in every if chosen is None or chosen.search(problem.key))
+        if not problems and chosen is not None:
+            example = every[0].key
+            raise ValueError(f"--filter must be found in the name of a cell, as in {example!r}; got {chosen.pattern!r}")
+        return cls(configuration, device, providers, missing, problems)
 
     @property
     def method(self) -> TimingMethod:
@@ -59,7 +78,7 @@ class Plan:
 def headline(plan: Plan) -> list[str]:
     """What the sweep is, who is measured and who is not, line by line."""
     configuration = plan.configuration
-    cells, passes = len(configuration.problems()), ", ".join(configuration.passes)
+    cells, passes = len(plan.problems), ", ".join(configuration.passes)
     lines = [f"Sweep `{configuration.preset}` on {plan.device}: {cells} cells; {passes}"]
     if plan.device.type != "cuda":
         lines.append(f"No GPU is used: these are times of the {plan.device.type.upper()}, for small problems.")
@@ -70,7 +89,7 @@ def headline(plan: Plan) -> list[str]:
 def dry_run(plan: Plan) -> list[str]:
     """Every cell, line by line, with the memory that may be needed and a lower bound of the time."""
     configuration, method = plan.configuration, plan.method
-    problems = configuration.problems()
+    problems = plan.problems
     keeps_scores = any(provider.quadratic for provider in plan.providers)
     lines = []
     for problem in problems:

@@ -176,6 +176,12 @@ def test_a_configuration_survives_json():
     assert SweepConfiguration.from_dict({**SMALL.as_dict(), "lengths": [64]}) == SMALL
 
 
+def test_a_filter_must_be_a_regular_expression(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--device", "cpu", "--filter", "("])
+    assert "--filter: expected a regular expression: missing )" in capsys.readouterr().err
+
+
 def test_the_parser_sets_nothing_that_was_not_given():
     given = vars(build_parser().parse_args([]))
     assert {name for name, value in given.items() if value not in (None, False)} == set()

@@ -67,6 +67,21 @@ def test_the_same_output_continues_and_a_finished_sweep_measures_nothing(tmp_pat
     assert calls.seen == []
 
 
+def test_a_sweep_is_measured_in_parts(tmp_path, calls, capsys):
+    arguments = [*SWEEP, "--causal", "--full", "--no-plots", "--output", str(tmp_path)]
+    assert benchmark.main([*arguments, "--filter", "causal.* length 64$"]) == 0
+    assert "[1/1]" in capsys.readouterr().err
+    assert {(row["mask"], row["length"]) for row in results(tmp_path)} == {("causal", 64)}
+    calls.seen.clear()
+    assert benchmark.main(arguments) == 0
+    assert {(row["mask"], row["length"]) for row in results(tmp_path)} == {
+        (mask, length) for mask in ("causal", "full") for length in (32, 64)
+    }
+    assert sum(length == 32 for _, length in calls.seen) == 2 * sum(length == 64 for _, length in calls.seen)
+    assert benchmark.main([*arguments, "--filter", "length 128"]) == 2
+    assert "--filter must be found in the name of a cell, as in 'float32 causal" in capsys.readouterr().err
+
+
 def test_another_configuration_in_the_same_folder_is_an_error(tmp_path, calls, capsys):
     assert benchmark.main([*SWEEP, "--no-plots", "--output", str(tmp_path)]) == 0
     assert benchmark.main([*SWEEP, "--no-plots", "--output", str(tmp_path), "--seed", "9"]) == 2
