@@ -162,7 +162,7 @@ def test_what_is_preloaded_leaves_no_thread_and_no_gpu_in_use():
     found = only(born, "torch._inductor.compile_fx", preload=everything())
     assert found.imported
     assert found.no_gpu_yet
-    # With torch 2.11, on a machine with a GPU, two more were seen; of what they are was not looked into.
+    # With torch 2.11, on a machine with a GPU, two more were seen; what they do was not looked into.
     assert found.threads_of_parent == 1 or torch.cuda.is_available()
 
 
