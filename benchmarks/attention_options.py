@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.attention_presets import DTYPE_ALIASES, DTYPES, PRESET_NOTES, PRESETS, SweepConfiguration
 from benchmarks.attention_providers import all_providers
+from benchmarks.cell_filter import HELP, check_filter
 from cs336_systems.profiling.flops import PASSES
 from cs336_systems.profiling.sweep import read_configuration
 
@@ -111,12 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
     where = parser.add_argument_group("results")
     where.add_argument("--output", type=Path, metavar="FOLDER", help="default: results/attention/<device>-<date>")
     where.add_argument("--resume", type=Path, metavar="FOLDER", help="go on with the sweep in this folder, as it was")
-    where.add_argument(
-        "--filter",
-        type=_pattern,
-        metavar="REGEX",
-        help="measure only cells in whose names, as --dry-run lists them, it is found",
-    )
+    where.add_argument("--filter", metavar="REGEX", help=HELP)
     where.add_argument("--dry-run", action="store_true", help="list the cells and who would be measured, then stop")
     where.add_argument("--no-plots", action="store_true", help="tables only")
     where.add_argument(
@@ -130,6 +126,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[SweepConfiguration, R
     """What the command line asks for. Ends the program with a message for what cannot be done."""
     parser = build_parser()
     given = parser.parse_args(arguments)
+    check_filter(parser, given)
     if given.resume is not None and given.output is not None and given.resume != given.output:
         parser.error("--resume and --output name different folders; --resume alone is enough")
     if given.peers is not None and not given.peers.is_dir():
@@ -196,13 +193,6 @@ def _changes(given: argparse.Namespace) -> dict[str, Any]:
 
 def _words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
-
-
-def _pattern(text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise argparse.ArgumentTypeError(f"expected a regular expression: {error}; got {text!r}") from None
 
 
 def _integers(text: str) -> list[int]:

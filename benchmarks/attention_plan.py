@@ -13,6 +13,7 @@ from benchmarks.attention_guards import quadratic_bytes
 from benchmarks.attention_presets import Problem, SweepConfiguration
 from benchmarks.attention_provider import Provider
 from benchmarks.attention_providers import chosen_providers
+from benchmarks.cell_filter import chosen
 from cs336_systems.profiling.environment import Environment
 from cs336_systems.profiling.memory import GIB
 from cs336_systems.profiling.progress import readable_seconds
@@ -38,9 +39,9 @@ class Plan:
         configuration: SweepConfiguration,
         device: torch.device,
         known: Sequence[Provider],
-        chosen: re.Pattern[str] | None = None,
+        pattern: re.Pattern[str] | None = None,
     ) -> Plan:
-        """Choose the providers, and the problems in whose key `chosen` is found.
+        """Choose the providers, and the problems that --filter's pattern leaves.
 
         Raises ValueError for an unknown name, or when none of those asked for is there.
         """
@@ -51,10 +52,12 @@ class Plan:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
             raise ValueError(f"--impl must name something that can be measured here; got {reasons}")
         every = configuration.problems()
-        problems = tuple(problem for problem in every if chosen is None or chosen.search(problem.key))
-        if not problems and chosen is not None:
+        problems = tuple(chosen(every, pattern))
+        if not problems and pattern is not None:
             example = every[0].key
-            raise ValueError(f"--filter must be found in the name of a cell, as in {example!r}; got {chosen.pattern!r}")
+            raise ValueError(
+                f"--filter must be found in the name of a cell, as in {example!r}; got {pattern.pattern!r}"
+            )
         return cls(configuration, device, providers, missing, problems)
 
     @property

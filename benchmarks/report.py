@@ -25,6 +25,7 @@ if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.attention import termination_as_interruption
+from benchmarks.cell_filter import check_filter
 from benchmarks.report_page import assemble
 from benchmarks.report_parts import (
     FOLDER,
@@ -40,7 +41,6 @@ from benchmarks.report_parts import (
     run,
 )
 from benchmarks.report_suites import PROGRAMS, SUITES, Part
-from benchmarks.suite import check_filter
 from cs336_systems.profiling.progress import readable_seconds
 from cs336_systems.training.prepare import choose_device
 

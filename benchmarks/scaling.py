@@ -25,14 +25,13 @@ import torch
 
 from benchmarks.asked_device import asks_for_gpu
 from benchmarks.attention import termination_as_interruption
+from benchmarks.cell_filter import check_filter, chosen
 from benchmarks.scaling_cell import LONGEST, SCALES, STEP, STRONG, WEAK, Cell, Job
 from benchmarks.scaling_groups import log_of, run_group
 from benchmarks.scaling_report import row_of, write
 from benchmarks.scaling_search import first_length, search
 from benchmarks.suite import (
     add_run_options,
-    check_filter,
-    chosen,
     columns_of_failure,
     environment_of,
     listing,

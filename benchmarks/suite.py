@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,9 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from benchmarks.attention import termination_as_interruption
+from benchmarks.cell_filter import HELP, CellT, check_filter, chosen
 from benchmarks.processes import module_of, run_jobs
-from benchmarks.suite_rows import HasKey, Rows
+from benchmarks.suite_rows import Rows
 from cs336_systems.profiling.environment import Environment, collect_environment
 from cs336_systems.profiling.memory import GIB
 from cs336_systems.profiling.progress import readable_seconds
@@ -31,7 +31,6 @@ from cs336_systems.training.prepare import choose_device
 _START_SECONDS = 300.0
 
 
-CellT = TypeVar("CellT", bound=HasKey)
 Found = TypeVar("Found")
 
 
@@ -101,7 +100,7 @@ def add_run_options(parser: argparse.ArgumentParser, folder: str, *, chooses_dev
     add("--limit", type=float, default=600, metavar="S", help="seconds for a row, its start included (%(default)g)")
     add("--output", type=Path, default=Path(folder), metavar="FOLDER", help="default: %(default)s")
     add("--resume", action="store_true", help="measure what the output folder does not have yet")
-    add("--filter", metavar="REGEX", help="measure only cells in whose names, as --dry-run lists them, it is found")
+    add("--filter", metavar="REGEX", help=HELP)
     add("--dry-run", action="store_true", help="list what would be measured, with an estimate of time and memory")
     add("--commit", help="the commit to record where the checkout is not in a git repository")
 
@@ -113,14 +112,6 @@ def check_run_options(parser: argparse.ArgumentParser, options: argparse.Namespa
     except ValueError as error:
         parser.error(str(error))
     check_filter(parser, options)
-
-
-def check_filter(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Make a pattern of --filter; end the program where it is none."""
-    try:
-        options.filter = None if options.filter is None else re.compile(options.filter)
-    except re.error as error:
-        parser.error(f"--filter must be a regular expression: {error}; got {options.filter!r}")
 
 
 def positive(text: str) -> int:
@@ -254,11 +245,6 @@ def run(tool: Tool[CellT], options: argparse.Namespace, cells: Sequence[CellT]) 
         write_all()
         tool.draw(options.output, store.rows)
     return 0
-
-
-def chosen(cells: Sequence[CellT], pattern: re.Pattern[str] | None) -> list[CellT]:
-    """The cells in whose names --filter's pattern is found; all without one."""
-    return [cell for cell in cells if pattern is None or pattern.search(cell.key)]
 
 
 def listing(cells: Sequence[CellT], estimate: Callable[[CellT], Estimate] = _unknown) -> str:

@@ -179,7 +179,7 @@ def test_a_configuration_survives_json():
 def test_a_filter_must_be_a_regular_expression(capsys):
     with pytest.raises(SystemExit):
         parse(["--device", "cpu", "--filter", "("])
-    assert "--filter: expected a regular expression: missing )" in capsys.readouterr().err
+    assert "--filter must be a regular expression: missing )" in capsys.readouterr().err
 
 
 def test_the_parser_sets_nothing_that_was_not_given():

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import pytest
 
 from benchmarks import nursery, suite
-from benchmarks.suite import Estimate, Tool, add_run_options, check_run_options, chosen, listing, run
+from benchmarks.cell_filter import chosen
+from benchmarks.suite import Estimate, Tool, add_run_options, check_run_options, listing, run
 from cs336_systems.profiling.sweep import Outcome, Status
 
 GIB = 2**30
