@@ -14,7 +14,7 @@ from benchmarks.attention_providers import all_providers
 from benchmarks.attention_roofline import draw_rooflines
 from benchmarks.attention_rows import COLUMNS
 from cs336_systems.profiling.environment import Environment
-from cs336_systems.profiling.plots import Axes, Panel, Series, save_panels
+from cs336_systems.profiling.plots import Axes, Panel, save_panels, series_of
 from cs336_systems.profiling.report import ABSENT, collected, environment_lines, format_number, markdown_table
 from cs336_systems.profiling.sweep import Row, Status, write_csv
 
@@ -102,15 +102,12 @@ def draw(folder: Path, rows: Sequence[Row]) -> list[Path]:
 
 def _panel(rows: Sequence[Row], metric: Metric, head_dim: int, labels: Mapping[str, int]) -> Panel:
     rows = [row for row in rows if row["head_dim"] == head_dim]
-    series = []
-    for name in labels:
-        points = sorted(
-            (row["length"], row[metric.column]) for row in rows if row["implementation"] == name and row[metric.column]
-        )
-        series.append(Series(name, tuple(x for x, _ in points), tuple(y for _, y in points)))
+    points = ((row["implementation"], row["length"], row[metric.column]) for row in rows if row[metric.column])
     heads, kv_heads = rows[0]["heads"], rows[0]["kv_heads"]
     shape = f", {heads} heads" if heads else ""
-    return Panel(f"d {head_dim}{shape}" + (f", {kv_heads} of k and v" if kv_heads != heads else ""), tuple(series))
+    return Panel(
+        f"d {head_dim}{shape}" + (f", {kv_heads} of k and v" if kv_heads != heads else ""), series_of(points, labels)
+    )
 
 
 def _length_label(rows: Sequence[Row]) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.attention_presets import DTYPES
 from cs336_systems.profiling.flops import DevicePeak, attention_bytes, device_peak
-from cs336_systems.profiling.plots import Axes, Panel, Roof, Series, save_panels
+from cs336_systems.profiling.plots import Axes, Panel, Roof, save_panels, series_of
 from cs336_systems.profiling.sweep import Row
 
 X_LABEL = "operations a byte"
@@ -56,8 +56,5 @@ def intensity(row: Row) -> float:
 
 def _panel(rows: Sequence[Row], head_dim: int, labels: Mapping[str, int]) -> Panel:
     timed = [row for row in rows if row["head_dim"] == head_dim and row["tflops"]]
-    series = []
-    for name in labels:
-        points = sorted((round(intensity(row), 3), row["tflops"]) for row in timed if row["implementation"] == name)
-        series.append(Series(name, tuple(x for x, _ in points), tuple(y for _, y in points)))
-    return Panel(f"d {head_dim}", tuple(series))
+    points = ((row["implementation"], round(intensity(row), 3), row["tflops"]) for row in timed)
+    return Panel(f"d {head_dim}", series_of(points, labels))

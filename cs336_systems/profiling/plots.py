@@ -7,7 +7,7 @@ Needs matplotlib, which is imported when a plot is drawn.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,15 @@ class Series:
     def __post_init__(self) -> None:
         if len(self.x) != len(self.y):
             raise ValueError(f"y must have the {len(self.x)} values of x; got {len(self.y)}")
+
+
+def series_of(points: Iterable[tuple[str, float, float]], labels: Iterable[str]) -> tuple[Series, ...]:
+    """A line for each label, in their order, of the points (label, x, y) that have it, sorted by x."""
+    lines: dict[str, list[tuple[float, float]]] = {label: [] for label in labels}
+    for label, x, y in points:
+        lines[label].append((x, y))
+    ordered = ((label, sorted(line)) for label, line in lines.items())
+    return tuple(Series(label, tuple(x for x, _ in line), tuple(y for _, y in line)) for label, line in ordered)
 
 
 @dataclass(frozen=True)
