@@ -213,6 +213,12 @@ def test_a_plot_of_nothing_is_not_written(tmp_path):
     assert not (tmp_path / "plot.png").exists()
 
 
+def test_lines_of_points():
+    points = [("b", 2.0, 5.0), ("a", 4.0, 1.0), ("a", 1.0, 3.0)]
+    expected = (Series("c", (), ()), Series("a", (1.0, 4.0), (3.0, 1.0)), Series("b", (2.0,), (5.0,)))
+    assert plots.series_of(points, ["c", "a", "b"]) == expected
+
+
 def test_a_series_has_as_many_values_of_y_as_of_x():
     with pytest.raises(ValueError, match="the 2 values of x; got 1"):
         Series("a", (1.0, 2.0), (1.0,))
