@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from .pairs import NO_EXTRAS, Pairs, seen_pairs
@@ -39,6 +38,9 @@ def sdpa(
                 spec, Pairs.of_matrices(q, k, slice(0, q_len), slice(0, k_len)), spec.band(q_len, k_len), NO_EXTRAS
             )
         else:
+            # Here, because it imports all of torch.compile, which takes as long as torch itself.
+            from torch.nn.attention.bias import causal_lower_right
+
             mask = causal_lower_right(q_len, k_len)
     # Asked in an `if`, the comparison is a bool also where torch.compile keeps sizes symbolic.
     grouped = {"enable_gqa": True} if q4.shape[1] != k4.shape[1] else {}

@@ -59,6 +59,13 @@ def test_importing_the_package_imports_no_torch():
     assert done.stdout.strip() == "False"
 
 
+def test_importing_attention_does_not_import_the_compiler():
+    """It takes as long as torch itself, and is imported where something is compiled."""
+    code = "import sys, cs336_systems.attention, cs336_systems.transformer; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
 def test_version(monkeypatch):
     source = (ROOT / "cs336_systems/__init__.py").read_text()
     namespace: dict[str, str] = {}
