@@ -41,8 +41,8 @@ from benchmarks.report_parts import (
     run,
 )
 from benchmarks.report_suites import PROGRAMS, SUITES, Part
+from cs336_systems.devices import choose_device
 from cs336_systems.profiling.progress import readable_seconds
-from cs336_systems.training.prepare import choose_device
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -21,12 +21,12 @@ from benchmarks.attention import termination_as_interruption
 from benchmarks.cell_filter import HELP, CellT, check_filter, chosen
 from benchmarks.processes import module_of, run_jobs
 from benchmarks.suite_rows import Rows
+from cs336_systems.devices import choose_device
 from cs336_systems.profiling.environment import Environment, collect_environment
 from cs336_systems.profiling.memory import GIB
 from cs336_systems.profiling.progress import readable_seconds
 from cs336_systems.profiling.report import format_number
 from cs336_systems.profiling.sweep import ConfigurationMismatchError, Outcome, Row, RowStore, Status, outcome_of
-from cs336_systems.training.prepare import choose_device
 
 _START_SECONDS = 300.0
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
+from ..devices import choose_device
 from ..parallel import Layout, is_main_process, start
 from ..profiling import collect_environment
 from ..profiling.memory import is_out_of_memory
@@ -19,7 +20,7 @@ from .checkpoint import read_progress
 from .estimate import DoesNotFitError, require_memory
 from .loop import Trainer
 from .options import Request, parse
-from .prepare import CHECKPOINTS, CONFIG, Prepared, choose_device, newest_checkpoint, prepare
+from .prepare import CHECKPOINTS, CONFIG, Prepared, newest_checkpoint, prepare
 from .stopping import Ending, NotFiniteError
 
 IMPOSSIBLE, TOO_LARGE, NOT_FINITE = 2, 3, 4

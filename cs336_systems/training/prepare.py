@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from ..devices import choose_device
 from ..parallel import Layout
 from ..transformer import Transformer, TransformerConfig, swiglu
 from ..transformer.layers import Place
@@ -141,27 +142,6 @@ def _check(prepared: Prepared) -> None:
         raise ValueError(
             f"sample_prompt must be at most {context} tokens, the context length; got {len(prepared.prompt())}"
         )
-
-
-def choose_device(name: str) -> torch.device:
-    """The device of a name, or for "auto" the first of cuda, mps and cpu that is there.
-
-    Raises:
-        ValueError: there is no such device.
-    """
-    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if name == "auto":
-        return torch.device(next(kind for kind, there in present.items() if there))
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device must be auto, cuda, cuda:1, mps or cpu; got {name!r}") from None
-    if not present.get(device.type, False):
-        there = ", ".join(kind for kind, is_there in present.items() if is_there)
-        raise ValueError(f"device must be one that torch finds here ({there}); got {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device must be one of {torch.cuda.device_count()} GPUs, from cuda:0 on; got {name!r}")
-    return device
 
 
 def uses_autocast(dtype: str, device: torch.device) -> bool:
