@@ -6,6 +6,7 @@ one. A test that takes ``flash_device`` runs the kernels, which are interpreted 
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import warnings
@@ -52,6 +53,11 @@ if not HAS_CUDA and importlib.util.find_spec("triton"):
     from .interpreter import make_faster
 
     make_faster()
+
+if not HAS_CUDA:
+    # Else a sixth of the time in which torch traces, or kernels are interpreted, goes into looking for cycles, of which
+    # there are few. On a GPU they may hold memory that another test needs.
+    gc.set_threshold(100_000, 50, 100)
 
 # An example can take seconds, to interpret or to compile, and one in CI must fail for everybody or for nobody.
 hypothesis.settings.register_profile("here", deadline=None, max_examples=20, print_blob=True)

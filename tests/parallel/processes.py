@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import socket
 import warnings
@@ -38,6 +39,10 @@ def _begin(rank: int, function: Callable[..., None], count: int, ports: list[int
     _ports = iter(ports)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
     torch.set_num_threads(1)
+    if "TRITON_INTERPRET" in os.environ and importlib.util.find_spec("triton"):
+        from tests.interpreter import make_faster
+
+        make_faster()
     # As pytest has it, but for what torch says of itself.
     warnings.simplefilter("error", FutureWarning)
     function(*arguments)
