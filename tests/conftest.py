@@ -55,7 +55,7 @@ if not HAS_CUDA and importlib.util.find_spec("triton"):
     make_faster()
 
 if not HAS_CUDA:
-    # Else a sixth of the time in which torch traces, or kernels are interpreted, goes into looking for cycles, of which
+    # Else a tenth of the time in which torch traces, or kernels are interpreted, goes into looking for cycles, of which
     # there are few. On a GPU they may hold memory that another test needs.
     gc.set_threshold(100_000, 50, 100)
 
