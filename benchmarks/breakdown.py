@@ -21,7 +21,6 @@ from pathlib import Path
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-
 from benchmarks.asked_device import asks_for_gpu
 from benchmarks.breakdown_cell import BFLOAT16, DTYPES, MODES, Cell, Conditions, measure_cell
 from benchmarks.breakdown_report import draw, row_of, write

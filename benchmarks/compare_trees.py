@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-
 from benchmarks.asked_device import asks_for_gpu
 from benchmarks.attention_presets import DTYPE_ALIASES, DTYPES, MASKS
 from benchmarks.suite import positive

@@ -20,7 +20,6 @@ from typing import Any
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-
 from benchmarks.asked_device import asks_for_gpu
 from benchmarks.memory_cell import DTYPES, FORWARD_ONLY, MODELS, MODES, STEP, Cell, Conditions, measure_cell
 from benchmarks.memory_plots import draw

@@ -11,7 +11,7 @@ from benchmarks.memory_cell import DTYPES, MODES
 from benchmarks.memory_report import checkpointed, fine, name_of
 from cs336_systems.profiling.categories import CATEGORIES
 from cs336_systems.profiling.memory import GIB, MIB
-from cs336_systems.profiling.plots import Axes, Panel, Series, save_figure, save_panels
+from cs336_systems.profiling.plots import Axes, Panel, save_figure, save_panels, series_of
 from cs336_systems.profiling.sweep import Row
 from cs336_systems.profiling.timeline import COLOURS, OTHER_COLOUR
 
@@ -32,19 +32,12 @@ def draw(folder: Path, rows: Sequence[Row]) -> bool:
 def draw_peaks(path: Path, rows: Sequence[Row]) -> bool:
     """Peak against context: a panel for each preset and attention, a line for each mode and dtype."""
     plain = [row for row in fine(rows) if row["every"] is None]
+    labels = {f"{mode}, {dtype}": group for mode in MODES for group, dtype in enumerate(DTYPES)}
     panels = []
     for preset, model in dict.fromkeys((row["preset"], row["model"]) for row in plain):
-        lines = []
-        for mode in MODES:
-            for dtype in DTYPES:
-                wanted = (preset, model, mode, dtype)
-                mine = [
-                    row for row in plain if tuple(row[name] for name in ("preset", "model", "mode", "dtype")) == wanted
-                ]
-                points = sorted((row["context"], row["peak_bytes"] / GIB) for row in mine)
-                lines.append(Series(f"{mode}, {dtype}", tuple(x for x, _ in points), tuple(y for _, y in points)))
-        panels.append(Panel(f"{preset}, {model}", tuple(lines)))
-    labels = {f"{mode}, {dtype}": group for mode in MODES for group, dtype in enumerate(DTYPES)}
+        mine = [row for row in plain if (row["preset"], row["model"]) == (preset, model)]
+        points = ((f"{row['mode']}, {row['dtype']}", row["context"], row["peak_bytes"] / GIB) for row in mine)
+        panels.append(Panel(f"{preset}, {model}", series_of(points, labels)))
     axes = Axes("context length", "peak, GiB allocated")
     return save_panels(path, panels, title="Peak memory", axes=axes, labels=labels)
 

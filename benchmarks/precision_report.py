@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.precision_cells import ACCUMULATION, ATTENTION, AUTOCAST, RESULTS
 from cs336_systems.profiling.environment import Environment
-from cs336_systems.profiling.plots import Axes, Panel, Series, save_panels
+from cs336_systems.profiling.plots import Axes, Panel, save_panels, series_of
 from cs336_systems.profiling.precision import RESULT
 from cs336_systems.profiling.report import ABSENT, collected, environment_lines, markdown_table
 from cs336_systems.profiling.sweep import Row, Status, write_csv
@@ -142,14 +142,10 @@ def draw(folder: Path, rows: Sequence[Row]) -> list[Path]:
         panels = []
         for dtype, dim in dict.fromkeys((row["dtype"], row["head_dim"]) for row in fine if row["mask"] == mask):
             group = [row for row in fine if (row["mask"], row["dtype"], row["head_dim"]) == (mask, dtype, dim)]
-            panels.append(Panel(f"{dtype}, d {dim}", tuple(_line(group, name) for name in labels)))
+            points = ((row["name"], row["length"], row["out_relative"]) for row in group if row["out_relative"])
+            panels.append(Panel(f"{dtype}, d {dim}", series_of(points, labels)))
         path = folder / f"error-{mask}.png"
         axes = Axes("length", "error of the output, relative")
         if save_panels(path, panels, title=f"Error against float64, {mask}", axes=axes, labels=labels):
             paths.append(path)
     return paths
-
-
-def _line(rows: Sequence[Row], name: str) -> Series:
-    points = sorted((row["length"], row["out_relative"]) for row in rows if row["name"] == name and row["out_relative"])
-    return Series(name, tuple(x for x, _ in points), tuple(y for _, y in points))

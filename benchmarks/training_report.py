@@ -12,7 +12,7 @@ from benchmarks.training_models import LLAMA, MODELS, SDPA
 from cs336_systems.profiling.environment import Environment
 from cs336_systems.profiling.flops import device_peak
 from cs336_systems.profiling.memory import GIB
-from cs336_systems.profiling.plots import Axes, Panel, Series, save_panels
+from cs336_systems.profiling.plots import Axes, Panel, save_panels, series_of
 from cs336_systems.profiling.report import ABSENT, format_number, markdown_table, report_page
 from cs336_systems.profiling.sweep import Row, Status, write_csv
 from cs336_systems.transformer import TransformerConfig
@@ -171,15 +171,9 @@ def draw(folder: Path, rows: Sequence[Row]) -> bool:
     labels = {(model, how): model if several[model] == 1 else f"{model}, compile {how}" for model, how in ways}
     panels = []
     for preset in dict.fromkeys(row["preset"] for row in fine):
-        lines = []
-        for way, label in labels.items():
-            mine = sorted(
-                (row["context"], row["tokens_per_second"])
-                for row in fine
-                if (row["preset"], row["model"], row["compile"]) == (preset, *way)
-            )
-            lines.append(Series(label, tuple(x for x, _ in mine), tuple(y for _, y in mine)))
-        panels.append(Panel(preset, tuple(lines)))
+        mine = [row for row in fine if row["preset"] == preset]
+        points = ((labels[row["model"], row["compile"]], row["context"], row["tokens_per_second"]) for row in mine)
+        panels.append(Panel(preset, series_of(points, labels.values())))
     groups = {label: int(model == LLAMA) for (model, _), label in labels.items()}
     axes = Axes("context length", "tokens/s")
     return save_panels(folder / PLOT, panels, title="Training steps", axes=axes, labels=groups)

@@ -18,7 +18,6 @@ from pathlib import Path
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-
 from benchmarks.asked_device import asks_for_gpu
 from benchmarks.suite import Estimate, Tool, add_run_options, check_run_options, positive, run
 from benchmarks.training_cell import Cell, Conditions, measure_cell

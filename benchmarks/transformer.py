@@ -77,8 +77,10 @@ def _not_negative(text: str) -> int:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line. Ends the program with a message for what cannot be done."""
-    parser, gpu = build_parser(arguments), asks_for_gpu(arguments)
+    parser = build_parser(arguments)
     options = parser.parse_args(arguments)
+    check_run_options(parser, options)
+    gpu = options.device.type == "cuda"
     sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     if options.compare_compile:
         if options.preset is not None:
@@ -93,7 +95,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("sizes as batch-context-width-layers-heads leave no --context-length and --batch-size to choose")
     options.context = options.context or ([128, 256, 512, 1024] if gpu else [32, 64])
     options.batch = options.batch or [4]
-    check_run_options(parser, options)
     try:
         options.cells = cells_of(options, sizes)
     except ValueError as error:
