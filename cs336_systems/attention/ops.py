@@ -44,8 +44,10 @@ define("flash")
 def kernels() -> ModuleType:
     """The module that launches the kernels: with a Hopper GPU the one that knows of those for it."""
     from ..kernels.portable import launch
+    from ..kernels.versions import why_not_gluon
 
-    if any(torch.cuda.get_device_capability(device) == (9, 0) for device in range(torch.cuda.device_count())):
+    devices = range(torch.cuda.device_count())
+    if any(torch.cuda.get_device_capability(device) == (9, 0) for device in devices) and why_not_gluon() is None:
         from ..kernels.hopper import launch  # type: ignore[no-redef]
     return launch
 

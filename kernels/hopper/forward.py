@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 
+from ..versions import async_store
 from .copying import Memory, copy_ahead, new_rings
 from .packing import new_packing
 from .products import add_values, finished, scores_of
@@ -172,10 +173,10 @@ def compute(
             room_of_more = memory.out_more.index(MEMBER)
             as_matrix(room_of_more, GROUP, memory.VALUE_MORE).store(out_more.to(dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, own.q_corner(work.batch, work.head, first_row, 0), room)
+        async_store(out_desc, own.q_corner(work.batch, work.head, first_row, 0), room)
         if memory.VALUE_MORE > 0:
             corner_of_more = own.q_corner(work.batch, work.head, first_row, HEAD_DIM)
-            tma.async_copy_shared_to_global(out_more_desc, corner_of_more, room_of_more)
+            async_store(out_more_desc, corner_of_more, room_of_more)
         if not OWN_ROOM:
             tma.store_wait(0)
             memory.q.release(turn)

@@ -10,7 +10,7 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..launching import Launch
-from .versions import runner_of
+from ..versions import runner_of
 
 MOST_ENCODED = 1024
 """Descriptors kept by one launcher, at addresses that the allocator gives out again and again."""

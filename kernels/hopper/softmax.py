@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .versions import aggregate
+from ..versions import aggregate
 
 LN_2 = gl.constexpr(0.6931471805599453)
 
