@@ -20,8 +20,10 @@ import triton
 KNOWN = ("3.6.", "3.7.", "3.8.", "3.9.")
 """Versions of Triton for which every kernel is compiled, inspected and run."""
 
+needed: list[tuple[str, ...]] = []
+"""Names that the Gluon kernels need, each with its other spellings."""
 missing: list[str] = []
-"""Names that the Gluon kernels need and the installed Triton lacks."""
+"""Those of them that the installed Triton lacks."""
 
 
 def find(*names: str) -> Any:
@@ -38,6 +40,7 @@ def find(*names: str) -> Any:
 def _need(*names: str) -> Any:
     """`find`, for what the Gluon kernels cannot do without."""
     value = find(*names)
+    needed.append(names)
     if value is None:
         missing.append(" or ".join(names))
     return value

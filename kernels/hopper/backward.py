@@ -4,6 +4,8 @@ K and V of the tile stay in shared memory; tiles of q and dout, with numbers for
 Each of two warp groups owns 64 keys; what it does with a tile of q and dout is in `backward_step`.
 """
 
+import math
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
@@ -58,7 +60,7 @@ def over_tiles(
             )  # fmt: skip
             number += 1
         if sums is not None:
-            sums += padded * HEAD_DIM
+            sums += gl.to_tensor(padded).to(gl.int64) * HEAD_DIM
     return dk, dv, number
 
 
@@ -97,10 +99,16 @@ def compute(
         kind, batch, head, first_row = memory.queue.hear(turn, 4)
 
 
+@gluon.constexpr_function
+def tiles_in(numbers, block_shape):
+    """How many tiles of a shape so many numbers are."""
+    return numbers // math.prod(block_shape)
+
+
 @gluon.jit
 def room_in(memory, desc, NUMBER: gl.constexpr):
     """The ``NUMBER``-th part of shared memory that has room for a tile of what is described."""
-    TIMES: gl.constexpr = memory.numel // (desc.block_shape[2] * desc.block_shape[3])
+    TIMES: gl.constexpr = tiles_in(memory.numel, desc.block_shape)
     shape: gl.constexpr = [TIMES] + desc.block_shape  # noqa: RUF005 - Gluon knows no starred lists
     return reinterpret(memory, memory.dtype, shape, desc.layout).index(NUMBER)
 

@@ -78,7 +78,7 @@ def attend(
     memory, schedule, work, rows, number, careful, exponents,
     MEMBER: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """64 rows over all their tiles of keys: the softmax, weights, the output before it is normalised, the last number.
+    """64 rows over all their tiles of keys: softmax, weights, output before normalising, last number, if any was added.
 
     ``careful``: folding every tile, and never adding.
     """
@@ -126,7 +126,7 @@ def attend(
             softmax, weights, out, out_more, memory, schedule, rows, number, tile, tile > work.begin, exponents,
             True, schedule.LEFT, MEMBER, HEAD_DIM,
         )  # fmt: skip
-    return softmax, weights, out, out_more, number
+    return softmax, weights, out, out_more, number, right > added_to
 
 
 @gluon.jit
@@ -149,7 +149,7 @@ def compute(
         first_row = work.first_row + MEMBER * GROUP
         rows = first_row + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
         memory.q.wait_full(turn)
-        softmax, weights, out, out_more, number = attend(
+        softmax, weights, out, out_more, number, added = attend(
             memory, own, work, rows, number, careful, exponents, MEMBER, HEAD_DIM
         )  # fmt: skip
         if OWN_ROOM:
@@ -158,9 +158,9 @@ def compute(
         out, out_more, operand = add_values(weights, out, out_more, memory, number, HEAD_DIM, TILE_K)
         out, out_more = finished(out, out_more, operand, memory.VALUE_MORE)
         number += 1
-        certain = softmax.is_certain(out)
+        certain = softmax.is_certain(out, added, exponents.scale)
         if memory.VALUE_MORE > 0:
-            certain = certain & softmax.is_certain(out_more)
+            certain = certain & softmax.is_certain(out_more, added, exponents.scale)
         certain = certain | careful
         normaliser, row_lse = softmax.normaliser_and_lse(exponents.scale)
         out *= gl.convert_layout(normaliser, gl.SliceLayout(1, out_layout))[:, None]
