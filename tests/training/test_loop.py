@@ -137,7 +137,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint(begin, tmp_path, number):
     ending = trainer.run()
     assert (ending.step, ending.signal) == (3, number)
     assert signal.getsignal(number) is before
-    assert latest(tmp_path / "run/checkpoints") == tmp_path / "run/checkpoints/step-00000003"
+    assert latest(tmp_path / "run/checkpoints").path == tmp_path / "run/checkpoints/step-00000003"
 
 
 def test_a_second_signal_interrupts_at_once(begin):

@@ -106,7 +106,7 @@ def endings(place, config, folder):
         trainer.update = interrupted  # type: ignore[method-assign]
         ending = trainer.run()
         assert (ending.step, ending.signal) == (3, signal.SIGINT)
-        assert latest(folder / "stopped/checkpoints") == folder / "stopped/checkpoints/step-00000003"
+        assert latest(folder / "stopped/checkpoints").path == folder / "stopped/checkpoints/step-00000003"
 
         spoiled = dataclasses.replace(config, learning_rate=1e30, grad_clip=0.0, warmup_steps=0)
         with pytest.raises(NotFiniteError, match="the loss of step"):
