@@ -19,7 +19,6 @@ there.
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -35,7 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_states
 
 from ..files import sync_file, sync_folder, write_text
 from ..parallel import Layout
-from .generators import random_states, set_random_states
+from .generators import read_random_states, write_random_states
 from .integrity import (
     FORMAT,
     PREFIX,
@@ -108,7 +107,7 @@ def _begin(target: Path, part: Path) -> bool:
 def _finish_own_files(part: Path, layout: Layout) -> dict[str, Entry]:
     """Bring the files of this process to disk; the size and the checksum of each."""
     generators = _generators_file(layout.rank)
-    (part / generators).write_text(json.dumps(random_states()), encoding="utf-8")
+    write_random_states(part / generators)
     names = [tensor_file(layout.rank), generators, *([INDEX] if layout.is_main else [])]
     for name in names:
         sync_file(part / name)
@@ -152,7 +151,7 @@ def load(
     set_state_dict(model, optimizers, model_state_dict=model_state, optim_state_dict=optimizer_state)
     generators = _generators_file(rank)
     if optimizer is not None and generators in checkpoint.files:
-        set_random_states(json.loads((path / generators).read_text(encoding="utf-8")))
+        read_random_states(path / generators)
 
 
 def _generators_file(rank: int) -> str:

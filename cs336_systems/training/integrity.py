@@ -127,8 +127,9 @@ def step_of(path: Path) -> int:
 def _read_state(path: Path) -> dict[str, Any]:
     """The fields of a checkpoint's state, whose files have the sizes noted there. Raises NotWholeError."""
     with _readable(path):
-        text = (path / STATE).read_bytes().decode()
+        content = (path / STATE).read_bytes()
     try:
+        text = content.decode()
         state = json.loads(text)
     except (ValueError, RecursionError):
         raise NotWholeError(f"{path.name}: {STATE} is no JSON") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from ..transformer import generate
 from ..transformer.loss import IGNORED
 from . import checkpoint
 from .data import gather, validation_starts
-from .optimizer import adamw, learning_rate, set_learning_rate, update
+from .optimizer import adamw, learning_rate, set_learning_rate, total_norm, update
 from .prepare import CHECKPOINTS, Prepared, model_maker
 from .report import Report
 from .stopping import SAME_WITHIN, Ending, NotFiniteError, StopRequest
@@ -72,7 +73,7 @@ class Trainer:
             begun: is called once, when a first step has succeeded and before anything is saved.
 
         Raises:
-            NotFiniteError: the loss or the gradient is no finite number. Nothing is written of the step.
+            NotFiniteError: the loss, the gradient or the parameters are not finite. No checkpoint is written of them.
             OSError: a file could not be written. The checkpoints before are as they were.
         """
         stopped = 0
@@ -180,10 +181,15 @@ class Trainer:
             self._begun()
         if validates:
             loss = self.validate()
+            if not math.isfinite(loss):
+                raise NotFiniteError(f"the loss on the text to validate on is {loss} after step {self.step}")
             row = {"kind": "validation", "step": self.step, "loss": loss}
             self._report.note(row, f"step {self.step}: loss {loss:.3f} on the text to validate on")
         if samples:
-            text = self.sample()
+            try:
+                text = self.sample()
+            except FloatingPointError as error:
+                raise NotFiniteError(f"no sample can be drawn after step {self.step}, {error}") from error
             row = {"kind": "sample", "step": self.step, "text": text}
             self._report.note(row, f"step {self.step}, a sample:\n{text}\n")
         if saves:
@@ -204,7 +210,10 @@ class Trainer:
         self._report.steps(steps, rates, *numbers.tolist())
 
     def _checkpoint(self) -> None:
-        """Write one of what `_flush` found finite."""
+        """Write one, unless the last update has made parameters that are not finite."""
+        norm = float(total_norm(parameter.detach() for parameter in self.model.parameters()))
+        if not math.isfinite(norm):
+            raise NotFiniteError(f"the norm of the parameters is {norm} after step {self.step}")
         progress = checkpoint.Progress(step=self.step, data=self.prepared.data)
         folder, keep = self.folder / CHECKPOINTS, self.config.keep
         checkpoint.save(folder, self.model, self.optimizer, progress, keep=keep, layout=self.layout)

@@ -151,7 +151,7 @@ def _check_attention(prepared: Prepared) -> None:
     """Raise ValueError when the attention that was asked for cannot compute the model's calls on this device."""
     model = prepared.model
     one = torch.empty(1, device=prepared.device, dtype=torch.bfloat16 if prepared.autocast else torch.float32)
-    q, k = (one.expand(1, heads, model.context_length, model.d_head) for heads in (model.num_heads, model.kv_heads))
+    q, k = (one.expand(1, heads, 2, model.d_head) for heads in (model.num_heads, model.kv_heads))
     window = None if model.effective_window is None else (model.effective_window - 1, 0)
     try:
         choose(check(q, k, k, causal=True, scale=None, return_lse=False, window=window), model.attn)

@@ -11,6 +11,8 @@ from cs336_systems.training import Trainer, load_run, prepare
 from cs336_systems.training.checkpoint import checkpoints, latest
 from cs336_systems.training.loop import NotFiniteError
 from cs336_systems.training.metrics import read_rows
+from cs336_systems.training.optimizer import learning_rate
+from cs336_systems.training.prepare import newest_checkpoint
 from cs336_systems.transformer import generate
 
 
@@ -56,6 +58,16 @@ def test_rows_say_what_was_measured(begin, tmp_path):
     assert row["tokens_per_second"] > 0
     assert row["mfu"] is None  # there is no peak rate of a CPU
     assert row["memory_bytes"] > 2**20
+
+
+def test_the_options_reach_the_optimizer(begin):
+    trainer = begin(beta1=0.7, beta2=0.8, weight_decay=0.3, learning_rate=0.5, min_learning_rate=0.2, warmup_steps=1)
+    groups = trainer.optimizer.param_groups
+    assert [group["betas"] for group in groups] == [(0.7, 0.8)] * 2
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+    rates = [trainer.update()[2] for _ in range(trainer.config.steps)]
+    assert rates == [learning_rate(step, highest=0.5, lowest=0.2, warmup=1, steps=6) for step in range(1, 7)]
+    assert all(group["lr"] == rates[-1] == 0.2 for group in groups)
 
 
 def test_parts_of_a_batch_add_up_to_it(begin):
@@ -137,7 +149,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint(begin, tmp_path, number):
     ending = trainer.run()
     assert (ending.step, ending.signal) == (3, number)
     assert signal.getsignal(number) is before
-    assert latest(tmp_path / "run/checkpoints").path == tmp_path / "run/checkpoints/step-00000003"
+    assert newest_checkpoint(tmp_path / "run").path == tmp_path / "run/checkpoints/step-00000003"
 
 
 def test_a_second_signal_interrupts_at_once(begin):

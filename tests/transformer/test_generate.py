@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -200,11 +201,77 @@ def test_generation_under_autocast(model, device):
             ValueError,
             "generator must be None where seed is given; got both",
         ),
+        ([[1]], {"max_new_tokens": -3}, ValueError, "max_new_tokens must be at least 1; got -3"),
+        ([[1]], {"max_new_tokens": 2.0}, TypeError, "max_new_tokens must be an int; got 2.0 of type float"),
+        ([[2**70]], {}, ValueError, rf"prompts must have tokens from 0 up to 40; got {2**70} in prompts\[0\]"),
+        ([[1]], {"temperature": float("nan")}, ValueError, "temperature must be positive and finite; got nan"),
+        ([[1]], {"temperature": "hot"}, TypeError, "temperature must be a float; got 'hot' of type str"),
+        ([[1]], {"top_p": float("nan")}, ValueError, "top_p must be positive and finite; got nan"),
+        ([[1]], {"stop_tokens": "ab"}, TypeError, "stop_tokens must be ints: 'str' object cannot be .*"),
+        ([[1]], {"stop_tokens": 7}, TypeError, "stop_tokens must be ints: 'int' object is not iterable"),
+        ([[1]], {"stop_tokens": [None]}, TypeError, "stop_tokens must be ints: 'NoneType' object .*"),
+        ([[1]], {"stop_tokens": [3, 40]}, ValueError, "stop_tokens must be from 0 up to 40; got 40"),
+        ([[1]], {"stop_tokens": [-1]}, ValueError, "stop_tokens must be from 0 up to 40; got -1"),
+        ([[1]], {"seed": 2**70}, ValueError, rf"seed must be from -2\*\*63 to 2\*\*64 - 1; got {2**70}"),
+        ([[1]], {"seed": 1.5}, TypeError, "seed must be an int; got 1.5 of type float"),
+        ([[1]], {"generator": 3}, TypeError, "generator must be a torch.Generator; got int"),
     ],
 )
 def test_what_is_refused_at_the_call(tiny, prompts, settings, error, message):
-    with pytest.raises(error, match=f"^{message}$"):
-        stream(Transformer(tiny()), prompts, **{"max_new_tokens": 3} | settings)
+    for call in (stream, generate):
+        with pytest.raises(error, match=f"^{message}$"):
+            call(Transformer(tiny()), prompts, **{"max_new_tokens": 3} | settings)
+
+
+@pytest.mark.parametrize("call", [stream, generate])
+def test_what_is_no_model(call):
+    for wrong in (None, torch.nn.Linear(2, 2)):
+        with pytest.raises(TypeError, match=f"^model must be a Transformer; got {type(wrong).__name__}$"):
+            call(wrong, [[1]], 3)
+
+
+def test_the_first_and_the_last_seed(model):
+    for seed in (-(2**63), 2**64 - 1):
+        assert generate(model, [[1]], 3, seed=seed) == generate(model, [[1]], 3, seed=seed)
+
+
+def test_stop_tokens_of_other_kinds(model):
+    whole = generate(model, PROMPTS, 12, temperature=0)
+    expected = generate(model, PROMPTS, 12, temperature=0, stop_tokens=[whole[0][2], whole[2][4]])
+    for make in (torch.tensor, np.array, set):
+        assert generate(model, PROMPTS, 12, temperature=0, stop_tokens=make([whole[0][2], whole[2][4]])) == expected
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0}, {"top_k": 3}, {"stop_tokens": [0]}, {"use_cache": False}])
+def test_logits_that_are_no_numbers(model, settings, value):
+    """They gave token 0 for ever."""
+    with torch.no_grad():
+        model.lm_head.weight.fill_(value)
+    with pytest.raises(
+        FloatingPointError, match=r"finite logits; got NaN or infinity where new token 0 of prompts\[0\]"
+    ):
+        generate(model, PROMPTS, 3, **settings)
+    with pytest.raises(FloatingPointError):
+        next(stream(model, PROMPTS, 3, **settings))
+
+
+def test_logits_of_one_sequence_that_are_no_numbers(model):
+    with torch.no_grad():
+        model.token_embeddings.weight[8] = torch.nan
+    with pytest.raises(FloatingPointError, match=r"new token 0 of prompts\[1\]"):
+        generate(model, PROMPTS, 6, temperature=0)
+
+
+def test_what_follows_the_end_of_a_sequence_does_not_count(model, device):
+    """Its tokens are drawn all the same, from logits that may be anything."""
+    whole = generate(model, [[1, 2, 3], [4, 5]], 6, temperature=0)
+    stop = whole[0][0]
+    if stop in whole[1]:
+        pytest.skip("both sequences have the token")
+    with torch.no_grad():
+        model.token_embeddings.weight[stop] = torch.nan
+    assert generate(model, [[1, 2, 3], [4, 5]], 6, temperature=0, stop_tokens=[stop]) == [[stop], whole[1]]
 
 
 @torch.no_grad()
