@@ -7,6 +7,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,12 +65,14 @@ def verify(path: Path) -> Checkpoint:
         NotWholeError: a file is missing, cannot be read, or differs from what was written.
     """
     state = _read_state(path)
-    for name, entry in state["files"].items():
-        with _readable(path):
-            found = entry_of(path / name)
-        if found != entry:
+    names = tuple(state["files"])
+    # hashlib lets other threads run.
+    with _readable(path), ThreadPoolExecutor() as pool:
+        found = [*pool.map(entry_of, [path / name for name in names])]
+    for name, entry in zip(names, found, strict=True):
+        if entry != state["files"][name]:
             raise NotWholeError(f"{path.name}: the contents of {name} differ from what was written")
-    return Checkpoint(path, Progress(state["step"], state["data"]), tuple(state["files"]))
+    return Checkpoint(path, Progress(state["step"], state["data"]), names)
 
 
 def is_whole(path: Path) -> bool:

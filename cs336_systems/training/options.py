@@ -42,8 +42,8 @@ examples:
   python -m cs336_systems.training --resume runs/tiny-2026-01-31-120000
       go on with an interrupted run
 
-exit codes: 0 done, 2 not possible as asked, 3 too little memory, 4 the loss is no finite number, 130 and 143 stopped by
-Ctrl-C and SIGTERM, after a checkpoint
+exit codes: 0 done, 2 not possible as asked, 3 too little memory, 4 the loss is not finite, 5 a file could not be
+written, 130 and 143 stopped by Ctrl-C and SIGTERM, after a checkpoint
 """
 
 

@@ -91,7 +91,7 @@ def stream(
     Raises:
         TypeError, ValueError: an argument is not what it has to be, or a sequence would exceed the context length. It
             is raised at the call, not at the first step.
-        FloatingPointError: the logits of a token are NaN, or none is finite; where tokens come to the host.
+        FloatingPointError: a logit is NaN or +inf, or all are -inf; it is raised where tokens come to the host.
     """
     sampling = Sampling(temperature, top_k, top_p)
     drawn = _drawn(model, prompts, max_new_tokens, sampling, seed, generator, use_cache, graph, compile)
@@ -191,7 +191,7 @@ def _without_cache(
 
 
 def _marked(drawn: Int[Tensor, " batch"], logits: Float[Tensor, "batch vocab_size"]) -> Int[Tensor, " batch"]:
-    """The tokens, `NOT_FINITE` where logits are NaN or none is finite. The device is not waited for."""
+    """The tokens, `NOT_FINITE` where a logit is NaN or +inf, or all are -inf. The device is not waited for."""
     return torch.where(logits.amax(-1).isfinite(), drawn, NOT_FINITE)
 
 
