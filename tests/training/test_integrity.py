@@ -68,9 +68,9 @@ def test_one_flipped_bit_is_noticed_anywhere(write, name):
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_one_gives_way_to_the_one_before(write, tmp_path, name):
-    older, middle, newest = write(1, 2, 3)
+    older, middle, damaged = write(1, 2, 3)
     (middle / "tensors-0.bin").unlink()
-    flip(newest / name, 300)
+    flip(damaged / name, 300)
     with pytest.warns(UserWarning, match="step-00000001 is the newest") as warned:
         found = newest(tmp_path)
     assert found.path == older
