@@ -72,10 +72,8 @@ def test_a_model_alone_can_be_read(tmp_path):
     model, _ = made(seed=1)
     state = torch.get_rng_state()
     load(verify(path), model)
+    assert torch.equal(torch.get_rng_state(), state)
     assert_same(model.state_dict(), made()[0].state_dict())
-    torch.manual_seed(5)
-    load(verify(path), model)
-    assert not torch.equal(torch.get_rng_state(), state)
 
 
 def test_the_newest_are_kept(tmp_path):
@@ -136,6 +134,7 @@ def test_a_damaged_one_is_passed_over_and_written_again(tmp_path, damage):
     else:
         (newer / "state.json").write_text('{"step": 2, ')
     assert not is_whole(newer)
+    assert checkpoints(tmp_path) == [tmp_path / "step-00000001"]
     with pytest.warns(UserWarning, match="step-00000001 is the newest whole checkpoint .*: step-00000002: "):
         assert newest(tmp_path).path == tmp_path / "step-00000001"
     written(tmp_path, 2)

@@ -11,7 +11,9 @@ import re
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_loader import load as read_states
 
+from cs336_systems.training import checkpoint as module
 from cs336_systems.training.checkpoint import Progress, checkpoints, is_whole, latest, load, save
 from cs336_systems.training.generators import read_random_states, write_random_states
 from cs336_systems.training.integrity import NotWholeError, entry_of, rendered, verify
@@ -191,14 +193,38 @@ def test_crafted_files_run_nothing(write, tmp_path, harmful, name, zipped):
     assert not marker.exists()
 
 
+def test_generators_whose_file_has_no_checksum_are_left_alone(write):
+    (path,) = write(1)
+    state = json.loads((path / "state.json").read_text())
+    del state["checksum"], state["files"]["random-0.json"]
+    (path / "state.json").write_text(rendered(state))
+    model, optimizer = made(seed=1)
+    before = torch.get_rng_state()
+    load(verify(path), model, optimizer)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read(write, monkeypatch):
+    (path,) = write(1)
+    checkpoint = verify(path)
+
+    def shortened(*arguments, **keywords):
+        os.truncate(path / "tensors-0.bin", 1000)
+        read_states(*arguments, **keywords)
+
+    monkeypatch.setattr(module, "read_states", shortened)
+    with pytest.raises(ValueError, match="ends before it should"):
+        load(checkpoint, *made(seed=1))
+
+
 def test_nothing_is_unpickled(write, tmp_path, monkeypatch):
     write(1)
 
     def refuse(*_, **__):
         raise AssertionError("something is unpickled")
 
-    for module, name in ((torch, "load"), (pickle, "load"), (pickle, "loads"), (pickle, "Unpickler")):
-        monkeypatch.setattr(module, name, refuse)
+    for owner, name in ((torch, "load"), (pickle, "load"), (pickle, "loads"), (pickle, "Unpickler")):
+        monkeypatch.setattr(owner, name, refuse)
     load(newest(tmp_path), *made(seed=1))
 
 

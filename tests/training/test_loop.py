@@ -15,6 +15,9 @@ from cs336_systems.training.optimizer import learning_rate
 from cs336_systems.training.prepare import newest_checkpoint
 from cs336_systems.transformer import generate
 
+SAMPLING = ({"temperature": 1.7}, {"top_p": 0.6}, {})
+"""With some of the options of a sample left out."""
+
 
 def rows_of(folder, kind="train"):
     return [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == kind]
@@ -48,6 +51,14 @@ def test_the_loss_falls_and_samples_come_out(begin, tmp_path):
     samples = rows_of(tmp_path / "run", "sample")
     assert [row["step"] for row in samples] == [50, 100]
     assert set(samples[-1]["text"]) <= set("abcdefghijklmnopqrstuvwxyz. ")
+
+
+def test_the_last_step_is_validated_sampled_and_saved(begin, tmp_path):
+    begin(steps=3, eval_every=2, sample_every=2, checkpoint_every=2).run()
+    for kind in ("validation", "sample"):
+        assert [row["step"] for row in rows_of(tmp_path / "run", kind)] == [2, 3]
+    names = [path.name for path in checkpoints(tmp_path / "run/checkpoints")]
+    assert names == ["step-00000002", "step-00000003"]
 
 
 def test_rows_say_what_was_measured(begin, tmp_path):
@@ -182,6 +193,17 @@ def test_a_trained_model_is_used_from_its_folder(begin, options, tmp_path):
     assert isinstance(tokenizer.decode(tokens), str)
     with pytest.raises(ValueError, match=r"must have a config\.json"):
         load_run(tmp_path)
+
+
+def test_samples_are_drawn_as_the_options_say(begin):
+    trainer = begin(seed=5, temperature=1.7, top_p=0.6, sample_tokens=12, sample_prompt="the")
+    tokenizer = trainer.prepared.tokenizer
+    (tokens,) = generate(
+        *(trainer.model, [list(tokenizer.encode("the"))], 12), temperature=1.7, top_p=0.6, seed=5, stop_tokens=[256]
+    )
+    assert trainer.sample() == "the" + tokenizer.decode([token for token in tokens if token != 256])
+    others = [begin(seed=5, sample_tokens=12, sample_prompt="the", **changes).sample() for changes in SAMPLING]
+    assert len({trainer.sample(), *others}) == 1 + len(others)
 
 
 def test_validation_is_a_mean_over_its_sequences(begin):
