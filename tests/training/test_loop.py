@@ -177,6 +177,8 @@ def test_a_second_signal_interrupts_at_once(begin):
 
 def test_other_text_is_not_gone_on_with(begin, text, tmp_path):
     begin(steps=2).run()
+    with pytest.raises(ValueError, match="its tokens have changed"):
+        begin("run", latest(tmp_path / "run/checkpoints"), val_fraction=0.1)
     (text / "a.txt").write_text("something else " * 100)
     with pytest.raises(ValueError, match="its tokens have changed"):
         begin("run", latest(tmp_path / "run/checkpoints"))

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from cs336_systems.attention import Attention
 from cs336_systems.transformer import KVCache, Transformer, generate, stream
+from cs336_systems.transformer.cache import FEW
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [1, 2, 3]]
 
@@ -69,6 +71,23 @@ def test_cached_logits_are_those_of_the_whole_sequence(tiny, device):
             torch.testing.assert_close(logits[i, :count], whole[i, length : length + count])
         lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
     assert cache.lengths == tuple(lengths) == (17, 17)
+
+
+@pytest.mark.parametrize("length", [5, 30])
+def test_attention_with_a_scale_and_a_softcap_has_them_in_every_step(tiny, device, length):
+    """As a whole prompt, as one that is continued, of few tokens and of many, and as single tokens."""
+    model = Transformer(tiny(context_length=80), device=device, dtype=torch.float64)
+    for block in model.layers:
+        block.attn.attend = Attention(causal=True, scale=0.9, softcap=0.05, impl="naive")
+    prompts = torch.randint(40, (2, length), device=device)
+    new = generate(model, prompts, 4, temperature=0)
+    assert new == generate(model, prompts, 4, temperature=0, use_cache=False)
+    with torch.no_grad():
+        whole, cache = model(prompts), KVCache(2, 80)
+        for part in prompts.split([3, length - 3], 1):
+            logits = model(part, cache=cache)
+            cache.advance([part.shape[1]] * 2)
+    torch.testing.assert_close(logits, whole[:, 3:])
 
 
 @torch.no_grad()
@@ -256,6 +275,21 @@ def test_logits_that_are_no_numbers(model, settings, value):
         next(stream(model, PROMPTS, 3, **settings))
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("-inf")])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0}])
+def test_logits_that_are_infinite(model, settings, value):
+    model.register_forward_hook(lambda *arguments: torch.full_like(arguments[-1], value))
+    with pytest.raises(FloatingPointError, match=r"new token 0 of prompts\[0\]"):
+        generate(model, PROMPTS, 3, **settings)
+
+
+def test_logits_of_some_tokens_may_be_minus_infinity(model):
+    model.register_forward_hook(
+        lambda *arguments: arguments[-1].index_fill(-1, torch.arange(39, device=arguments[-1].device), -torch.inf)
+    )
+    assert generate(model, PROMPTS, 3) == [[39] * 3] * 4
+
+
 def test_logits_of_one_sequence_that_are_no_numbers(model):
     with torch.no_grad():
         model.token_embeddings.weight[8] = torch.nan
@@ -272,6 +306,31 @@ def test_what_follows_the_end_of_a_sequence_does_not_count(model, device):
     with torch.no_grad():
         model.token_embeddings.weight[stop] = torch.nan
     assert generate(model, [[1, 2, 3], [4, 5]], 6, temperature=0, stop_tokens=[stop]) == [[stop], whole[1]]
+
+
+@torch.no_grad()
+def test_the_longest_sequence_has_to_fit(tiny):
+    model, cache = Transformer(tiny()), KVCache(2, 4)
+    model(torch.zeros(2, 3, dtype=torch.long), cache=cache)
+    cache.advance([1, 3])
+    with pytest.raises(ValueError, match=r"^cache must have room for 5 tokens a sequence; got a capacity of 4$"):
+        model(torch.zeros(2, 2, dtype=torch.long), cache=cache)
+
+
+def test_steps_that_are_recorded_depend_on_no_number_of_the_host(device):
+    """A recorded step reads the count of tokens where it was, and attends to all slots."""
+    cache = KVCache(2, 64)
+    place = cache.filled = cache.filled.to(device)
+    for new, counts, together in ((3, [3, 3], 3), (1, [1, 1], None), (1, [1, 0], None), (17, [17, 17], None)):
+        assert cache.begin(new, device).together == together
+        cache.advance(counts)
+        assert cache.filled is place
+        assert tuple(cache.filled.tolist()) == cache.lengths
+    assert cache.lengths == (22, 21)
+    even = KVCache(2, 64)
+    for new, together in ((3, 3), (FEW, None), (FEW + 1, 3 + FEW + FEW + 1)):
+        assert even.begin(new, device).together == together
+        even.advance([new, new])
 
 
 @torch.no_grad()
