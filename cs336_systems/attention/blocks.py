@@ -63,6 +63,7 @@ def find_blocks(
         device = tensors[0].device if tensors else torch.get_default_device()
     device = torch.empty(0, device=device).device  # "cuda" with its number
     spec = dataclasses.replace(check_spec(causal, 1.0, 1), window=window_of(window), mask=mask)
+    spec = spec.within(q_len, k_len)
     extras = Extras(None, None, None, tensors, ())
     batch, heads = _told_apart(spec, extras, numbers, device)
     of_call = Sizes(((numbers[0] or 1) if batch is None else batch,), heads or numbers[1] or 1, q_len, k_len)
