@@ -19,6 +19,7 @@ from .rules import Mask, Scores
 from .sdpa import sdpa
 from .spec import AttentionSpec
 from .tiled import TiledAttentionFunction
+from .transforms import transformed
 
 Result = tuple[Tensor, Tensor | None]
 Run = Callable[[Tensor, Tensor, Tensor, AttentionSpec, bool, tuple[Tensor, ...]], Result]
@@ -54,6 +55,9 @@ def _run_flash(
     if ops.exporting():
         out, lse = exported("flash", q, k, v, spec, extras)
         return out, lse if return_lse else None
+    if ops.transforming():
+        out, lse = transformed("flash", q, k, v, spec, extras)
+        return out, lse if return_lse else None
     needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad or any(x.requires_grad for x in extras)
     needs_backward = needs_gradient and torch.is_grad_enabled()
     # Forward-mode tangents ride on tensors that require no gradient: the Function refuses them, the operator would not.
@@ -67,8 +71,10 @@ def _run_flash(
 def _run_tiled(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool, extras: tuple[Tensor, ...]
 ) -> Result:
-    if ops.exporting():
-        out, lse = exported("tiled", q, k, v, spec, extras)
+    # Written out in a graph, its loops would be for one length, and slow to compile.
+    if torch.compiler.is_compiling() or ops.transforming():
+        operator = exported if torch.compiler.is_compiling() else transformed
+        out, lse = operator("tiled", q, k, v, spec, extras)
         return out, lse if return_lse else None
     result = TiledAttentionFunction.apply(q, k, v, spec, None, return_lse, *extras)
     return result if return_lse else (result, None)
@@ -79,6 +85,9 @@ def _run_compiled(
 ) -> Result:
     if torch.compiler.is_compiling():
         return naive(q, k, v, spec, return_lse, extras)
+    if ops.transforming():
+        problem = "torch.compile runs under no transform of torch.func; compile the transform, of impl='naive'"
+        raise ValueError(f"impl='compiled' cannot compute this call: {problem}")
     return compiled(q, k, v, spec, return_lse, extras)
 
 
