@@ -214,7 +214,7 @@ WRONG = {
     "v": (TypeError, {"v": K.double()}, "v must have dtype torch.float32 to match q; got torch.float64"),
     "causal": (TypeError, {"causal": "top_left"}, "causal must be a bool; got 'top_left' of type str"),
     "deterministic": (TypeError, {"deterministic": None}, "deterministic must be a bool; got None of type NoneType"),
-    "return": (TypeError, {"return_attn_probs": 1}, "return_attn_probs must be a bool; got 1 of type int"),
+    "return": (TypeError, {"return_attn_probs": 2}, "return_attn_probs must be a bool; got 2 of type int"),
     "window": (TypeError, {"window_size": 3}, f"{WINDOW}; got 3"),
     "window_of_three": (TypeError, {"window_size": (1, 2, 3)}, f"{WINDOW}; got (1, 2, 3)"),
     "window_of_floats": (TypeError, {"window_size": (1.0, 2)}, f"{WINDOW}; got (1.0, 2)"),
