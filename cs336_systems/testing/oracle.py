@@ -128,7 +128,8 @@ def terms(
         "dv": _root_sum_square(_over_group(weights_again * kept).mT, _over_group(dout)),
     }
     by_number = _captured_terms(of_captured, score_gradients, extras.by_scores, pairs, rows, columns)
-    made |= {name: by_number[number] for number, name in enumerate(captured) if number in by_number}
+    # Twice, because terms that are added up along a row share the roundings of its delta and its log-sum-exp.
+    made |= {name: 2 * by_number[number] for number, name in enumerate(captured) if number in by_number}
     if extras.sinks is not None:
         of_sinks = torch.exp(sinks - never) * ((1.0 + sink_terms + _finite(lse).abs()) * delta_terms + rounded_delta)
         heads = 1 if problem.q_heads is None else problem.q_heads
