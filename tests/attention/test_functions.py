@@ -246,7 +246,6 @@ def test_a_first_derivative_may_be_asked_to_keep_its_graph(impl, device):
     assert torch.equal(kept, plain)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @for_each_implementation
 def test_forward_mode_derivatives_are_refused(impl, device):
     """A tangent that is dropped would be a wrong derivative, 0, with nothing said."""

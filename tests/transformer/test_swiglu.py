@@ -264,7 +264,8 @@ class TestCompiled:
             forward()
         sizes = {each.data_ptr(): each.untyped_storage().nbytes() for each in saved}
         kept = sum(size for address, size in sizes.items() if address not in known)
-        assert kept == 2 * (16 + 2 * 24) * width + of_w2
+        # torch 2.13 keeps the cast w2; torch 2.15 casts it again in the backward pass.
+        assert kept - 2 * (16 + 2 * 24) * width in (0, of_w2)
 
     def test_other_lengths_compile_nothing_anew(self, flash_device):
         layer = SwiGLU(16, 24, device=flash_device)
@@ -384,7 +385,6 @@ class TestThePlainExpression:
         assert type(layer(x.as_subclass(Own))) is Own
 
     @pytest.mark.usefixtures("refused")
-    @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
     def test_transforms_of_functions(self, layer, x):
         def loss(weights, rows):
             return torch.func.functional_call(layer, weights, (rows,)).sum()
