@@ -18,12 +18,12 @@ import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .disassembly import disassemble
 from .launching import Launch
 from .machine_code import unset_reads
+from .versions import GluonASTSource
 
 POINTERS = {
     torch.float16: "*fp16",

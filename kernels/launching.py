@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from . import tuning
+from .versions import runner_of
 
 MOST_PLANS = 4096
 """Plans kept of a kind; beyond that all are dropped and made anew as they are needed."""
@@ -91,7 +92,7 @@ class Launcher:
     def _first(self, alignment: tuple[Any, ...], launch: Launch) -> None:
         compiled = launch.of(self._kernel)
         if not INTERPRETED:
-            self._known[alignment] = runner_of(compiled, launch.grid), launch.after_tensors(self._kernel)
+            self._known[alignment] = runner_of(compiled, launch.grid)[0], launch.after_tensors(self._kernel)
 
 
 def _aligned(address: Any) -> Any:
@@ -99,33 +100,6 @@ def _aligned(address: Any) -> Any:
     if type(address) is int:
         return address % 16 == 0
     return tuple([_aligned(item) for item in address]) if type(address) is tuple else True
-
-
-def runner_of(compiled: Any, grid: tuple[int, int]) -> Callable[..., None]:
-    """A function of a kernel's arguments that runs what Triton compiled, on the current stream of this device."""
-    with_hooks: Callable[..., None] = compiled[(*grid, 1)]
-    if not triton.__version__.startswith(("3.6.", "3.7.")):
-        return with_hooks
-    # What Triton's own runner does, but for collecting what launch hooks would be told when there are none: a third of
-    # a launch's time on the host.
-    device = triton.runtime.driver.active.get_current_device()
-    stream_of = triton.runtime.driver.active.get_current_stream
-    hooks = triton.knobs.runtime
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    options: tuple[Any, ...] = ()
-    launch = run
-    if triton.__version__.startswith("3.6.") and not run.global_scratch_size and not run.profile_scratch_size:
-        # And what its launcher does, but for asking for memory that these kernels do not use.
-        options = run.launch_cooperative_grid, run.launch_pdl, None, None
-        launch = run.launch
-
-    def runner(*arguments: Any) -> None:
-        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            with_hooks(*arguments)
-        else:
-            launch(*grid, 1, stream_of(device), function, *options, metadata, None, None, None, *arguments)
-
-    return runner
 
 
 def address_of(tensor: Tensor | None) -> int | None:

@@ -23,6 +23,12 @@ Window = tuple[int | None, int | None]
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 """Those of a traced call stand for any."""
 
+MOST_ROWS = 2**30 - 1
+"""Of q and of k: sums of two numbers of rows have to fit 32 bits."""
+
+FAR = 2**29
+"""What the sides of a window are below where they are compared to lengths that are known by a name alone."""
+
 BLOCK = 128
 """Rows and columns of a block of pairs that is visited or skipped as a whole."""
 
@@ -99,6 +105,31 @@ class Settings:
         if self.causal != "none":
             after = 0 if after is None else min(after, 0)
         return None if before is None else shift - before, None if after is None else shift + after
+
+
+def within_lengths(window: Window, causal: str, q_len: int, k_len: int) -> Window:
+    """The window that hides the same of sequences up to these lengths: None for a side that hides nothing.
+
+    Kernels count in 32 bits, and its sides may be any integers from 0 on.
+    """
+    furthest = (q_len, k_len) if causal == "top_left" else (k_len, q_len)
+    before, after = [_within(side, length) for side, length in zip(window, furthest, strict=True)]
+    return before, after if causal == "none" else None
+
+
+def _within(side: int | None, length: int) -> int | None:
+    if side is None or is_known(side >= length - 1):
+        return None
+    return side if side < FAR else torch.sym_min(min(side, FAR**2), length)
+
+
+def is_known(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition holds; while torch traces, whether it holds for all sizes that what is traced is for."""
+    if not torch.compiler.is_compiling():
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes long, and is there when compiling
+
+    return statically_known_true(condition)
 
 
 def structure_of(fields: Any) -> Any:

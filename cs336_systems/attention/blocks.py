@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.settings import BLOCK
+from ..kernels.rules import Mask, leaves
+from ..kernels.settings import BLOCK, Window
+from .captured import check_captured, size_along
 from .pairs import Extras, Pairs, seen_pairs
-from .spec import AttentionSpec
+from .sizes import Sizes
+from .spec import AttentionSpec, check_spec, window_of
 
 HIDDEN, PARTIAL, WHOLE = 0, 1, 2
 """Of a block: no pair is visible, some are, all are."""
@@ -21,7 +25,8 @@ class Blocks(NamedTuple):
 
     rows: (batch or 1, heads or 1, blocks of rows, 2 + blocks of columns) int32: for each block of rows how many blocks
     of columns are partly and how many are wholly visible, then their numbers, the partly visible first. columns: the
-    same with rows and columns exchanged. The rest is what they were found for.
+    same with rows and columns exchanged. The rest is what they were found for; batch and heads are None where the mask
+    does not tell entries or heads apart.
     """
 
     rows: Tensor
@@ -29,30 +34,44 @@ class Blocks(NamedTuple):
     q_len: int
     k_len: int
     causal: str
-    window: tuple[int | None, int | None]
+    window: Window
+    batch: int | None
+    heads: int | None
 
 
 def find_blocks(
-    spec: AttentionSpec,
+    mask: Mask,
     tensors: tuple[Tensor, ...],
-    batch: int,
-    heads: int,
-    q_len: int,
-    k_len: int,
-    device: torch.device,
+    lengths: tuple[int, int],
+    numbers: tuple[int | None, int | None],
+    causal: bool | str,
+    window: Window | None,
+    device: torch.device | str | None,
 ) -> Blocks:
-    """The blocks of a spec's mask, whose rules captured ``tensors``, found a row of blocks at a time."""
-    band, extras = spec.band(q_len, k_len), Extras(None, None, None, tensors, ())
-    found = []
+    """The blocks of a mask whose rules captured ``tensors``, found a row of blocks at a time.
+
+    Args:
+        mask: the expression.
+        lengths: of q and k.
+        numbers: of batch entries and heads; see `rules.Mask.with_blocks`.
+    """
+    q_len, k_len = lengths
+    for name, value in (("q_len", q_len), ("k_len", k_len), ("batch", numbers[0]), ("heads", numbers[1])):
+        if value is not None or "len" in name:
+            _check_count(name, value)
+    if device is None:
+        device = tensors[0].device if tensors else torch.get_default_device()
+    device = torch.empty(0, device=device).device  # "cuda" with its number
+    spec = dataclasses.replace(check_spec(causal, 1.0, 1), window=window_of(window), mask=mask)
+    spec = spec.within(q_len, k_len)
+    extras = Extras(None, None, None, tensors, ())
+    batch, heads = _told_apart(spec, extras, numbers, device)
+    of_call = Sizes(((numbers[0] or 1) if batch is None else batch,), heads or numbers[1] or 1, q_len, k_len)
+    check_captured("mask", leaves(mask), tensors, of_call, device)
+    band, found = spec.band(q_len, k_len), []
     for start in range(0, q_len, BLOCK):
         row = torch.arange(start, min(start + BLOCK, q_len), device=device)[:, None]
-        pairs = Pairs(
-            torch.arange(batch, device=device).view(-1, 1, 1, 1),
-            torch.arange(heads, device=device).view(-1, 1, 1),
-            row,
-            torch.arange(k_len, device=device),
-            heads,
-        )
+        pairs = _pairs(torch.arange(batch or 1), torch.arange(heads or 1), row, torch.arange(k_len), device)
         seen = seen_pairs(spec, pairs, band, extras)
         assert seen is not None
         seen = seen.expand(torch.broadcast_shapes(seen.shape, (1, 1, len(row), k_len)))
@@ -60,7 +79,42 @@ def find_blocks(
         every = F.pad(seen.all(-2), (0, -k_len % BLOCK)).unflatten(-1, (-1, BLOCK)).all(-1)
         found.append(some.to(torch.int32) + every.to(torch.int32))
     kinds = torch.stack(found, -2)
-    return Blocks(_listed(kinds), _listed(kinds.mT), q_len, k_len, spec.causal.value, spec.window)
+    return Blocks(_listed(kinds), _listed(kinds.mT), q_len, k_len, spec.causal.value, spec.window, batch, heads)
+
+
+def _check_count(name: str, value: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer; got {value!r} of type {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1; got {value}")
+
+
+def _pairs(batch: Tensor, head: Tensor, row: Tensor, column: Tensor, device: torch.device) -> Pairs:
+    batch, head = batch.to(device).view(-1, 1, 1, 1), head.to(device).view(-1, 1, 1)
+    return Pairs(batch, head, row.to(device), column.to(device), head.numel())
+
+
+def _told_apart(
+    spec: AttentionSpec, extras: Extras, numbers: tuple[int | None, int | None], device: torch.device
+) -> tuple[int | None, int | None]:
+    """How many batch entries and heads a mask tells apart; None where what it says does not depend on the number.
+
+    What depends on a number has an axis for it, also where that number is 0 twice.
+    """
+    twice, first = torch.zeros(2, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
+    seen = seen_pairs(spec, _pairs(twice, twice, first, first[0], device), (None, None), extras)
+    assert seen is not None
+    batch, heads, *_ = torch.broadcast_shapes(seen.shape, (1, 1, 1, 1))
+    told: list[int | None] = [None, None]
+    for place, (axis, name, size) in enumerate((("batch", "batch", batch), ("head", "heads", heads))):
+        if size > 1:
+            told[place] = numbers[place] or size_along(axis, leaves(spec.mask), extras.by_mask)
+            if told[place] is None:
+                raise ValueError(
+                    f"{name} must be given, because the rules of mask read more along this axis than they declare "
+                    "(see `Predicate.reads`); got None"
+                )
+    return told[0], told[1]
 
 
 def _listed(kinds: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ PREFERENCE = {"cuda": (Implementation.FLASH, Implementation.NAIVE), "cpu": (Impl
 
 MOST_REMEMBERED = 4096
 
-_Chosen = tuple[Implementation, float]
+_Chosen = tuple[Implementation, float, int | None]
 _remembered: dict[tuple[Any, ...], _Chosen] = {}
 
 
@@ -87,8 +87,8 @@ def attention_with_cache(
         v: values (batch, kv_heads, capacity, dv).
         lengths: (batch,) int32 or int64 on q's device: how many slots each sequence has, those of its new tokens
             included. Query i has slot lengths - new + i; it sees that and those before, and nothing if it is negative.
-            What is in slots from the length on is never looked at. Numbers below 0 count as 0, and such beyond the
-            capacity as that.
+            What is in slots from the length on is never looked at. On a CPU numbers below 0 or beyond the capacity are
+            refused; on a GPU they count as 0 and as the capacity.
         window: (before, after), how many slots before its own a query sees, None for all; ``after`` changes nothing.
         scale: what scores are multiplied by; 1 / sqrt(d) if None.
         softcap: bounds scores by softcap * tanh(score / softcap).
@@ -109,8 +109,8 @@ def attention_with_cache(
     TF32 otherwise. Under autocast inputs are cast to its dtype: keep the cache in that.
     """
     q, k, v = autocast_inputs(q, k, v)
-    chosen, scale = _prepare(q, k, v, lengths, window, scale, softcap, impl, return_lse)
-    before = None if window is None else window[0]
+    chosen, scale, before = _prepare(q, k, v, lengths, window, scale, softcap, impl, return_lse)
+    _check_lengths(lengths, k.shape[-2])
     compute = _flash if chosen is Implementation.FLASH else _naive
     out, lse = compute(q, k, v, lengths, scale, before, softcap)
     return (out, lse) if return_lse else out
@@ -145,7 +145,7 @@ def _prepare(
     impl: str | Implementation,
     return_lse: bool,
 ) -> _Chosen:
-    """What computes a call, and its scale: validated and chosen once for each new combination of metadata."""
+    """What computes a call, its scale, and how far back it sees: found once for each new combination of metadata."""
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, k, v)):
         raise ValueError(
             "q, k and v must need no gradients: attention over a cache has no backward pass; "
@@ -164,7 +164,8 @@ def _prepare(
         if known is not None:
             return known
     problem = _check(q, k, v, lengths, window, scale, softcap, return_lse)
-    chosen = choose.choose(problem, impl, PREFERENCE, _why_not), problem.spec.scale
+    spec = problem.spec
+    chosen = choose.choose(problem, impl, PREFERENCE, _why_not), spec.scale, spec.window[0]
     if key is not None:
         if len(_remembered) >= MOST_REMEMBERED:
             _remembered.clear()
@@ -198,6 +199,15 @@ def _check(
     return problem
 
 
+def _check_lengths(lengths: Tensor, capacity: int) -> None:
+    if lengths.device.type != "cpu" or ops.must_dispatch(lengths):
+        return  # only the device knows, and asking it would stop it
+    numbers: list[int] = lengths.tolist()
+    if numbers and (min(numbers) < 0 or max(numbers) > capacity):
+        got = numbers if len(numbers) < 20 else f"{min(numbers)} to {max(numbers)}"
+        raise ValueError(f"lengths must be from 0 to {capacity}, the slots of k; got {got}")
+
+
 def _why_not(implementation: Implementation, problem: Problem) -> str | None:
     if implementation in (Implementation.FLASH, Implementation.NAIVE):
         return choose.why_not(implementation, problem)
@@ -219,7 +229,9 @@ def _naive(
     return attention(q, k, v, mask=seen, scale=scale, softcap=softcap, impl=Implementation.NAIVE, return_lse=True)
 
 
-FORWARD = "(Tensor q, Tensor k, Tensor v, Tensor lengths, float scale, int? before, float? softcap) -> (Tensor, Tensor)"
+FORWARD = (
+    "(Tensor q, Tensor k, Tensor v, Tensor lengths, float scale, SymInt? before, float? softcap) -> (Tensor, Tensor)"
+)
 
 ops.library.define(f"flash_with_cache{FORWARD}", tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -233,6 +245,7 @@ def _kernels() -> ModuleType:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, before: int | None, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
+    ops.check_rows(q, k)
     launch = _kernels()
     return launch.forward(q, k, v, lengths, launch.Call(scale, before, softcap))
 

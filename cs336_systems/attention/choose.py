@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.rules import registry
+from ..kernels.settings import MOST_ROWS, is_known
 from .spec import AttentionSpec
 from .validation import Problem, check, shape_of
 
@@ -139,7 +140,7 @@ def spec_for(
 ) -> AttentionSpec:
     """The spec of a call made directly on an autograd Function, validated unless it is one already."""
     if isinstance(is_causal, AttentionSpec):
-        return is_causal
+        return is_causal.within(q.shape[-2], k.shape[-2])
     problem = check(q, k, v, is_causal, scale, return_lse)
     if q.ndim < 3:
         raise ValueError(f"q must have at least 3 dimensions (batch, length, head_dim); got {shape_of(q)}")
@@ -164,6 +165,8 @@ def _why_not_flash(problem: Problem) -> str | None:
         return "it needs the package triton, which is not installed"
     if problem.dtype == torch.float64:
         return "it computes in float16, bfloat16 and float32; got float64"
+    if is_known(problem.q_len > MOST_ROWS) or is_known(problem.k_len > MOST_ROWS):
+        return f"it counts rows in 32 bits, up to {MOST_ROWS}; got {problem.q_len} of q and {problem.k_len} of k"
     widest = max(problem.head_dim, problem.v_head_dim)
     if widest > MOST_HEAD_DIM:
         return f"its head dimensions go up to {MOST_HEAD_DIM}; got {widest}"

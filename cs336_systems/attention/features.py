@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from ..kernels import rules as expressions
 from . import ops, variants
 from .blocks import Blocks
+from .captured import broadcasts, check_captured
 from .ops import exporting, must_dispatch
 from .rules import Mask, Scores
 from .sizes import Sizes, shift_of, unsaid
@@ -73,8 +73,8 @@ def assemble(
             raise TypeError(f"scores must be Scores, which score rules give; got {type(features.scores).__name__}")
         scores = scores + features.scores
     if mask is not None:
-        _check_captured("mask", expressions.leaves(mask.expression), mask.tensors, sizes, device)
-    _check_captured("scores", scores.expression, scores.tensors, sizes, device)
+        check_captured("mask", expressions.leaves(mask.expression), mask.tensors, sizes, device)
+    check_captured("scores", scores.expression, scores.tensors, sizes, device)
     sinks = () if features.sinks is None else (_sinks(features.sinks, sizes, device),)
     dropout = probability(features.dropout_p)
     _check_randomness(features, device)
@@ -84,63 +84,6 @@ def assemble(
     # torch.compile of torch 2.11 does not trace whether a tuple is true.
     by_rules = None if mask is None else mask.expression
     return Assembled(by_rules, scores.expression, len(sinks) > 0, dropout, len(blocks) > 0, extras)
-
-
-def _check_captured(
-    name: str, rules: Iterable[expressions.Leaf], tensors: tuple[Tensor, ...], sizes: Sizes, device: torch.device
-) -> None:
-    """What rules captured has to be where q is, and as large as what it is read for."""
-    full = {
-        "batch": math.prod(sizes.batch),
-        "head": sizes.matrices,
-        "row": sizes.q_len,
-        "column": sizes.k_len,
-        expressions.DISTANCE: sizes.q_len + sizes.k_len - 1,
-    }
-    rest = iter(tensors)
-    for leaf in rules:
-        for slot in (slot for slot, item in enumerate(leaf[1]) if item is None):
-            tensor, code = next(rest), expressions.registry[leaf[0]]
-            axes = code.axes.get(slot)
-            if tensor.device != device:
-                raise ValueError(f"what {name} captured must be on {device} to match q; got {tensor.device}")
-            if axes is None:
-                continue
-            expected, own = tuple(full[axis] for axis in axes), tuple(tensor.shape)
-            # What lies beyond the call is never read; a gradient there would have nowhere to come from.
-            longer = slot not in code.gradients
-            fits = [
-                _broadcasts(x, y) or ((longer or axis == expressions.DISTANCE) and x > y)
-                for x, y, axis in zip(own, expected, axes, strict=False)
-            ]
-            if len(own) != len(expected) or not all(fits):
-                shape = f"{expected} at least" if longer else f"{expected}"
-                raise ValueError(
-                    f"what {name} captured must have shape {shape}, for {' '.join(axes)}, or 1 there; got {own}"
-                    f"{unsaid(sizes)}"
-                )
-            if slot in code.origins and own[-1] != 1:
-                _check_origin(name, own[-1], code.origin(slot, leaf[1]), sizes)
-
-
-def _check_origin(name: str, length: int, origin: int, sizes: Sizes) -> None:
-    """An axis that is read at column - row + origin has to reach as far as the call's distances, both ways."""
-    if unsaid(sizes):
-        raise ValueError(
-            f"max_seqlen_q and max_seqlen_k must be given for what {name} captured for distances; got None"
-        )
-    if sizes.q_len == 0 or sizes.k_len == 0:
-        return
-    if origin < sizes.q_len - 1 or length - origin < sizes.k_len:
-        raise ValueError(
-            f"what {name} captured for distances must have at least {sizes.q_len - 1} elements before its origin, and "
-            f"{sizes.k_len} from there on; got {origin} and {length - origin}"
-        )
-
-
-def _broadcasts(size: int, full: int) -> bool:
-    # torch.compile does not find a size that it knows by a name in (1, full).
-    return size == 1 or size == full
 
 
 def _distinct(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -161,10 +104,10 @@ def _blocks(
     if found_for != asked:
         names = "(q_len, k_len, causal, window)"
         raise ValueError(f"mask must have blocks that were found for this call, {names} {asked}; got {found_for}")
-    shares = tuple(blocks.rows.shape[:2])
-    heads, batch = sizes.matrices, math.prod(sizes.batch)
-    if not _broadcasts(shares[0], batch) or not _broadcasts(shares[1], heads):
-        raise ValueError(f"mask must have blocks for {batch} batch entries and {heads} heads; got {shares}")
+    of_call = {"batch entries": math.prod(sizes.batch), "heads": sizes.matrices}
+    for (name, number), found in zip(of_call.items(), (blocks.batch, blocks.heads), strict=True):
+        if found is not None and found != number:
+            raise ValueError(f"mask must have blocks for {number} {name}, which it tells apart; got those of {found}")
     if blocks.rows.device != device:
         raise ValueError(f"the blocks of mask must be on {device} to match q; got {blocks.rows.device}")
     return blocks.rows, blocks.columns
@@ -193,7 +136,7 @@ def _broadcast(name: str, tensor: Tensor, sizes: Sizes) -> Tensor:
     """(batch or 1, heads or 1, q_len or 1, k_len or 1): a view, unless several batch axes are only partly broadcast."""
     shape = sizes.shape
     own = (1,) * (len(shape) - tensor.ndim) + tuple(tensor.shape)
-    if len(own) != len(shape) or not all(map(_broadcasts, own, shape)):
+    if len(own) != len(shape) or not all(map(broadcasts, own, shape)):
         written = ", ".join(map(str, shape))
         got = f"{tuple(tensor.shape)}{unsaid(sizes)}"
         raise ValueError(f"{name} must have a shape that broadcasts to ({written}); got {got}")

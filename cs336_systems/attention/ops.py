@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.layout import one_a_row, rows_like
+from ..kernels.settings import MOST_ROWS
 
 NAMESPACE = "cs336_systems"
 PLAIN = {Tensor, torch.nn.Parameter}
@@ -44,15 +45,28 @@ define("flash")
 def kernels() -> ModuleType:
     """The module that launches the kernels: with a Hopper GPU the one that knows of those for it."""
     from ..kernels.portable import launch
+    from ..kernels.versions import why_not_gluon
 
-    if any(torch.cuda.get_device_capability(device) == (9, 0) for device in range(torch.cuda.device_count())):
+    devices = range(torch.cuda.device_count())
+    if any(torch.cuda.get_device_capability(device) == (9, 0) for device in devices) and why_not_gluon() is None:
         from ..kernels.hopper import launch  # type: ignore[no-redef]
     return launch
+
+
+def check_rows(q: Tensor, k: Tensor) -> None:
+    """What is traced for all lengths is checked when it runs; other calls are when an implementation is chosen.
+
+    Raises:
+        ValueError: q or k has more rows than kernels count.
+    """
+    if max(q.shape[-2], k.shape[-2]) > MOST_ROWS:
+        raise ValueError(f"q and k must have at most {MOST_ROWS} rows; got {q.shape[-2]} and {k.shape[-2]}")
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, settings: str, numbers: Sequence[float], extras: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
+    check_rows(q, k)
     return kernels().forward(q, k, v, scale, settings, numbers, extras)
 
 

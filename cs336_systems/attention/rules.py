@@ -34,9 +34,8 @@ from torch import Tensor
 from ..kernels import rules
 from ..kernels.language import jit
 from ..kernels.rules import AXES, DISTANCE, Code, Gradient
-from ..kernels.settings import NUMBERS
+from ..kernels.settings import NUMBERS, Window
 from .blocks import Blocks, find_blocks
-from .spec import check_spec, window_of
 
 Captured = Tensor | float
 _PLACES = ("batch", "head", "row", "column")
@@ -59,28 +58,29 @@ class Mask:
         q_len: int,
         k_len: int,
         *,
-        batch: int = 1,
-        heads: int = 1,
+        batch: int | None = None,
+        heads: int | None = None,
         causal: bool | str = False,
-        window: tuple[int | None, int | None] | None = None,
+        window: Window | None = None,
         device: torch.device | str | None = None,
     ) -> Mask:
         """The same mask with lists of the blocks that it leaves anything of, which kernels then visit alone.
 
-        Finding them looks at every pair once; they serve all calls with the same lengths, ``causal`` and ``window``, as
+        Finding them looks at every pair once; they serve all calls of the same sizes, ``causal`` and ``window``, as
         those of all layers of a model, until what the mask captured changes.
 
         Args:
-            q_len, k_len: the lengths of the calls.
-            batch, heads: how many batch entries and heads of q the mask tells apart; 1 where it does not.
+            q_len, k_len: the lengths of the calls, at least 1.
+            batch, heads: those of the calls, of q. If None, the sizes that what the mask captured has along the axes
+                that its rules declare to read. Calls may have any number where the mask tells none apart.
             causal, window: those of the calls, as `attention` takes them.
             device: of the calls; that of what the mask captured, or torch's default, if None.
+
+        Raises:
+            TypeError, ValueError: an argument is not what it has to be, or None where the mask does not declare it.
         """
-        spec = dataclasses.replace(check_spec(causal, 1.0, 1), window=window_of(window), mask=self.expression)
-        if device is None:
-            device = self.tensors[0].device if self.tensors else torch.get_default_device()
-        found = find_blocks(spec, self.tensors, batch, heads, q_len, k_len, torch.device(device))
-        return dataclasses.replace(self, blocks=found)
+        asked = (q_len, k_len), (batch, heads), causal, window, device
+        return dataclasses.replace(self, blocks=find_blocks(self.expression, self.tensors, *asked))
 
     def __and__(self, other: Mask) -> Mask:
         return self._with("and", other)
@@ -127,8 +127,8 @@ class _Rule:
             raise TypeError(
                 f"{python.__name__} must take {expected} and what it captures; got ({', '.join(self._parameters)})"
             )
-        self.name = _unused(f"{python.__module__}.{python.__qualname__}")
-        rules.registry[self.name] = Code(_jitted(function, self.name), **code)
+        name = f"{python.__module__}.{python.__qualname__}"
+        self.name = rules.register(name, lambda unused: Code(_jitted(function, unused), **code))
         self.__doc__ = python.__doc__
 
     @property
@@ -288,13 +288,3 @@ def _jitted(function: Any, name: str) -> Any:
     )
     own.__qualname__ = name
     return jit(own)
-
-
-def _unused(name: str) -> str:
-    # A function defined anew, as in a notebook, is another rule: what was compiled for the old one stays its own.
-    unused = name
-    number = 1
-    while unused in rules.registry:
-        number += 1
-        unused = f"{name}_{number}"
-    return unused

@@ -71,10 +71,12 @@ def _run_flash(
 def _run_tiled(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool, extras: tuple[Tensor, ...]
 ) -> Result:
-    # Written out in a graph, its loops would be for one length, and slow to compile.
-    if torch.compiler.is_compiling() or ops.transforming():
-        operator = exported if torch.compiler.is_compiling() else transformed
-        out, lse = operator("tiled", q, k, v, spec, extras)
+    if torch.compiler.is_compiling():
+        # Its loops would be written out, for one length, and be slow to compile.
+        out, lse = exported("tiled", q, k, v, spec, extras)
+        return out, lse if return_lse else None
+    if ops.transforming():
+        out, lse = transformed("tiled", q, k, v, spec, extras)
         return out, lse if return_lse else None
     result = TiledAttentionFunction.apply(q, k, v, spec, None, return_lse, *extras)
     return result if return_lse else (result, None)
@@ -86,7 +88,7 @@ def _run_compiled(
     if torch.compiler.is_compiling():
         return naive(q, k, v, spec, return_lse, extras)
     if ops.transforming():
-        problem = "torch.compile runs under no transform of torch.func; compile the transform, of impl='naive'"
+        problem = "torch.func does not transform what torch.compile made; compile the transform, of impl='naive'"
         raise ValueError(f"impl='compiled' cannot compute this call: {problem}")
     return compiled(q, k, v, spec, return_lse, extras)
 

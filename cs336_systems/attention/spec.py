@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 import sys
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..kernels.rules import Mask, Scores
-from ..kernels.settings import Settings, Window
+from ..kernels.settings import Settings, Window, within_lengths
 
 
 class Causal(str, enum.Enum):
@@ -81,6 +82,12 @@ class AttentionSpec:
         by_rules = self.mask is not None or len(self.scores) > 0
         others = by_rules or self.sinks or self.dropout is not None or self.packed is not None
         return self.window == (None, None) and not others
+
+    def within(self, q_len: int, k_len: int) -> AttentionSpec:
+        """The spec that computes the same for sequences up to these lengths; see `settings.within_lengths`."""
+        if self.window == (None, None):
+            return self
+        return dataclasses.replace(self, window=within_lengths(self.window, self.causal.value, q_len, k_len))
 
     def band(self, q_len: int, k_len: int) -> Window:
         """Query i sees the keys from i + left to i + right; None where there is no such limit. See `Settings.band`."""

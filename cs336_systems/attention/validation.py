@@ -79,6 +79,7 @@ def check(
         deterministic = torch.are_deterministic_algorithms_enabled()
     if window is not None or deterministic:
         spec = dataclasses.replace(spec, window=window_of(window), deterministic=bool(deterministic))
+        spec = spec.within(q.shape[-2], k.shape[-2])
     extras: tuple[Tensor, ...] = ()
     if features is not None or packed is not None:
         sizes = Sizes(batch, q_heads, q.shape[-2], k.shape[-2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -22,46 +23,59 @@ def parts(name: str, packed: Tensor, number: int, *leading: str) -> tuple[Tensor
     return packed.unbind(axis)
 
 
+Number = float | Tensor
+"""A Python number, one of NumPy's, or a tensor of one element, which is waited for; ``flash_attn`` takes them all."""
+
+Pair = Sequence[Number] | Tensor
+
+
+def number_in(value: Any) -> Any:
+    """The Python number that NumPy's, or a tensor or an array of one element, stands for; any other value as it is."""
+    count = value.numel() if isinstance(value, Tensor) else getattr(value, "size", None)
+    return value.item() if count == 1 and hasattr(value, "item") else value
+
+
 def settings_of(
-    dropout_p: float,
-    softmax_scale: float | None,
+    dropout_p: Number,
+    softmax_scale: Number | None,
     causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
+    window_size: Pair,
+    softcap: Number,
     alibi_slopes: Tensor | None,
     deterministic: bool,
     return_attn_probs: bool,
 ) -> dict[str, Any]:
     """What ``flash_attn`` calls by these names, as `attention` takes it."""
-    check_flags(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs)
     return {
-        "causal": causal,
+        "causal": flag_of("causal", causal),
         "window": window_of(window_size),
-        "scale": softmax_scale,
-        "softcap": softcap or None,
+        "scale": number_in(softmax_scale),
+        "softcap": number_in(softcap) or None,
         "alibi_slopes": alibi_slopes,
-        "dropout_p": dropout_p,
-        "deterministic": deterministic or None,
-        "return_lse": return_attn_probs,
+        "dropout_p": number_in(dropout_p),
+        "deterministic": flag_of("deterministic", deterministic) or None,
+        "return_lse": flag_of("return_attn_probs", return_attn_probs),
     }
 
 
-def check_flags(**flags: Any) -> None:
-    """Each must be a bool."""
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be a bool; got {flag!r} of type {type(flag).__name__}")
+def flag_of(name: str, given: Any) -> bool:
+    """A bool, which 0 and 1 stand for too."""
+    flag = number_in(given)
+    if isinstance(flag, int) and flag in (0, 1):
+        return bool(flag)
+    raise TypeError(f"{name} must be a bool; got {given!r} of type {type(given).__name__}")
 
 
-def window_of(sides: tuple[int, int]) -> tuple[int | None, int | None]:
+def window_of(sides: Pair) -> tuple[int | None, int | None]:
     """(left, right), -1 meaning all, as `attention` takes a window."""
     expected = "window_size must be (left, right), each an integer from 0 on or -1"
-    if not isinstance(sides, (tuple, list)) or len(sides) != 2:
+    numbers: Any = sides
+    if hasattr(numbers, "tolist"):
+        numbers = numbers.tolist()
+    pair = [number_in(side) for side in numbers] if isinstance(numbers, (tuple, list)) else []
+    if len(pair) != 2 or any(isinstance(side, bool) or not isinstance(side, int) for side in pair):
         raise TypeError(f"{expected}; got {sides!r}")
-    for side in sides:
-        if isinstance(side, bool) or not isinstance(side, int):
-            raise TypeError(f"{expected}; got {sides!r}")
-        if side < -1:
-            raise ValueError(f"{expected}; got {sides!r}")
-    left, right = (None if side == -1 else side for side in sides)
+    if min(pair) < -1:
+        raise ValueError(f"{expected}; got {sides!r}")
+    left, right = (None if side == -1 else side for side in pair)
     return left, right

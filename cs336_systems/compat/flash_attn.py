@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..attention import attention
 from ..attention.validation import check_tensors, shape_of
-from .arguments import parts, settings_of
+from .arguments import Number, Pair, parts, settings_of
 from .flash_attn_varlen import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
@@ -43,11 +43,11 @@ def flash_attn_func(
     q: Float[Tensor, "batch q_len q_heads d"],
     k: Float[Tensor, "batch k_len kv_heads d"],
     v: Float[Tensor, "batch k_len kv_heads dv"],
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
+    dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    window_size: Pair = (-1, -1),
+    softcap: Number = 0.0,
     alibi_slopes: Float[Tensor, "*batch q_heads"] | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -62,11 +62,13 @@ def flash_attn_func(
         softmax_scale: what scores are multiplied by; 1 / sqrt(d) if None.
         causal: hides what comes after a query, the last query aligned with the last key.
         window_size: (left, right), how many keys before and after its own position a query sees, aligned as ``causal``
-            is; -1 for all.
+            is; -1 for all. A tuple, a list, or a tensor or an array of two integers.
         softcap: bounds scores by softcap * tanh(score / softcap), unless it is 0.
         alibi_slopes: (q_heads,) or (batch, q_heads); a slope times the distance of a key is taken from its score.
         deterministic: whether gradients have to be the same on every run; see `attention`.
         return_attn_probs: also return the log-sum-exp, and None where ``flash_attn`` returns the weights for its tests.
+
+    Numbers may also be NumPy's, or tensors of one element, which is waited for.
 
     Returns:
         out (batch, q_len, q_heads, dv), contiguous, in q's dtype; or (out, softmax_lse, S_dmask) with softmax_lse
@@ -93,11 +95,11 @@ def flash_attn_func(
 
 def flash_attn_qkvpacked_func(
     qkv: Float[Tensor, "batch length 3 heads d"],
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
+    dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    window_size: Pair = (-1, -1),
+    softcap: Number = 0.0,
     alibi_slopes: Float[Tensor, "*batch heads"] | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -111,11 +113,11 @@ def flash_attn_qkvpacked_func(
 def flash_attn_kvpacked_func(
     q: Float[Tensor, "batch q_len q_heads d"],
     kv: Float[Tensor, "batch k_len 2 kv_heads d"],
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
+    dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    window_size: Pair = (-1, -1),
+    softcap: Number = 0.0,
     alibi_slopes: Float[Tensor, "*batch q_heads"] | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,

@@ -6,7 +6,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..attention import attention_varlen
-from .arguments import parts, settings_of
+from .arguments import Number, Pair, number_in, parts, settings_of
 
 Returned = Tensor | tuple[Tensor, Tensor, None]
 
@@ -17,13 +17,13 @@ def flash_attn_varlen_func(
     v: Float[Tensor, "all_k kv_heads dv"],
     cu_seqlens_q: Int[Tensor, " sequences+1"],
     cu_seqlens_k: Int[Tensor, " sequences+1"],
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    window_size: Pair = (-1, -1),
+    softcap: Number = 0.0,
     alibi_slopes: Float[Tensor, "*sequences q_heads"] | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -58,7 +58,8 @@ def flash_attn_varlen_func(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
     starts = (cu_seqlens_q, cu_seqlens_k)
-    result = attention_varlen(q, k, v, *starts, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, **settings)
+    most_q, most_k = number_in(max_seqlen_q), number_in(max_seqlen_k)
+    result = attention_varlen(q, k, v, *starts, max_seqlen_q=most_q, max_seqlen_k=most_k, **settings)
     if isinstance(result, Tensor):
         return result.contiguous()
     out, lse = result
@@ -68,12 +69,12 @@ def flash_attn_varlen_func(
 def flash_attn_varlen_qkvpacked_func(
     qkv: Float[Tensor, "all 3 heads d"],
     cu_seqlens: Int[Tensor, " sequences+1"],
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
+    max_seqlen: int | Tensor,
+    dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    window_size: Pair = (-1, -1),
+    softcap: Number = 0.0,
     alibi_slopes: Float[Tensor, "*sequences heads"] | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
@@ -89,13 +90,13 @@ def flash_attn_varlen_kvpacked_func(
     kv: Float[Tensor, "all_k 2 kv_heads d"],
     cu_seqlens_q: Int[Tensor, " sequences+1"],
     cu_seqlens_k: Int[Tensor, " sequences+1"],
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    dropout_p: Number = 0.0,
+    softmax_scale: Number | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    window_size: Pair = (-1, -1),
+    softcap: Number = 0.0,
     alibi_slopes: Float[Tensor, "*sequences q_heads"] | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,

@@ -13,10 +13,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ MODES = (NONE, DDP, FSDP, CONTEXT, FSDP_CONTEXT)
 """What ``--parallel`` can be."""
 
 WITH_CONTEXT, WITH_SHARDS = (CONTEXT, FSDP_CONTEXT), (FSDP, FSDP_CONTEXT)
+
+T = TypeVar("T")
 
 PATIENCE = timedelta(hours=12)
 """How long processors wait for one another: as long as the first may take to tokenise a text."""
@@ -116,6 +118,22 @@ class Layout:
         values = [None] * self.size
         dist.all_gather_object(values, value, group=self.hosts)
         return values
+
+    def together(self, step: Callable[[], T]) -> T:
+        """What a step returns in this process; all of them take it, and none waits for one that has failed.
+
+        Raises:
+            ValueError, TypeError, OSError: the step raised it in some process; that of the first one, in all of them.
+        """
+        failure: Exception | None = None
+        try:
+            result = step()
+        except (ValueError, TypeError, OSError) as error:
+            failure = error
+        for failed in self.gathered(failure):
+            if failed is not None:
+                raise failed
+        return result
 
     def barrier(self) -> None:
         """Wait until all processes are here."""

@@ -10,20 +10,20 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from ..devices import choose_device
 from ..parallel import Layout, is_main_process, start
 from ..profiling import collect_environment
 from ..profiling.memory import is_out_of_memory
-from .checkpoint import read_progress
+from .checkpoint import Checkpoint
 from .estimate import DoesNotFitError, require_memory
 from .loop import Trainer
 from .options import Request, parse
 from .prepare import CHECKPOINTS, CONFIG, Prepared, newest_checkpoint, prepare
 from .stopping import Ending, NotFiniteError
 
-IMPOSSIBLE, TOO_LARGE, NOT_FINITE = 2, 3, 4
+IMPOSSIBLE, TOO_LARGE, NOT_FINITE, NOT_WRITTEN = 2, 3, 4, 5
 SIGNALLED = 128
 """Added to a signal's number, as shells do."""
 
@@ -61,13 +61,18 @@ def train(request: Request, layout: Layout) -> int:
         return 0
     # Every process has a clock of its own.
     request = dataclasses.replace(request, folder=layout.gathered(request.folder)[0])
-    checkpoint = together(layout, lambda: claim(request))
+    # The first process alone reads checkpoints to their ends.
+    claimed = together(layout, lambda: claim(request) if layout.is_main else None)
+    checkpoint = layout.gathered(claimed)[0]
     trainer = begin(request, prepared, checkpoint)
     try:
-        ending = trainer.run()
+        ending = trainer.run(lambda: record(request, prepared))
     except NotFiniteError as error:
         say(f"error: {error}. Checkpoints of {request.folder / CHECKPOINTS} are of earlier steps, and are intact")
         return NOT_FINITE
+    except OSError as error:
+        complain(f"{error}; the checkpoints of {request.folder / CHECKPOINTS} are intact")
+        return NOT_WRITTEN
     except KeyboardInterrupt:
         again = resume_command(request.folder, layout)
         say(f"interrupted within a step; to go on from the last checkpoint:\n  {again}")
@@ -75,11 +80,9 @@ def train(request: Request, layout: Layout) -> int:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        # Of one process: where there are others, torchrun ends them.
-        print(
-            f"error: memory ran out on {prepared.device}: a smaller --micro-batch-size, --recompute-every 1 or "
-            "--loss-chunk 4096 take less",
-            file=sys.stderr,
+        complain(
+            f"memory ran out on {prepared.device}: a smaller --micro-batch-size, --recompute-every 1 or "
+            "--loss-chunk 4096 take less"
         )
         return TOO_LARGE
     return finish(ending, request.folder, layout)
@@ -94,23 +97,13 @@ class StoppedError(Exception):
 
 
 def together(layout: Layout, step: Callable[[], T]) -> T:
-    """What a step returns, in which no process waits for another that has failed.
-
-    Raises:
-        StoppedError: it failed in some process; with the reason of the first, in all of them.
-    """
-    result: T | None = None
-    failure: tuple[str, int] | None = None
+    """What a step returns; raises StoppedError in every process where it fails in one."""
     try:
-        result = step()
+        return layout.together(step)
     except DoesNotFitError as error:
-        failure = str(error), TOO_LARGE
+        raise StoppedError(str(error), TOO_LARGE) from error
     except (ValueError, TypeError, OSError) as error:
-        failure = str(error), IMPOSSIBLE
-    for failed in layout.gathered(failure):
-        if failed is not None:
-            raise StoppedError(*failed)
-    return cast("T", result)
+        raise StoppedError(str(error), IMPOSSIBLE) from error
 
 
 def ready(request: Request, layout: Layout) -> Prepared:
@@ -124,7 +117,7 @@ def ready(request: Request, layout: Layout) -> Prepared:
     return prepared
 
 
-def claim(request: Request) -> Path | None:
+def claim(request: Request) -> Checkpoint | None:
     """The checkpoint that the run begins from, if it does.
 
     Raises:
@@ -132,17 +125,17 @@ def claim(request: Request) -> Path | None:
     """
     folder = request.folder
     if not request.resume:
-        if (folder / CONFIG).exists():
+        if (folder / CONFIG).exists() or (folder / CHECKPOINTS).exists():
             raise ValueError(f"out must be a new folder; {folder} has a run already: --resume {folder} goes on with it")
         return None
     checkpoint = newest_checkpoint(folder)
-    step = read_progress(checkpoint).step
+    step = checkpoint.progress.step
     if step >= request.config.steps:
         raise ValueError(f"steps must be more than the {step} that {folder} has; got {request.config.steps}")
     return checkpoint
 
 
-def begin(request: Request, prepared: Prepared, checkpoint: Path | None) -> Trainer:
+def begin(request: Request, prepared: Prepared, checkpoint: Checkpoint | None) -> Trainer:
     """The run, in its folder. Raises StoppedError when the checkpoint is of another model or other data."""
     folder = request.folder
     try:
@@ -150,11 +143,15 @@ def begin(request: Request, prepared: Prepared, checkpoint: Path | None) -> Trai
         trainer = Trainer(prepared, folder, checkpoint)
     except (ValueError, TypeError, OSError) as error:
         raise StoppedError(str(error), IMPOSSIBLE) from error
-    if prepared.layout.is_main:
-        request.config.save(folder / CONFIG)
-        collect_environment(prepared.device).write(folder / "environment.json")
     say(f"in {folder}" if checkpoint is None else f"in {folder}, from step {trainer.step} on")
     return trainer
+
+
+def record(request: Request, prepared: Prepared) -> None:
+    """Write the options into the run's folder, where they take the place of those that it had."""
+    if prepared.layout.is_main:
+        collect_environment(prepared.device).write(request.folder / "environment.json")
+        request.config.save(request.folder / CONFIG)
 
 
 def options_of(prepared: Prepared) -> str:
@@ -209,6 +206,11 @@ def say(text: str) -> None:
     """To people, by the first process: results are in the run's folder, so nothing of this goes to standard output."""
     if is_main_process():
         print(text, file=sys.stderr, flush=True)
+
+
+def complain(text: str) -> None:
+    """Of one process: where there are others, torchrun ends them."""
+    print(f"error: {text}", file=sys.stderr, flush=True)
 
 
 def program() -> int:

@@ -3,34 +3,29 @@
 Model and optimizer are written by torch.distributed.checkpoint, in the layout-free form of
 ``torch.distributed.checkpoint.state_dict``: parameters by their names, whatever wraps or shards them. One process
 writes and reads it as many do, each its own shards, and what one layout wrote another can read; safetensors would need
-all of it gathered in one place. Around it, in one folder ``step-00000100``:
+all of it gathered in one place. No file is a pickle. In one folder ``step-00000100``:
 
 ==================  ====================================================================================
-``*.distcp``        shards of the tensors; ``.metadata`` says where which of them lie
-``random-0.pt``     the generators of process 0: Python's, NumPy's, torch's, and each GPU's
-``state.json``      the step, a hash of the training tokens, and the size of every other file; written last
+``tensors-0.bin``   what process 0 wrote of the tensors; ``tensors.json`` says where each lies: see `storage`
+``random-0.json``   the generators of process 0: Python's, NumPy's, torch's, and each GPU's
+``state.json``      the step, a hash of the training tokens, the size and the SHA-256 of every other file, and a SHA-256
+                    of its other fields; written last
 ==================  ====================================================================================
 
-The folder is written under a name that begins with a dot, brought to disk, and renamed. A folder without a
-``state.json``, or with a file that has not the size noted there, is passed over.
+The folder is written under a name that begins with a dot, brought to disk, and renamed. A checkpoint is whole when
+``state.json`` is, to the byte, what `save` writes for its fields, and every file has the size and the checksum noted
+there.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import random
 import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -38,22 +33,27 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_states
 from torch.distributed.checkpoint.state_dict_saver import save as write_states
 
 from ..files import sync_file, sync_folder, write_text
+from ..parallel import Layout
+from .generators import read_random_states, write_random_states
+from .integrity import (
+    FORMAT,
+    PREFIX,
+    STATE,
+    Checkpoint,
+    Entry,
+    Progress,
+    checkpoints,
+    entry_of,
+    is_whole,
+    latest,
+    rendered,
+    step_of,
+)
+from .storage import INDEX, TensorReader, TensorWriter, tensor_file
 
-STATE = "state.json"
-_PREFIX = "step-"
+__all__ = ["Checkpoint", "Progress", "checkpoints", "is_whole", "latest", "load", "save"]
 
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run is.
-
-    Attributes:
-        step: updates made. The position in the data follows from it: see `data`.
-        data: a hash of the training tokens; another one would be another order.
-    """
-
-    step: int
-    data: str
+_ALONE = Layout(torch.device("cpu"))
 
 
 def save(
@@ -63,124 +63,108 @@ def save(
     progress: Progress,
     *,
     keep: int,
-    rank: int = 0,
+    layout: Layout = _ALONE,
 ) -> Path:
-    """Write a checkpoint into `folder`, then remove all but the newest `keep`; every process calls this.
+    """Write a checkpoint into `folder`, then remove older ones but for the newest `keep`; every process calls this.
 
     Returns:
         The checkpoint's folder. One of the same step that is whole is left as it is.
+
+    Raises:
+        OSError: a file could not be written, in some process; the older checkpoints are as they were.
     """
-    target = folder / f"{_PREFIX}{progress.step:08d}"
+    target = folder / f"{PREFIX}{progress.step:08d}"
     part = folder / f".{target.name}.part"
-    if is_whole(target):
+    if not layout.gathered(layout.together(lambda: layout.is_main and _begin(target, part)))[0]:
         return target
-    if rank == 0:
-        for unfinished in folder.glob(f".{_PREFIX}*.part"):
-            shutil.rmtree(unfinished)
-        part.mkdir(parents=True)
-    _barrier()
-    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    with _one_process_is_meant():
-        write_states(states, checkpoint_id=part)
-    torch.save(random_states(), part / f"random-{rank}.pt")
-    _barrier()
-    if rank == 0:
-        files = sorted(part.iterdir())
-        for file in files:
-            sync_file(file)
-        sizes = {file.name: file.stat().st_size for file in files}
-        write_text(part / STATE, json.dumps({**dataclasses.asdict(progress), "files": sizes}, indent=1) + "\n")
-        if target.exists():  # it is not whole
-            shutil.rmtree(target)
-        part.rename(target)
-        sync_folder(folder)
-        for old in checkpoints(folder)[:-keep]:
-            # Renamed first, so that a removal that is cut short leaves nothing that looks like a checkpoint.
-            shutil.rmtree(old.rename(folder / f".{old.name}.part"))
-    _barrier()
+    try:
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        with _torch_errors():
+            # The optimizer's settings come from the run's options.
+            write_states(
+                {"model": model_state, "optimizer": optimizer_state["state"]}, storage_writer=TensorWriter(part)
+            )
+        entries = layout.gathered(layout.together(lambda: _finish_own_files(part, layout)))
+        files = {name: entry for of_a_process in entries for name, entry in of_a_process.items()}
+        layout.together(lambda: _publish(part, target, progress, files, keep) if layout.is_main else None)
+    except OSError:
+        if layout.is_main:
+            shutil.rmtree(part, ignore_errors=True)
+        raise
     return target
 
 
-def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, rank: int = 0) -> None:
+def _begin(target: Path, part: Path) -> bool:
+    """Make the folder to write into; False if the checkpoint is there already."""
+    if target.exists() and is_whole(target):
+        return False
+    for unfinished in target.parent.glob(f".{PREFIX}*.part"):
+        shutil.rmtree(unfinished)
+    part.mkdir(parents=True)
+    return True
+
+
+def _finish_own_files(part: Path, layout: Layout) -> dict[str, Entry]:
+    """Bring the files of this process to disk; the size and the checksum of each."""
+    generators = _generators_file(layout.rank)
+    write_random_states(part / generators)
+    names = [tensor_file(layout.rank), generators, *([INDEX] if layout.is_main else [])]
+    for name in names:
+        sync_file(part / name)
+    return {name: entry_of(part / name) for name in names}
+
+
+def _publish(part: Path, target: Path, progress: Progress, files: dict[str, Entry], keep: int) -> None:
+    """Complete the checkpoint, give it its name, and remove the oldest ones."""
+    write_text(part / STATE, rendered({"format": FORMAT, "step": progress.step, "data": progress.data, "files": files}))
+    if target.exists():  # it is not whole
+        shutil.rmtree(target)
+    part.rename(target)
+    sync_folder(target.parent)
+    # Those of later steps are damaged, or the run would have gone on from them; they do not count.
+    earlier = [path for path in checkpoints(target.parent) if step_of(path) <= progress.step]
+    for old in earlier[:-keep]:
+        # Renamed first, so that a removal that is cut short leaves nothing that looks like a checkpoint.
+        shutil.rmtree(old.rename(target.parent / f".{old.name}.part"))
+
+
+def load(
+    checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, rank: int = 0
+) -> None:
     """Put a checkpoint's values into the model and, if it is given, the optimizer and this process's generators.
 
-    A process that the run did not have before keeps its generators as they are.
+    The optimizer keeps its settings: learning rate, averages' factors, decay. A process that the run did not have
+    before keeps its generators as they are.
 
     Raises:
-        ValueError: the checkpoint is not whole, or its parameters have other names or shapes than the model's.
+        ValueError: the checkpoint's parameters have other names or shapes than the model's.
     """
-    if not is_whole(checkpoint):
-        raise ValueError(f"checkpoint must be a whole checkpoint; got {checkpoint}")
-    optimizers = () if optimizer is None else optimizer
-    states: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizers), strict=True))
-    if optimizer is None:
-        del states["optimizer"]
+    path, optimizers = checkpoint.path, () if optimizer is None else optimizer
+    model_state, optimizer_state = get_state_dict(model, optimizers)
+    states = {"model": model_state} | ({} if optimizer is None else {"optimizer": optimizer_state["state"]})
+    reader = TensorReader(path, checkpoint.files)
     try:
-        with _one_process_is_meant():
-            read_states(states, checkpoint_id=checkpoint)
-    except (RuntimeError, CheckpointException) as error:
-        raise ValueError(f"checkpoint must be one of this model; {checkpoint} does not fit: {error}") from error
-    set_state_dict(model, optimizers, model_state_dict=states["model"], optim_state_dict=states.get("optimizer", {}))
-    generators = checkpoint / f"random-{rank}.pt"
-    if optimizer is not None and generators.exists():
-        set_random_states(torch.load(generators, weights_only=True))
+        with _torch_errors():
+            read_states(states, storage_reader=reader)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"checkpoint must be one of this model; {path} does not fit: {error}") from error
+    set_state_dict(model, optimizers, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    generators = _generators_file(rank)
+    if optimizer is not None and generators in checkpoint.files:
+        read_random_states(path / generators)
 
 
-def read_progress(checkpoint: Path) -> Progress:
-    """How far the run of a whole checkpoint was."""
-    state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    return Progress(step=state["step"], data=state["data"])
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints of a folder, the oldest first."""
-    return sorted(path for path in folder.glob(f"{_PREFIX}*") if is_whole(path))
-
-
-def latest(folder: Path) -> Path | None:
-    """The newest whole checkpoint, or None."""
-    found = checkpoints(folder)
-    return found[-1] if found else None
-
-
-def is_whole(checkpoint: Path) -> bool:
-    """Whether all files of a checkpoint are there, at their full sizes."""
-    try:
-        sizes = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["files"]
-        return all((checkpoint / name).stat().st_size == size for name, size in sizes.items())
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, KeyError):
-        return False
-
-
-def random_states() -> dict[str, Any]:
-    """The states of the generators of Python, NumPy, torch and every GPU, as values that load without pickled code."""
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return {
-        "python": random.getstate(),
-        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def set_random_states(states: dict[str, Any]) -> None:
-    """Put back what `random_states` gave. GPUs that were not there then keep their states."""
-    random.setstate(states["python"])
-    name, keys, position, has_gauss, gauss = states["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
-    torch.set_rng_state(states["torch"])
-    for index, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(state, index)
-
-
-def _barrier() -> None:
-    if dist.is_available() and dist.is_initialized():
-        dist.barrier()
+def _generators_file(rank: int) -> str:
+    return f"random-{rank}.json"
 
 
 @contextmanager
-def _one_process_is_meant() -> Iterator[None]:
-    """torch warns each time that it assumes a single process where there is no process group."""
+def _torch_errors() -> Iterator[None]:
+    """Raise the first failure itself, which torch wraps, and leave out its warning that there is one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
+        try:
+            yield
+        except CheckpointException as error:
+            _, (failure, _) = min(error.failures.items())
+            raise failure from None

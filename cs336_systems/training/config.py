@@ -29,6 +29,9 @@ TINY_CONTEXT = 128
 VOCABULARY_MULTIPLE = 64
 """The head's matrix has rows in multiples of this: with 257, tensor cores would take a slower path."""
 
+MOST, MOST_SEED = 2**31 - 1, 2**64 - 1
+"""Of whole numbers, and of the seed, which is what torch takes; a window may be any number."""
+
 LOGGERS = ("tensorboard", "wandb")
 DTYPES = ("auto", "float32", "bfloat16")
 
@@ -142,6 +145,10 @@ class TrainingConfig:
                 value = getattr(self, name)
                 if value is not None and not value >= least:
                     raise ValueError(f"{name} must be at least {least}; got {value}")
+        for name, kind in field_types().items():
+            most = {"window": None, "seed": MOST_SEED}.get(name, MOST)
+            if kind in (int, int | None) and most is not None and (getattr(self, name) or 0) > most:
+                raise ValueError(f"{name} must be at most {most}; got {getattr(self, name)}")
         for name in ("learning_rate", "grad_clip"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -213,8 +220,13 @@ class TrainingConfig:
 
     @classmethod
     def load(cls, path: Path) -> TrainingConfig:
-        """The options that `save` wrote. Raises ValueError when they are others than those of this version."""
-        values = json.loads(path.read_text(encoding="utf-8"))
+        """The options that `save` wrote. Raises ValueError when they are others than those of this version, or none."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} must hold the options of a run as JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{path} must hold the options of a run as JSON; got a {type(values).__name__}")
         check_names(values, str(path))
         return cls(**values)
 

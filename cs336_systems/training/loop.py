@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,7 +15,7 @@ from ..transformer import generate
 from ..transformer.loss import IGNORED
 from . import checkpoint
 from .data import gather, validation_starts
-from .optimizer import adamw, learning_rate, set_learning_rate, update
+from .optimizer import adamw, learning_rate, set_learning_rate, total_norm, update
 from .prepare import CHECKPOINTS, Prepared, model_maker
 from .report import Report
 from .stopping import SAME_WITHIN, Ending, NotFiniteError, StopRequest
@@ -33,7 +35,7 @@ class Trainer:
         ValueError: the checkpoint is of other data or another model.
     """
 
-    def __init__(self, prepared: Prepared, folder: Path, resume: Path | None = None) -> None:
+    def __init__(self, prepared: Prepared, folder: Path, resume: checkpoint.Checkpoint | None = None) -> None:
         config = prepared.config
         self.prepared, self.config, self.folder, self.layout = prepared, config, folder, prepared.layout
         self.step = 0
@@ -53,24 +55,29 @@ class Trainer:
             weight_decay=config.weight_decay,
         )
         if resume is not None:
-            progress = checkpoint.read_progress(resume)
-            if progress.data != prepared.data:
+            if resume.progress.data != prepared.data:
                 raise ValueError(f"data must be the text that the run in {folder} began with; its tokens have changed")
             checkpoint.load(resume, self.model, self.optimizer, rank=self.layout.rank)
-            self.step = progress.step
+            self.step = resume.progress.step
         self._first = self.step + 1
+        self._begun: Callable[[], None] = lambda: None
         self.windows = prepared.windows()
         self._pending: list[tuple[int, float, Tensor, Tensor]] = []
         self._stop = StopRequest(0.0 if self.layout.is_alone else SAME_WITHIN)
         self._report = Report(prepared, folder, self.step)
 
-    def run(self) -> Ending:
+    def run(self, begun: Callable[[], None] = lambda: None) -> Ending:
         """Train until the last step, or until a signal asks to stop; there is a checkpoint of where it ends.
 
+        Args:
+            begun: is called once, when a first step has succeeded and before anything is saved.
+
         Raises:
-            NotFiniteError: the loss or the gradient is no finite number. Nothing is written of the step.
+            NotFiniteError: the loss, the gradient or the parameters are not finite. No checkpoint is written of them.
+            OSError: a file could not be written. The checkpoints before are as they were.
         """
         stopped = 0
+        self._begun = begun
         with self._stop.listening(), contextlib.closing(self._report):
             self._report.rate.begin()
             while self.step < self.config.steps and not stopped:
@@ -170,12 +177,19 @@ class Trainer:
         # The first step, which warms up and may compile, is none of the later ones' time.
         if validates or samples or saves or self._due(config.log_every, last) or self.step == self._first:
             self._flush()
+        if self.step == self._first:
+            self._begun()
         if validates:
             loss = self.validate()
+            if not math.isfinite(loss):
+                raise NotFiniteError(f"the loss on the text to validate on is {loss} after step {self.step}")
             row = {"kind": "validation", "step": self.step, "loss": loss}
             self._report.note(row, f"step {self.step}: loss {loss:.3f} on the text to validate on")
         if samples:
-            text = self.sample()
+            try:
+                text = self.sample()
+            except FloatingPointError as error:
+                raise NotFiniteError(f"no sample can be drawn after step {self.step}, {error}") from error
             row = {"kind": "sample", "step": self.step, "text": text}
             self._report.note(row, f"step {self.step}, a sample:\n{text}\n")
         if saves:
@@ -196,10 +210,13 @@ class Trainer:
         self._report.steps(steps, rates, *numbers.tolist())
 
     def _checkpoint(self) -> None:
-        """Write one of what `_flush` found finite."""
+        """Write one, unless the last update has made parameters that are not finite."""
+        norm = float(total_norm(parameter.detach() for parameter in self.model.parameters()))
+        if not math.isfinite(norm):
+            raise NotFiniteError(f"the norm of the parameters is {norm} after step {self.step}")
         progress = checkpoint.Progress(step=self.step, data=self.prepared.data)
-        folder, rank = self.folder / CHECKPOINTS, self.layout.rank
-        checkpoint.save(folder, self.model, self.optimizer, progress, keep=self.config.keep, rank=rank)
+        folder, keep = self.folder / CHECKPOINTS, self.config.keep
+        checkpoint.save(folder, self.model, self.optimizer, progress, keep=keep, layout=self.layout)
         self._report.plot()
 
     def _autocast(self) -> torch.autocast:

@@ -136,11 +136,18 @@ class Metrics:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file; none if it does not exist. A last line that was cut off is left out."""
+    """The rows of a file; none if it does not exist. A last line that was cut off is left out.
+
+    Raises:
+        ValueError: another line is no JSON.
+    """
     if not path.exists():
         return []
-    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-    return [json.loads(line) for line in whole.split("\n")] if whole else []
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    try:
+        return [json.loads(line) for line in whole.split(b"\n")] if whole else []
+    except ValueError as error:
+        raise ValueError(f"{path} must have JSON on every line: {error}") from error
 
 
 class Line:

@@ -78,9 +78,16 @@ def clip(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
     """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     if limit is None:
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in trained if parameter.grad is not None])
-    else:
-        norm = nn.utils.clip_grad_norm_(trained, limit)
+        return total_norm([parameter.grad for parameter in trained if parameter.grad is not None])
+    return _whole(nn.utils.clip_grad_norm_(trained, limit))
+
+
+def total_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """The norm of all tensors together, on their device; of shards, which every process passes, that of the whole."""
+    return _whole(nn.utils.get_total_norm(tensors))
+
+
+def _whole(norm: Tensor) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 

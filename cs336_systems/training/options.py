@@ -42,8 +42,8 @@ examples:
   python -m cs336_systems.training --resume runs/tiny-2026-01-31-120000
       go on with an interrupted run
 
-exit codes: 0 done, 2 not possible as asked, 3 too little memory, 4 the loss is no finite number, 130 and 143 stopped by
-Ctrl-C and SIGTERM, after a checkpoint
+exit codes: 0 done, 2 not possible as asked, 3 too little memory, 4 the loss is not finite, 5 a file could not be
+written, 130 and 143 stopped by Ctrl-C and SIGTERM, after a checkpoint
 """
 
 
@@ -147,7 +147,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """The options in a TOML file, by field; keys may have hyphens, as the flags do.
 
     Raises:
-        ValueError: there is no such file, it is no TOML, or a key is no option.
+        ValueError: there is no such file, it cannot be read, it is no TOML, or a key is no option.
     """
     try:
         toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -157,7 +157,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         read = toml.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"--config must be a TOML file; {path} does not exist") from None
-    except toml.TOMLDecodeError as error:
+    except OSError as error:
+        raise ValueError(f"--config must be a TOML file that can be read: {error}") from None
+    except (toml.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"--config must be a TOML file; {path} is none: {error}") from None
     values = {name.replace("-", "_"): value for name, value in read.items()}
     check_names(values, str(path))

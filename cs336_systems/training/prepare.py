@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from ..attention.choose import choose
+from ..attention.validation import check
 from ..devices import choose_device
 from ..parallel import Layout
 from ..transformer import Transformer, TransformerConfig, swiglu
@@ -142,6 +144,19 @@ def _check(prepared: Prepared) -> None:
         raise ValueError(
             f"sample_prompt must be at most {context} tokens, the context length; got {len(prepared.prompt())}"
         )
+    _check_attention(prepared)
+
+
+def _check_attention(prepared: Prepared) -> None:
+    """Raise ValueError when the attention that was asked for cannot compute the model's calls on this device."""
+    model = prepared.model
+    one = torch.empty(1, device=prepared.device, dtype=torch.bfloat16 if prepared.autocast else torch.float32)
+    q, k = (one.expand(1, heads, 2, model.d_head) for heads in (model.num_heads, model.kv_heads))
+    window = None if model.effective_window is None else (model.effective_window - 1, 0)
+    try:
+        choose(check(q, k, k, causal=True, scale=None, return_lse=False, window=window), model.attn)
+    except ValueError as error:
+        raise ValueError(f"attn must be an implementation that can compute this model's attention: {error}") from None
 
 
 def uses_autocast(dtype: str, device: torch.device) -> bool:
@@ -177,14 +192,14 @@ def load_run(folder: str | Path, device: str = "auto") -> tuple[Transformer, Tok
 
 
 def read_config(folder: Path) -> TrainingConfig:
-    """The options of the run in a folder. Raises ValueError when there is none."""
+    """The options of the run in a folder. Raises ValueError when there are none."""
     path = folder / CONFIG
     if not path.exists():
         raise ValueError(f"the folder of a run must have a {CONFIG}; got {folder}, which has none")
     return TrainingConfig.load(path)
 
 
-def newest_checkpoint(folder: Path) -> Path:
+def newest_checkpoint(folder: Path) -> checkpoint.Checkpoint:
     """The newest whole checkpoint of the run in a folder. Raises ValueError when there is none."""
     newest = checkpoint.latest(folder / CHECKPOINTS)
     if newest is None:

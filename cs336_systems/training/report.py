@@ -81,10 +81,7 @@ class Report:
         for step, rate, loss, norm in zip(steps, rates, losses, norms, strict=True):
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 self._log(rows)
-                raise NotFiniteError(
-                    f"the loss of step {step} is {loss} and the norm of its gradient {norm}: training cannot go on. "
-                    "A lower --learning-rate, a longer --warmup-steps or a smaller --grad-clip may help"
-                )
+                raise NotFiniteError(f"the loss of step {step} is {loss} and the norm of its gradient {norm}")
             row = {"kind": "train", "step": step, "loss": loss, "learning_rate": rate, "grad_norm": norm}
             rows.append(row | measured)
         self._log(rows)

@@ -14,7 +14,13 @@ SAME_WITHIN = 5.0
 
 
 class NotFiniteError(ArithmeticError):
-    """The loss or the gradient is infinite or no number: the parameters are of no use from there on."""
+    """The loss, the gradient or the parameters are infinite or no numbers: they are of no use from there on."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what}: training cannot go on. A lower --learning-rate, a longer --warmup-steps or a smaller --grad-clip "
+            "may help"
+        )
 
 
 @dataclass(frozen=True)

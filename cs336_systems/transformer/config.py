@@ -81,6 +81,11 @@ class TransformerConfig:
         """How many heads keys and values have."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
+    @property
+    def effective_window(self) -> int | None:
+        """The window; None where it is at least as long as the context, and hides nothing."""
+        return None if self.window is None or self.window >= self.context_length else self.window
+
     def parameters(self) -> int:
         """How many numbers are trained, exactly; a tied matrix counts once."""
         embeddings = self.vocab_size * self.d_model * (1 if self.tie_embeddings else 2)

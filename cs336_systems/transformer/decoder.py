@@ -90,7 +90,8 @@ class Decoder:
             prompts: of any lengths, at least one token each.
 
         Raises:
-            ValueError: they are not one for each sequence, or do not fit into the cache, or there were some already.
+            TypeError, ValueError: they are not one for each sequence, or tokens are none of the vocabulary, or they do
+                not fit into the cache, or there were some already.
         """
         counts = [len(prompt) for prompt in prompts]
         if len(counts) != self.cache.batch or min(counts) < 1:
@@ -99,8 +100,9 @@ class Decoder:
             )
         if max(self.lengths):
             raise ValueError(f"prompts must come first; got some after {max(self.lengths)} tokens")
+        rows = checked_prompts(prompts, self._model.config.vocab_size)
         # Sequences begin together: what fills up the shorter ones comes after them, where causal attention hides it.
-        padded = torch.tensor([[*prompt, *[0] * (max(counts) - len(prompt))] for prompt in prompts])
+        padded = torch.tensor([row + [0] * (max(counts) - len(row)) for row in rows])
         last = torch.tensor(counts) - 1
         with self._autocast():
             logits = self._model(padded.to(self._device), cache=self.cache, logits_at=last.to(self._device))

@@ -41,8 +41,9 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.ln1 = RMSNorm(config.d_model, config.norm_eps, device, dtype)
+        window = config.effective_window
         self.attn = MultiHeadAttention(
-            config.d_model, config.num_heads, config.num_kv_heads, rope, config.window, config.attn, device, dtype
+            config.d_model, config.num_heads, config.num_kv_heads, rope, window, config.attn, device, dtype
         )
         self.ln2 = RMSNorm(config.d_model, config.norm_eps, device, dtype)
         self.ffn = SwiGLU(config.d_model, config.d_ff, device, dtype)

@@ -4,10 +4,13 @@ K and V of the tile stay in shared memory; tiles of q and dout, with numbers for
 Each of two warp groups owns 64 keys; what it does with a tile of q and dout is in `backward_step`.
 """
 
+import math
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from ..versions import async_store, barrier, reinterpret
 from . import named
 from .backward_copying import Memory, add_up, copy_ahead
 from .backward_step import step
@@ -17,7 +20,6 @@ from .ring import NamedRing, new_barriers, new_tiles
 from .schedule import Schedule
 from .softmax import Exponents
 from .tiles import GROUP, as_matrix
-from .versions import meet_in_group
 
 NUMBERS = ("matrices", "heads", "group", "q_len", "k_len", "padded", "left", "right", "section", "sequences")
 """Arguments that one compiled kernel takes any values of."""
@@ -37,7 +39,7 @@ def over_tiles(
         sums += own.first_filled_up().to(gl.int64) * HEAD_DIM
     left, right = own.whole_tiles(work)
     # Else Triton lets the warps meet before the first wait of every step.
-    meet_in_group()
+    barrier()
     for _ in range(own.visits(group)):
         for tile in range(work.begin, left):
             dk, dv = STEP(
@@ -58,7 +60,7 @@ def over_tiles(
             )  # fmt: skip
             number += 1
         if sums is not None:
-            sums += padded * HEAD_DIM
+            sums += gl.to_tensor(padded).to(gl.int64) * HEAD_DIM
     return dk, dv, number
 
 
@@ -97,12 +99,18 @@ def compute(
         kind, batch, head, first_row = memory.queue.hear(turn, 4)
 
 
+@gluon.constexpr_function
+def tiles_in(numbers, block_shape):
+    """How many tiles of a shape so many numbers are."""
+    return numbers // math.prod(block_shape)
+
+
 @gluon.jit
 def room_in(memory, desc, NUMBER: gl.constexpr):
     """The ``NUMBER``-th part of shared memory that has room for a tile of what is described."""
-    TIMES: gl.constexpr = memory.numel // (desc.block_shape[2] * desc.block_shape[3])
+    TIMES: gl.constexpr = tiles_in(memory.numel, desc.block_shape)
     shape: gl.constexpr = [TIMES] + desc.block_shape  # noqa: RUF005 - Gluon knows no starred lists
-    return memory._reinterpret(memory.dtype, shape, desc.layout).index(NUMBER)
+    return reinterpret(memory, memory.dtype, shape, desc.layout).index(NUMBER)
 
 
 @gluon.jit
@@ -112,8 +120,8 @@ def store_gradients(dk_desc, dv_desc, own, work, first_row, first_column, room_o
     as_matrix(room_of_dk, dk.shape[0], dk.shape[1]).store(dk)
     fence_async_shared()
     corner = own.q_corner(work.batch, work.head, first_row, first_column)
-    tma.async_copy_shared_to_global(dv_desc, corner, room_of_dv)
-    tma.async_copy_shared_to_global(dk_desc, corner, room_of_dk)
+    async_store(dv_desc, corner, room_of_dv)
+    async_store(dk_desc, corner, room_of_dk)
     tma.store_wait(0)
 
 

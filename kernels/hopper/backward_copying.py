@@ -4,12 +4,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from ..versions import aggregate, async_atomic_add, async_load
 from . import named
 from .copying import STEPS_AHEAD
 from .queue import NONE, NORMAL, Queue, found, take
 from .ring import NamedRing
 from .tiles import GROUP
-from .versions import aggregate, tma_add
 
 
 @aggregate
@@ -112,23 +112,23 @@ def copy_tile(
             arrival = memory.q.arrival(number)
             mbarrier.expect(arrival, BYTES + KEYS * HEAD_DIM * 2, pred=number == first)
             mbarrier.expect(arrival, BYTES, pred=number > first)
-            tma.async_copy_global_to_shared(q_desc, corner, arrival, memory.q.tile(number))
-            tma.async_copy_global_to_shared(lse_desc, of_rows, arrival, memory.lse.index(stage))
+            async_load(q_desc, corner, arrival, memory.q.tile(number))
+            async_load(lse_desc, of_rows, arrival, memory.lse.index(stage))
             if number == first:
                 mbarrier.wait(memory.k_read, (turn - 1) & 1, pred=turn > 0)
                 corner_of_k = own.q_corner(work.batch, work.head, work.first_row, 0)
-                tma.async_copy_global_to_shared(k_desc, corner_of_k, arrival, memory.k.index(0))
+                async_load(k_desc, corner_of_k, arrival, memory.k.index(0))
             memory.dout.wait_empty(number)
             arrival = memory.dout.arrival(number)
             mbarrier.expect(arrival, BYTES + KEYS * HEAD_DIM * 2, pred=number == first)
             mbarrier.expect(arrival, BYTES, pred=number > first)
-            tma.async_copy_global_to_shared(dout_desc, corner, arrival, memory.dout.tile(number))
-            tma.async_copy_global_to_shared(delta_desc, of_rows, arrival, memory.delta.index(stage))
+            async_load(dout_desc, corner, arrival, memory.dout.tile(number))
+            async_load(delta_desc, of_rows, arrival, memory.delta.index(stage))
             if number == first:
                 mbarrier.wait(memory.v_read, (turn - 1) & 1, pred=turn > 0)
                 for part in gl.static_range(KEYS // GROUP):
                     corner_of_v = own.q_corner(work.batch, work.head, work.first_row + part * GROUP, 0)
-                    tma.async_copy_global_to_shared(v_desc, corner_of_v, arrival, memory.v.index(part))
+                    async_load(v_desc, corner_of_v, arrival, memory.v.index(part))
             if TAKE:  # noqa: SIM102 - known when compiled
                 if number == take_at:
                     following = found(take(counter, following), counter, schedule, True)
@@ -182,7 +182,7 @@ def add_up(
                 for part in gl.static_range(2):
                     named.meet(named.FULL + part, THREADS)
                     visited = own.in_place_of(tile, work, TURNED)
-                    tma_add(dq_desc, [first + visited * TILE + part * (TILE // 2), 0], memory.more.index(part))
+                    async_atomic_add(dq_desc, [first + visited * TILE + part * (TILE // 2), 0], memory.more.index(part))
                 if IN_ORDER:
                     finish_additions(turn)
                     gl.atomic_add(place, 1, sem="release")

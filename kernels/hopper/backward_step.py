@@ -5,6 +5,7 @@ operands in registers for dV and dK. For dQ the gradients of all keys have to me
 computes its part of a tile of dQ, which a warp of its own adds to a float32 buffer.
 """
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -31,6 +32,12 @@ def visible(columns, first_row, schedule, layout: gl.constexpr, ROWS: gl.constex
     if schedule.RIGHT:
         seen = seen & ((columns - (first_row - schedule.right))[:, None] - rows % 8 >= rows // 8 * 8)
     return seen
+
+
+@gluon.jit
+def weights_of(exponents):
+    """Probabilities, from exponents of 2 that rounding may have left above 0, which it does to large scores."""
+    return gl.exp2(gl.minimum(exponents, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @gluon.jit
@@ -95,7 +102,7 @@ def step(
     scores = exponents.cap(warpgroup_mma_wait(1, [scores]))
     if not EARLY:
         lse = memory.lse.index(stage).load(layout)
-    weights = gl.exp2(scores * exponents.scale - lse)
+    weights = weights_of(scores * exponents.scale - lse)
     if EARLY:
         delta = memory.delta.index(stage).load(layout)
     if MASKED:

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from . import named
 from .backward import NUMBERS, over_tiles, room_in, store_gradients
 from .backward_copying import Memory, copy_ahead
-from .backward_step import visible, zero_of_a_step
+from .backward_step import visible, weights_of, zero_of_a_step
 from .packing import new_packing
 from .queue import NONE, new_queue
 from .ring import NamedRing, new_barriers, new_tiles
@@ -53,7 +53,7 @@ def step(
     dout_own = dout_tile.slice(MEMBER * ROWS, ROWS, dim=0)
     dweights = warpgroup_mma(v_tile, dout_own.permute((1, 0)), nothing, use_acc=False, is_async=True)
     scores = exponents.cap(warpgroup_mma_wait(1, [scores]))
-    weights = gl.exp2(scores * exponents.scale - lse)
+    weights = weights_of(scores * exponents.scale - lse)
     if MASKED:
         first_row = tile * GROUP + MEMBER * ROWS
         weights = gl.where(visible(columns, first_row, schedule, layout, ROWS), weights, 0.0)
@@ -74,7 +74,7 @@ def step(
     dk = warpgroup_mma(slopes_tile, q_tile.slice(MEMBER * HALF, HALF, dim=1), dk, is_async=True)
     # dQ is added while the tensor cores compute the products for dV and dK.
     dq = warpgroup_mma_wait(2, [dq])
-    add(sums + tile * (GROUP * HEAD_DIM), dq)
+    add(sums + gl.to_tensor(tile).to(gl.int64) * (GROUP * HEAD_DIM), dq)
     dk, dv = warpgroup_mma_wait(0, [dk, dv])
     memory.dout.release(number)
     memory.q.release(number)

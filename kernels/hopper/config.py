@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-VERSIONS = ("3.6.", "3.7.")
-"""Of Triton, that the compile tests cover."""
-
 
 class ForwardConfig(NamedTuple):
     """tile_k keys a step, a ring of `stages` such tiles of k and of v, `groups` warp groups of 64 rows of q.

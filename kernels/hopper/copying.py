@@ -2,12 +2,12 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ..versions import aggregate, async_load
 from .queue import CAREFUL, NONE, NORMAL, Queue, Verdicts, found, take
 from .ring import Ring, new_barriers, new_tiles
 from .tiles import GROUP
-from .versions import aggregate
 
 STEPS_AHEAD = gl.constexpr(2)
 """Tiles are taken so late, because who is slow should not take many, and no later, because it lasts a microsecond."""
@@ -129,21 +129,21 @@ def copy_tile(
         memory.k.wait_empty(number)
         beyond = own.k_corner(work.batch, kv_head, tile * TILE_K, HEAD_DIM)
         mbarrier.expect(memory.k.arrival(number), TILE_K * KEY_BYTES)
-        tma.async_copy_global_to_shared(k_desc, corner, memory.k.arrival(number), memory.k.tile(number))
+        async_load(k_desc, corner, memory.k.arrival(number), memory.k.tile(number))
         if memory.KEY_MORE > 0:
             room = memory.k_more.index(memory.k.stage(number))
-            tma.async_copy_global_to_shared(k_more_desc, beyond, memory.k.arrival(number), room)
+            async_load(k_more_desc, beyond, memory.k.arrival(number), room)
         if tile == work.end - 1:
             # After the first keys, because room for those is free before room for q is.
             memory.q.wait_empty(turn)
             mbarrier.expect(memory.q.arrival(turn), GROUPS * GROUP * KEY_BYTES)
             for member in gl.static_range(GROUPS):
-                tma.async_copy_global_to_shared(
+                async_load(
                     q_desc, own.q_corner(work.batch, work.head, work.first_row + member * GROUP, 0),
                     memory.q.arrival(turn), memory.q.tiles.index(member),
                 )  # fmt: skip
                 if memory.KEY_MORE > 0:
-                    tma.async_copy_global_to_shared(
+                    async_load(
                         q_more_desc, own.q_corner(work.batch, work.head, work.first_row + member * GROUP, HEAD_DIM),
                         memory.q.arrival(turn), memory.q_more.index(member),
                     )  # fmt: skip
@@ -152,10 +152,10 @@ def copy_tile(
                 following = found(take(counter, following), counter, schedule, True)
         memory.v.wait_empty(number + 1)
         mbarrier.expect(memory.v.arrival(number), TILE_K * VALUE_BYTES)
-        tma.async_copy_global_to_shared(v_desc, corner, memory.v.arrival(number), memory.v.tile(number))
+        async_load(v_desc, corner, memory.v.arrival(number), memory.v.tile(number))
         if memory.VALUE_MORE > 0:
             room = memory.v_more.index(memory.v.stage(number))
-            tma.async_copy_global_to_shared(v_more_desc, beyond, memory.v.arrival(number), room)
+            async_load(v_more_desc, beyond, memory.v.arrival(number), room)
         number += 1
     return number, following
 

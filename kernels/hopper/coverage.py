@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import tuning
 from ..settings import Settings
-from .config import VERSIONS, WIDTHS, columns_of
+from .config import WIDTHS, columns_of
 
 ALIGNMENT = 16
 """Bytes that addresses and strides have to be multiples of, for the copying unit."""
@@ -38,10 +38,11 @@ def why_not_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, settings: Set
 def _why_not_here(device: torch.device) -> str | None:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return f"they run on GPUs of compute capability 9.0; got {device}"
-    version = _triton_version()
-    if not version.startswith(VERSIONS):
-        return f"they are written for triton {' and '.join(f'{known}x' for known in VERSIONS)}; got {version}"
-    return "the portable kernels are asked for" if tuning.is_portable_alone() else None
+    if tuning.is_portable_alone():
+        return "the portable kernels are asked for"
+    from ..versions import why_not_gluon
+
+    return why_not_gluon()
 
 
 def why_not_computed(q: Tensor, k: Tensor, v: Tensor, scale: float, settings: Settings) -> str | None:
@@ -124,10 +125,3 @@ def _why_not_copied(name: str, x: Tensor) -> str | None:
         if size > 1 and (stride <= 0 or stride % step):
             return f"they need strides of {name} that are multiples of {ALIGNMENT} bytes, and not 0; got {x.stride()}"
     return None
-
-
-def _triton_version() -> str:
-    import triton
-
-    version: str = triton.__version__
-    return version

@@ -156,7 +156,7 @@ def exponents(scale: float, softcap: float | None) -> tuple[float, float]:
     """Numbers of the kernels' `Exponents`."""
     if softcap is None:
         return scale * LOG2_E.value, 0.0
-    return softcap * LOG2_E.value, 2.0 * LOG2_E.value * scale / softcap
+    return softcap * LOG2_E.value, scale / softcap
 
 
 def describe_forward(

@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 
+from ..versions import async_store
 from .copying import Memory, copy_ahead, new_rings
 from .packing import new_packing
 from .products import add_values, finished, scores_of
@@ -77,7 +78,7 @@ def attend(
     memory, schedule, work, rows, number, careful, exponents,
     MEMBER: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """64 rows over all their tiles of keys: the softmax, weights, the output before it is normalised, the last number.
+    """64 rows over all their tiles of keys: softmax, weights, output before normalising, last number, if any was added.
 
     ``careful``: folding every tile, and never adding.
     """
@@ -125,7 +126,7 @@ def attend(
             softmax, weights, out, out_more, memory, schedule, rows, number, tile, tile > work.begin, exponents,
             True, schedule.LEFT, MEMBER, HEAD_DIM,
         )  # fmt: skip
-    return softmax, weights, out, out_more, number
+    return softmax, weights, out, out_more, number, right > added_to
 
 
 @gluon.jit
@@ -148,7 +149,7 @@ def compute(
         first_row = work.first_row + MEMBER * GROUP
         rows = first_row + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
         memory.q.wait_full(turn)
-        softmax, weights, out, out_more, number = attend(
+        softmax, weights, out, out_more, number, added = attend(
             memory, own, work, rows, number, careful, exponents, MEMBER, HEAD_DIM
         )  # fmt: skip
         if OWN_ROOM:
@@ -157,9 +158,9 @@ def compute(
         out, out_more, operand = add_values(weights, out, out_more, memory, number, HEAD_DIM, TILE_K)
         out, out_more = finished(out, out_more, operand, memory.VALUE_MORE)
         number += 1
-        certain = softmax.is_certain(out)
+        certain = softmax.is_certain(out, added, exponents.scale)
         if memory.VALUE_MORE > 0:
-            certain = certain & softmax.is_certain(out_more)
+            certain = certain & softmax.is_certain(out_more, added, exponents.scale)
         certain = certain | careful
         normaliser, row_lse = softmax.normaliser_and_lse(exponents.scale)
         out *= gl.convert_layout(normaliser, gl.SliceLayout(1, out_layout))[:, None]
@@ -172,10 +173,10 @@ def compute(
             room_of_more = memory.out_more.index(MEMBER)
             as_matrix(room_of_more, GROUP, memory.VALUE_MORE).store(out_more.to(dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, own.q_corner(work.batch, work.head, first_row, 0), room)
+        async_store(out_desc, own.q_corner(work.batch, work.head, first_row, 0), room)
         if memory.VALUE_MORE > 0:
             corner_of_more = own.q_corner(work.batch, work.head, first_row, HEAD_DIM)
-            tma.async_copy_shared_to_global(out_more_desc, corner_of_more, room_of_more)
+            async_store(out_more_desc, corner_of_more, room_of_more)
         if not OWN_ROOM:
             tma.store_wait(0)
             memory.q.release(turn)

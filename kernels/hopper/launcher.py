@@ -10,7 +10,7 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..launching import Launch
-from .versions import runner_of
+from ..versions import runner_of
 
 MOST_ENCODED = 1024
 """Descriptors kept by one launcher, at addresses that the allocator gives out again and again."""
@@ -33,19 +33,20 @@ class TiledLauncher:
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._run: Callable[..., None] | None = None
+        self._launch: tuple[Callable[..., None], Callable[[Any, int], list[Any]]] | None = None
         self._encoded: dict[tuple[int, int], list[Any]] = {}
 
     def __call__(self, addresses: tuple[Any, ...], describe: Callable[[], Launch]) -> None:
         """Run on the current stream, on what lies at these addresses; none where a tensor may be missing."""
-        if self._run is None:
+        if self._launch is None:
             self._first(describe())
             return
+        run, encode = self._launch
         count = len(self._descriptors)
         arguments: list[Any] = []
         for key in enumerate(addresses[:count]):
-            arguments += self._encoded.get(key) or self._encode(*key)
-        self._run(*arguments, *addresses[count:], *self._rest)
+            arguments += self._encoded.get(key) or self._encode(encode, *key)
+        run(*arguments, *addresses[count:], *self._rest)
 
     def _first(self, launch: Launch) -> None:
         compiled = launch.of(self._kernel)
@@ -55,12 +56,12 @@ class TiledLauncher:
             if isinstance(tensor, TensorDescriptor)
         ]
         self._rest = launch.after_tensors(self._kernel)
-        self._run, self._make = runner_of(compiled, launch.grid)
+        self._launch = runner_of(compiled, launch.grid)  # last: another thread takes it for a sign that all is there
 
-    def _encode(self, number: int, address: int) -> list[Any]:
+    def _encode(self, encode: Callable[[Any, int], list[Any]], number: int, address: int) -> list[Any]:
         template = self._descriptors[number]
         descriptor = dataclasses.replace(template, base=At(address, template.base.dtype))
         if len(self._encoded) >= MOST_ENCODED:
             self._encoded.clear()
-        encoded = self._encoded[number, address] = self._make(descriptor, number)
+        encoded = self._encoded[number, address] = encode(descriptor, number)
         return encoded

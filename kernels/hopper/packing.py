@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..portable.sequences import sequence_of, slot_of, span_of
-from .versions import aggregate
+from ..versions import aggregate
 
 BOUND = gl.constexpr(1 << 30)
 """More rows than a matrix has."""

@@ -4,8 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ..versions import aggregate
 from .ring import Ring, new_barriers
-from .versions import aggregate
 
 STAGES = gl.constexpr(2)
 FIELDS = gl.constexpr(4)

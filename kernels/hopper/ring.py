@@ -4,60 +4,60 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ..versions import aggregate
 from . import named
-from .versions import aggregate
 
 
-class Arrivals:
-    """``stages`` tiles, each with a barrier that says it is full.
+@gluon.jit
+def stage(self, number):
+    """Where a tile lies. Steps wait for it, and division of signed numbers takes longer than their bits."""
+    if self.stages & (self.stages - 1) == 0:
+        return number & (self.stages - 1)
+    else:
+        return number % self.stages
+
+
+@gluon.jit
+def parity(self, number):
+    """Of how often its stage was filled before a tile."""
+    if self.stages & (self.stages - 1) == 0:
+        return (number & self.stages) // self.stages
+    else:
+        return (number // self.stages) & 1
+
+
+@gluon.jit
+def tile(self, number):
+    """The memory of a tile."""
+    return self.tiles.index(self.stage(number))
+
+
+@gluon.jit
+def arrival(self, number):
+    """The barrier that a tile's copy completes."""
+    return self.full.index(self.stage(number))
+
+
+@gluon.jit
+def wait_full(self, number, wanted=True):
+    """Until a tile has arrived; not at all unless it is ``wanted``."""
+    mbarrier.wait(self.arrival(number), self.parity(number), pred=wanted)
+
+
+@aggregate
+class Ring:
+    """``stages`` tiles, each with a barrier that says it is full, and one that says it is empty.
 
     Tiles are numbered from 0 over all that a program loads; tile n lies in stage n % stages.
     """
 
     tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
-    stages: gl.constexpr
-
-    @gluon.jit
-    def stage(self, number):
-        """Where a tile lies. Steps wait for it, and division of signed numbers takes longer than their bits."""
-        if self.stages & (self.stages - 1) == 0:
-            return number & (self.stages - 1)
-        else:
-            return number % self.stages
-
-    @gluon.jit
-    def parity(self, number):
-        """Of how often its stage was filled before a tile."""
-        if self.stages & (self.stages - 1) == 0:
-            return (number & self.stages) // self.stages
-        else:
-            return (number // self.stages) & 1
-
-    @gluon.jit
-    def tile(self, number):
-        """The memory of a tile."""
-        return self.tiles.index(self.stage(number))
-
-    @gluon.jit
-    def arrival(self, number):
-        """The barrier that a tile's copy completes."""
-        return self.full.index(self.stage(number))
-
-    @gluon.jit
-    def wait_full(self, number, wanted=True):
-        """Until a tile has arrived; not at all unless it is ``wanted``."""
-        mbarrier.wait(self.arrival(number), self.parity(number), pred=wanted)
-
-
-@aggregate
-class Ring(Arrivals):
-    """Each tile has a barrier, too, that says it is empty."""
-
-    tiles: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     stages: gl.constexpr
+
+    # Not inherited: before Triton 3.8 an aggregate keeps no fields of a base class, since then it takes no plain base.
+    stage, parity, tile, arrival, wait_full = stage, parity, tile, arrival, wait_full
 
     @gluon.constexpr_function
     def __init__(self, tiles, full, empty, stages):
@@ -83,14 +83,16 @@ class Ring(Arrivals):
 
 
 @aggregate
-class NamedRing(Arrivals):
-    """That tiles are empty is said at `named` barriers from number ``free`` on, by ``readers`` threads."""
+class NamedRing:
+    """A `Ring` whose tiles are released at `named` barriers, numbered from ``free``, by ``readers`` threads."""
 
     tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     free: gl.constexpr
     readers: gl.constexpr
     stages: gl.constexpr
+
+    stage, parity, tile, arrival, wait_full = stage, parity, tile, arrival, wait_full
 
     @gluon.constexpr_function
     def __init__(self, tiles, full, free, readers, stages):

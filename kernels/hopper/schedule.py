@@ -3,8 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..versions import aggregate
 from .packing import Packing, corner
-from .versions import aggregate
 
 
 @aggregate

@@ -3,17 +3,25 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .versions import aggregate
+from ..versions import aggregate
 
 LN_2 = gl.constexpr(0.6931471805599453)
 
 LARGEST_SUM = gl.constexpr(2.0**64)
 """Of weights added without looking for the largest score: above it, they or what they multiply may have overflowed."""
 
+LARGEST_EXPONENT = gl.constexpr(2.0**20)
+"""Of a pivot that tiles are added to: `add` rounds it and not those of scores, so equal scores may differ by 1/16."""
+
+TWO_LOG2_E = gl.constexpr(2.8853900817779268)
+SMALL = gl.constexpr(0.4)
+"""Up to here tanh is a polynomial, with a relative error below 1.2e-7. Above, the other formula's is below 3.1e-7."""
+TANH_3, TANH_5, TANH_7 = gl.constexpr(-0.33331882), gl.constexpr(0.13277625), gl.constexpr(-0.047794)
+
 
 @aggregate
 class Exponents:
-    """What takes scores to exponents of 2: a factor, and before it, if CAPPED, tanh(steepness * score / (2 log2(e))).
+    """What takes scores to exponents of 2: a factor, and before it, if CAPPED, tanh(steepness * score).
 
     A soft cap is cap * tanh(scale * score / cap), whose factor is cap.
     """
@@ -30,13 +38,17 @@ class Exponents:
 
     @gluon.jit
     def cap(self, scores):
-        """Scores that the factor takes to exponents; to within some 1e-7."""
+        """Scores that the factor takes to exponents, with a relative error of at most 3.1e-7."""
         if self.CAPPED:
-            # tanh(x) = 1 - 2 / (exp(2 x) + 1)
-            grown = gl.exp2(scores * self.steepness) + 1.0
-            scores = 1.0 - 2.0 * gl.inline_asm_elementwise(
+            x = scores * self.steepness
+            # tanh(x) = 1 - 2 / (exp(2 x) + 1), which loses the digits of a small x.
+            grown = gl.exp2(x * TWO_LOG2_E) + 1.0
+            large = 1.0 - 2.0 * gl.inline_asm_elementwise(
                 "rcp.approx.ftz.f32 $0, $1;", "=r,r", [grown], dtype=gl.float32, is_pure=True, pack=1
             )
+            square = x * x
+            small = x + x * (square * (TANH_3 + square * (TANH_5 + square * TANH_7)))
+            scores = gl.where(gl.abs(x) < SMALL, small, large)
         return scores
 
 
@@ -71,14 +83,14 @@ class Softmax:
         largest = gl.maximum(self.pivot, gl.max(scores, 1))
         pivot = finite(largest)
         rescale = gl.exp2((self.pivot - pivot) * scale)
-        weights = weights_of(scores, pivot, scale)
+        weights = gl.exp2((scores - pivot[:, None]) * scale)
         of_sums = gl.convert_layout(rescale, gl.SliceLayout(1, self.sums.type.layout), assert_trivial=True)
         return Softmax(largest, self.sums * of_sums[:, None] + partial_sums(weights)), weights, rescale
 
     @gluon.jit
     def add(self, scores, scale):
         """After a tile of scores that are all seen: the softmax, its pivot unchanged, and their weights."""
-        weights = weights_of(scores, finite(self.pivot), scale)
+        weights = gl.exp2(scores * scale - (finite(self.pivot) * scale)[:, None])
         return Softmax(self.pivot, self.sums + partial_sums(weights)), weights
 
     @gluon.jit
@@ -98,9 +110,13 @@ class Softmax:
         return gl.where(empty, 0.0, 1.0 / totals), gl.where(empty, float("-inf"), lse)
 
     @gluon.jit
-    def is_certain(self, out):
-        """Whether neither a weight nor an output row (rows, width), not yet normalised, has overflowed."""
-        small = (self.totals() < LARGEST_SUM).to(gl.int32)
+    def is_certain(self, out, added, scale):
+        """Whether neither a weight nor an output row (rows, width), not yet normalised, has overflowed or underflowed.
+
+        ``added``: whether `add` was called, whose weights are wrong where the pivot is -inf or its exponent large.
+        """
+        has_pivot = (gl.abs(self.pivot * scale) < LARGEST_EXPONENT) | (not added)
+        small = ((self.totals() < LARGEST_SUM) & has_pivot).to(gl.int32)
         # Of what is not finite 0 times is not 0.
         sound = (gl.sum(out * 0.0, 1) == 0.0).to(gl.int32)
         return (gl.min(small, 0) & gl.min(sound, 0)) != 0
@@ -110,14 +126,8 @@ class Softmax:
 def first_fold(scores, scale):
     """The softmax of the first tile of scores, some of which may be -inf, and their weights."""
     largest = gl.max(scores, 1)
-    weights = weights_of(scores, finite(largest), scale)
+    weights = gl.exp2((scores - finite(largest)[:, None]) * scale)
     return Softmax(largest, partial_sums(weights)), weights
-
-
-@gluon.jit
-def weights_of(scores, pivot, scale):
-    """Exponentials of scaled scores, each row's relative to that of its pivot."""
-    return gl.exp2(scores * scale - (pivot * scale)[:, None])
 
 
 @gluon.jit

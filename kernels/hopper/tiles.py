@@ -3,6 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..versions import reinterpret
+
 GROUP = gl.constexpr(64)
 """Rows of a warp group: what one of its product instructions computes."""
 
@@ -11,7 +13,7 @@ GROUP = gl.constexpr(64)
 def as_matrix(tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """A tile (1, 1, ROWS, COLUMNS), which is how copies write it, as products read it."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], tile.dtype)
-    return tile._reinterpret(tile.dtype, [ROWS, COLUMNS], layout)
+    return reinterpret(tile, tile.dtype, [ROWS, COLUMNS], layout)
 
 
 @gluon.jit

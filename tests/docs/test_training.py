@@ -34,4 +34,4 @@ def test_exit_codes():
     table = PAGE[PAGE.index("| exit code |") :]
     listed = {int(code) for row in re.findall(r"^\| ([\d, ]+) \|", table, re.MULTILINE) for code in row.split(",")}
     signals = {command.SIGNALLED + number for number in (2, 15)}
-    assert listed == {0, command.IMPOSSIBLE, command.TOO_LARGE, command.NOT_FINITE} | signals
+    assert listed == {0, command.IMPOSSIBLE, command.TOO_LARGE, command.NOT_FINITE, command.NOT_WRITTEN} | signals

@@ -10,8 +10,8 @@ import torch
 from cs336_systems.attention.variants import softcap
 from cs336_systems.kernels.hopper.config import WIDTHS
 from cs336_systems.kernels.hopper.coverage import why_not_backward
-from cs336_systems.kernels.hopper.versions import is_supported
 from cs336_systems.kernels.settings import Settings
+from cs336_systems.kernels.versions import why_not_gluon
 from cs336_systems.testing import Shapes, make_inputs
 from cs336_systems.testing.budget import compare
 from cs336_systems.testing.oracle import naive_results, oracle, terms
@@ -19,7 +19,7 @@ from cs336_systems.testing.oracle import naive_results, oracle, terms
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0) or not is_supported(),
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0) or why_not_gluon() is not None,
         reason="needs a Hopper GPU and a version of Triton that the kernels are written for",
     ),
 ]

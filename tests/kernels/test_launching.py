@@ -32,7 +32,7 @@ def kernel(monkeypatch):
     """A fake kernel, compiled rather than interpreted."""
 
     def runner_of(compiled, grid):
-        return lambda *args: compiled.launched.append((grid, args))
+        return lambda *args: compiled.launched.append((grid, args)), None
 
     monkeypatch.setattr(launching, "INTERPRETED", False)
     monkeypatch.setattr(launching, "runner_of", runner_of)

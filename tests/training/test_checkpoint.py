@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import random
 import shutil
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from cs336_systems.training import checkpoint as module
-from cs336_systems.training.checkpoint import Progress, checkpoints, is_whole, latest, load, read_progress, save
+from cs336_systems.training.checkpoint import Progress, checkpoints, is_whole, latest, load, save
+from cs336_systems.training.integrity import verify
 from cs336_systems.training.optimizer import adamw
 from cs336_systems.transformer import Transformer, TransformerConfig
 
@@ -35,6 +37,12 @@ def written(folder, *steps, keep=9):
     return [save(folder, model, optimizer, Progress(step, "text"), keep=keep) for step in steps]
 
 
+def newest(folder):
+    checkpoint = latest(folder)
+    assert checkpoint is not None
+    return checkpoint
+
+
 def assert_same(one, other):
     assert one.keys() == other.keys()
     for name, value in one.items():
@@ -52,29 +60,29 @@ def test_everything_comes_back(tmp_path, tie_embeddings):
     path = save(tmp_path, model, optimizer, Progress(7, "text"), keep=2)
     drawn = random.random(), np.random.rand(), torch.rand(1).item()
     other, of_other = made(seed=1, tie_embeddings=tie_embeddings)
-    load(path, other, of_other)
+    load(verify(path), other, of_other)
     assert (random.random(), np.random.rand(), torch.rand(1).item()) == drawn
     assert_same(model.state_dict(), other.state_dict())
     assert_same(optimizer.state_dict()["state"], of_other.state_dict()["state"])
-    assert read_progress(path) == Progress(7, "text")
+    assert verify(path).progress == Progress(7, "text")
 
 
 def test_a_model_alone_can_be_read(tmp_path):
     (path,) = written(tmp_path, 1)
     model, _ = made(seed=1)
     state = torch.get_rng_state()
-    load(path, model)
+    load(verify(path), model)
+    assert torch.equal(torch.get_rng_state(), state)
     assert_same(model.state_dict(), made()[0].state_dict())
-    torch.manual_seed(5)
-    load(path, model)
-    assert not torch.equal(torch.get_rng_state(), state)
 
 
 def test_the_newest_are_kept(tmp_path):
     written(tmp_path, 1, 2, 10, 9, keep=2)
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000009", "step-00000010"]
-    assert latest(tmp_path) == tmp_path / "step-00000010"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000009", "step-00000010"]
+    # The one of step 10 is of a later step than the run has, and does not count.
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002", "step-00000009", "step-00000010"]
+    assert newest(tmp_path).path == tmp_path / "step-00000010"
+    written(tmp_path, 11, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000011"]
 
 
 def test_no_checkpoint(tmp_path):
@@ -92,9 +100,9 @@ def test_a_crash_before_the_rename_leaves_the_one_before(tmp_path, monkeypatch, 
         patch.setattr(module, point, crash)
         with pytest.raises(KeyboardInterrupt):
             written(tmp_path, 2)
-    assert latest(tmp_path) == tmp_path / "step-00000001"
+    assert newest(tmp_path).path == tmp_path / "step-00000001"
     written(tmp_path, 2)
-    assert latest(tmp_path) == tmp_path / "step-00000002"
+    assert newest(tmp_path).path == tmp_path / "step-00000002"
     assert not list(tmp_path.glob(".*"))
 
 
@@ -110,13 +118,13 @@ def test_a_crash_at_the_rename_leaves_the_one_before(tmp_path, monkeypatch):
     monkeypatch.setattr(pathlib.Path, "rename", crash)
     with pytest.raises(KeyboardInterrupt):
         written(tmp_path, 2)
-    assert latest(tmp_path) == tmp_path / "step-00000001"
+    assert newest(tmp_path).path == tmp_path / "step-00000001"
 
 
 @pytest.mark.parametrize("damage", ["shorter", "missing", "no state", "half a state"])
 def test_a_damaged_one_is_passed_over_and_written_again(tmp_path, damage):
     _, newer = written(tmp_path, 1, 2)
-    shards = next(newer.glob("*.distcp"))
+    shards = next(newer.glob("*.bin"))
     if damage == "shorter":
         shards.write_bytes(shards.read_bytes()[:-1])
     elif damage == "missing":
@@ -126,11 +134,11 @@ def test_a_damaged_one_is_passed_over_and_written_again(tmp_path, damage):
     else:
         (newer / "state.json").write_text('{"step": 2, ')
     assert not is_whole(newer)
-    assert latest(tmp_path) == tmp_path / "step-00000001"
-    with pytest.raises(ValueError, match="must be a whole checkpoint"):
-        load(newer, *made())
+    assert checkpoints(tmp_path) == [tmp_path / "step-00000001"]
+    with pytest.warns(UserWarning, match="step-00000001 is the newest whole checkpoint .*: step-00000002: "):
+        assert newest(tmp_path).path == tmp_path / "step-00000001"
     written(tmp_path, 2)
-    assert latest(tmp_path) == newer
+    assert newest(tmp_path).path == newer
 
 
 def test_a_whole_one_is_not_written_again(tmp_path):
@@ -144,12 +152,26 @@ def test_a_whole_one_is_not_written_again(tmp_path):
 def test_another_model(tmp_path, changes):
     (path,) = written(tmp_path, 1)
     with pytest.raises(ValueError, match="must be one of this model"):
-        load(path, *made(**changes))
+        load(verify(path), *made(**changes))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows cannot open folders")
+def test_all_is_on_disk_before_it_has_its_name_and_then_the_name(tmp_path, monkeypatch):
+    written(tmp_path, 1)
+    events = []
+    sync, rename = os.fsync, pathlib.Path.rename
+    monkeypatch.setattr(os, "fsync", lambda file: (events.append(os.fstat(file).st_ino), sync(file)))
+    monkeypatch.setattr(pathlib.Path, "rename", lambda *paths: (events.append("rename"), rename(*paths))[1])
+    (path,) = written(tmp_path, 2)
+    before, after = events[: events.index("rename")], events[events.index("rename") :]
+    for file in (*path.iterdir(), path):
+        assert file.stat().st_ino in before, file
+    assert tmp_path.stat().st_ino in after
 
 
 def test_a_copy_is_as_good(tmp_path):
     (path,) = written(tmp_path / "here", 3)
     shutil.copytree(path, tmp_path / "there/step-00000003")
     model, optimizer = made(seed=1)
-    load(latest(tmp_path / "there"), model, optimizer)
+    load(newest(tmp_path / "there"), model, optimizer)
     assert_same(model.state_dict(), made()[0].state_dict())

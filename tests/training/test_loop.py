@@ -11,7 +11,12 @@ from cs336_systems.training import Trainer, load_run, prepare
 from cs336_systems.training.checkpoint import checkpoints, latest
 from cs336_systems.training.loop import NotFiniteError
 from cs336_systems.training.metrics import read_rows
+from cs336_systems.training.optimizer import learning_rate
+from cs336_systems.training.prepare import newest_checkpoint
 from cs336_systems.transformer import generate
+
+SAMPLING = ({"temperature": 1.7}, {"top_p": 0.6}, {})
+"""With some of the options of a sample left out."""
 
 
 def rows_of(folder, kind="train"):
@@ -48,6 +53,14 @@ def test_the_loss_falls_and_samples_come_out(begin, tmp_path):
     assert set(samples[-1]["text"]) <= set("abcdefghijklmnopqrstuvwxyz. ")
 
 
+def test_the_last_step_is_validated_sampled_and_saved(begin, tmp_path):
+    begin(steps=3, eval_every=2, sample_every=2, checkpoint_every=2).run()
+    for kind in ("validation", "sample"):
+        assert [row["step"] for row in rows_of(tmp_path / "run", kind)] == [2, 3]
+    names = [path.name for path in checkpoints(tmp_path / "run/checkpoints")]
+    assert names == ["step-00000002", "step-00000003"]
+
+
 def test_rows_say_what_was_measured(begin, tmp_path):
     begin(steps=2).run()
     row = rows_of(tmp_path / "run")[1]
@@ -56,6 +69,16 @@ def test_rows_say_what_was_measured(begin, tmp_path):
     assert row["tokens_per_second"] > 0
     assert row["mfu"] is None  # there is no peak rate of a CPU
     assert row["memory_bytes"] > 2**20
+
+
+def test_the_options_reach_the_optimizer(begin):
+    trainer = begin(beta1=0.7, beta2=0.8, weight_decay=0.3, learning_rate=0.5, min_learning_rate=0.2, warmup_steps=1)
+    groups = trainer.optimizer.param_groups
+    assert [group["betas"] for group in groups] == [(0.7, 0.8)] * 2
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+    rates = [trainer.update()[2] for _ in range(trainer.config.steps)]
+    assert rates == [learning_rate(step, highest=0.5, lowest=0.2, warmup=1, steps=6) for step in range(1, 7)]
+    assert all(group["lr"] == rates[-1] == 0.2 for group in groups)
 
 
 def test_parts_of_a_batch_add_up_to_it(begin):
@@ -137,7 +160,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint(begin, tmp_path, number):
     ending = trainer.run()
     assert (ending.step, ending.signal) == (3, number)
     assert signal.getsignal(number) is before
-    assert latest(tmp_path / "run/checkpoints") == tmp_path / "run/checkpoints/step-00000003"
+    assert newest_checkpoint(tmp_path / "run").path == tmp_path / "run/checkpoints/step-00000003"
 
 
 def test_a_second_signal_interrupts_at_once(begin):
@@ -154,6 +177,8 @@ def test_a_second_signal_interrupts_at_once(begin):
 
 def test_other_text_is_not_gone_on_with(begin, text, tmp_path):
     begin(steps=2).run()
+    with pytest.raises(ValueError, match="its tokens have changed"):
+        begin("run", latest(tmp_path / "run/checkpoints"), val_fraction=0.1)
     (text / "a.txt").write_text("something else " * 100)
     with pytest.raises(ValueError, match="its tokens have changed"):
         begin("run", latest(tmp_path / "run/checkpoints"))
@@ -170,6 +195,17 @@ def test_a_trained_model_is_used_from_its_folder(begin, options, tmp_path):
     assert isinstance(tokenizer.decode(tokens), str)
     with pytest.raises(ValueError, match=r"must have a config\.json"):
         load_run(tmp_path)
+
+
+def test_samples_are_drawn_as_the_options_say(begin):
+    trainer = begin(seed=5, temperature=1.7, top_p=0.6, sample_tokens=12, sample_prompt="the")
+    tokenizer = trainer.prepared.tokenizer
+    (tokens,) = generate(
+        *(trainer.model, [list(tokenizer.encode("the"))], 12), temperature=1.7, top_p=0.6, seed=5, stop_tokens=[256]
+    )
+    assert trainer.sample() == "the" + tokenizer.decode([token for token in tokens if token != 256])
+    others = [begin(seed=5, sample_tokens=12, sample_prompt="the", **changes).sample() for changes in SAMPLING]
+    assert len({trainer.sample(), *others}) == 1 + len(others)
 
 
 def test_validation_is_a_mean_over_its_sequences(begin):

@@ -59,20 +59,24 @@ def test_matrices_decay_and_gains_do_not(model):
 
 
 def test_adamw_against_the_formula(model):
-    before = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
-    optimizer = adamw(model, learning_rate=9.0, betas=(0.8, 0.9), weight_decay=0.3)
+    """Three updates: the averages of the first one, corrected, are the same for any betas."""
+    beta1, beta2 = 0.6, 0.9
+    expected = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
+    first, second = ({name: torch.zeros_like(value) for name, value in expected.items()} for _ in range(2))
+    optimizer = adamw(model, learning_rate=9.0, betas=(beta1, beta2), weight_decay=0.3)
     set_learning_rate(optimizer, 0.01)
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        parameter.grad = torch.randn_like(parameter)
-        gradients[name] = parameter.grad.double()
-    optimizer.step()
-    for name, parameter in model.named_parameters():
-        decay = 0.3 if parameter.ndim == 2 else 0.0
-        # At the first step both averages, corrected, are the gradient and its square.
-        update = gradients[name] / (gradients[name].abs() + 1e-8)
-        expected = before[name] * (1 - 0.01 * decay) - 0.01 * update
-        torch.testing.assert_close(parameter.detach().double(), expected, rtol=1e-5, atol=1e-6)
+    for step in (1, 2, 3):
+        for name, parameter in model.named_parameters():
+            parameter.grad = torch.randn_like(parameter)
+            gradient, decay = parameter.grad.double(), 0.3 if parameter.ndim == 2 else 0.0
+            first[name] = beta1 * first[name] + (1 - beta1) * gradient
+            second[name] = beta2 * second[name] + (1 - beta2) * gradient**2
+            root = (second[name] / (1 - beta2**step)).sqrt()
+            move = first[name] / (1 - beta1**step) / (root + 1e-8)
+            expected[name] = expected[name] * (1 - 0.01 * decay) - 0.01 * move
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.detach().double(), expected[name], rtol=1e-5, atol=1e-6)
 
 
 def test_the_fused_kernel_is_used(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
 import os
 import signal
@@ -13,11 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.training import Trainer, load_run, prepare
+from cs336_systems.training import Trainer, checkpoint, load_run, prepare
 from cs336_systems.training import __main__ as command
 from cs336_systems.training.checkpoint import checkpoints, latest
+from cs336_systems.training.integrity import verify
 from cs336_systems.training.metrics import read_rows
+from cs336_systems.training.optimizer import adamw
+from cs336_systems.training.prepare import newest_checkpoint
 from cs336_systems.training.stopping import SAME_WITHIN, NotFiniteError, StopRequest
+from cs336_systems.training.storage import TensorWriter
 
 from ..parallel.processes import free_ports, layout_of, spawn
 
@@ -106,7 +111,7 @@ def endings(place, config, folder):
         trainer.update = interrupted  # type: ignore[method-assign]
         ending = trainer.run()
         assert (ending.step, ending.signal) == (3, signal.SIGINT)
-        assert latest(folder / "stopped/checkpoints") == folder / "stopped/checkpoints/step-00000003"
+        assert newest_checkpoint(folder / "stopped").path == folder / "stopped/checkpoints/step-00000003"
 
         spoiled = dataclasses.replace(config, learning_rate=1e30, grad_clip=0.0, warmup_steps=0)
         with pytest.raises(NotFiniteError, match="the loss of step"):
@@ -128,6 +133,40 @@ def test_all_processes_end_at_once(options, tmp_path, place):
     for name in ("stopped", "spoiled"):
         (tmp_path / name).mkdir()
     spawn(endings, 2, place, options(steps=50, checkpoint_every=50), tmp_path)
+
+
+def failing_save(folder):
+    """The second of two processes cannot write; then neither begins the file that says that the checkpoint is whole."""
+    with layout_of("ddp", "cpu") as layout:
+        model = torch.nn.Linear(4, 4)
+        optimizer = adamw(model, learning_rate=0.1, betas=(0.9, 0.95), weight_decay=0.0)
+
+        def write(step):
+            checkpoint.save(folder, model, optimizer, checkpoint.Progress(step, "text"), keep=9, layout=layout)
+
+        write(1)
+        for owner, name in ((checkpoint, "write_random_states"), (TensorWriter, "write_data")):
+            with pytest.MonkeyPatch.context() as patch:
+                if layout.rank == 1:
+                    patch.setattr(owner, name, full_disk)
+                with pytest.raises(OSError, match="No space left on device"):
+                    write(2)
+            layout.barrier()
+            assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+            layout.barrier()
+        write(2)
+        assert checkpoint.is_whole(folder / "step-00000002")
+
+
+def full_disk(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_one_process_that_cannot_write_fails_all(tmp_path):
+    spawn(failing_save, 2, tmp_path)
+    assert {name for path in tmp_path.iterdir() for name in verify(path).files} == {
+        *("tensors-0.bin", "tensors-1.bin", "tensors.json", "random-0.json", "random-1.json")
+    }
 
 
 def test_signals_within_seconds_are_one(monkeypatch):
@@ -167,13 +206,20 @@ def test_torchrun_trains_and_goes_on(flags, tmp_path, place):
     expected = {"config.json", "metrics.jsonl", "environment.json", "checkpoints"}
     assert {path.name for path in out.iterdir()} == expected
 
+    damaged = out / "checkpoints/step-00000004/tensors-1.bin"
+    damaged.write_bytes(bytes(byte ^ (index == 99) for index, byte in enumerate(damaged.read_bytes())))
     process = torchrun("--resume", out, "--parallel", "fsdp", "--context-size", "0", "--steps", "100000")
     with process:
+        begun = ""
         for line in process.stderr:
+            begun += line
             if line.startswith("[9/"):
                 break
         process.send_signal(signal.SIGTERM)
         said = process.stderr.read()
+    assert begun.count("step-00000002 is the newest whole checkpoint") == 1
+    assert "step-00000004: the contents of tensors-1.bin differ from what was written" in begun
+    assert f"in {out}, from step 2 on" in begun
     step = int(checkpoints(out / "checkpoints")[-1].name.removeprefix("step-"))
     assert f"stopped by SIGTERM after step {step}" in said
     assert f"torchrun --nproc-per-node 2 -m cs336_systems.training --resume {out}" in said

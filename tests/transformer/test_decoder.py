@@ -199,6 +199,7 @@ def test_what_a_decoder_refuses(tiny):
         "prompts must be 2 sequences of at least one token; got lengths [3]": lambda: made.prefill([[1, 2, 3]]),
         "prompts must be 2 sequences of at least one token; got lengths [3, 0]": lambda: made.prefill([[1, 2, 3], []]),
         "cache must have room for 5 tokens a sequence; got a capacity of 4": lambda: made.prefill([[1], [2] * 5]),
+        "prompts must have tokens from 0 up to 40; got 40 in prompts[1]": lambda: made.prefill([[1], [40]]),
     }
     for message, call in refused.items():
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
 
+from cs336_systems.attention import Attention
 from cs336_systems.transformer import KVCache, Transformer, generate, stream
+from cs336_systems.transformer.cache import FEW
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [1, 2, 3]]
 
@@ -68,6 +71,23 @@ def test_cached_logits_are_those_of_the_whole_sequence(tiny, device):
             torch.testing.assert_close(logits[i, :count], whole[i, length : length + count])
         lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
     assert cache.lengths == tuple(lengths) == (17, 17)
+
+
+@pytest.mark.parametrize("length", [5, 30])
+def test_attention_with_a_scale_and_a_softcap_has_them_in_every_step(tiny, device, length):
+    """As a whole prompt, as one that is continued, of few tokens and of many, and as single tokens."""
+    model = Transformer(tiny(context_length=80), device=device, dtype=torch.float64)
+    for block in model.layers:
+        block.attn.attend = Attention(causal=True, scale=0.9, softcap=0.05, impl="naive")
+    prompts = torch.randint(40, (2, length), device=device)
+    new = generate(model, prompts, 4, temperature=0)
+    assert new == generate(model, prompts, 4, temperature=0, use_cache=False)
+    with torch.no_grad():
+        whole, cache = model(prompts), KVCache(2, 80)
+        for part in prompts.split([3, length - 3], 1):
+            logits = model(part, cache=cache)
+            cache.advance([part.shape[1]] * 2)
+    torch.testing.assert_close(logits, whole[:, 3:])
 
 
 @torch.no_grad()
@@ -200,11 +220,117 @@ def test_generation_under_autocast(model, device):
             ValueError,
             "generator must be None where seed is given; got both",
         ),
+        ([[1]], {"max_new_tokens": -3}, ValueError, "max_new_tokens must be at least 1; got -3"),
+        ([[1]], {"max_new_tokens": 2.0}, TypeError, "max_new_tokens must be an int; got 2.0 of type float"),
+        ([[2**70]], {}, ValueError, rf"prompts must have tokens from 0 up to 40; got {2**70} in prompts\[0\]"),
+        ([[1]], {"temperature": float("nan")}, ValueError, "temperature must be positive and finite; got nan"),
+        ([[1]], {"temperature": "hot"}, TypeError, "temperature must be a float; got 'hot' of type str"),
+        ([[1]], {"top_p": float("nan")}, ValueError, "top_p must be positive and finite; got nan"),
+        ([[1]], {"stop_tokens": "ab"}, TypeError, "stop_tokens must be ints: 'str' object cannot be .*"),
+        ([[1]], {"stop_tokens": 7}, TypeError, "stop_tokens must be ints: 'int' object is not iterable"),
+        ([[1]], {"stop_tokens": [None]}, TypeError, "stop_tokens must be ints: 'NoneType' object .*"),
+        ([[1]], {"stop_tokens": [3, 40]}, ValueError, "stop_tokens must be from 0 up to 40; got 40"),
+        ([[1]], {"stop_tokens": [-1]}, ValueError, "stop_tokens must be from 0 up to 40; got -1"),
+        ([[1]], {"seed": 2**70}, ValueError, rf"seed must be from -2\*\*63 to 2\*\*64 - 1; got {2**70}"),
+        ([[1]], {"seed": 1.5}, TypeError, "seed must be an int; got 1.5 of type float"),
+        ([[1]], {"generator": 3}, TypeError, "generator must be a torch.Generator; got int"),
     ],
 )
 def test_what_is_refused_at_the_call(tiny, prompts, settings, error, message):
-    with pytest.raises(error, match=f"^{message}$"):
-        stream(Transformer(tiny()), prompts, **{"max_new_tokens": 3} | settings)
+    for call in (stream, generate):
+        with pytest.raises(error, match=f"^{message}$"):
+            call(Transformer(tiny()), prompts, **{"max_new_tokens": 3} | settings)
+
+
+@pytest.mark.parametrize("call", [stream, generate])
+def test_what_is_no_model(call):
+    for wrong in (None, torch.nn.Linear(2, 2)):
+        with pytest.raises(TypeError, match=f"^model must be a Transformer; got {type(wrong).__name__}$"):
+            call(wrong, [[1]], 3)
+
+
+def test_the_first_and_the_last_seed(model):
+    for seed in (-(2**63), 2**64 - 1):
+        assert generate(model, [[1]], 3, seed=seed) == generate(model, [[1]], 3, seed=seed)
+
+
+def test_stop_tokens_of_other_kinds(model):
+    whole = generate(model, PROMPTS, 12, temperature=0)
+    expected = generate(model, PROMPTS, 12, temperature=0, stop_tokens=[whole[0][2], whole[2][4]])
+    for make in (torch.tensor, np.array, set):
+        assert generate(model, PROMPTS, 12, temperature=0, stop_tokens=make([whole[0][2], whole[2][4]])) == expected
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0}, {"top_k": 3}, {"stop_tokens": [0]}, {"use_cache": False}])
+def test_logits_that_are_no_numbers(model, settings, value):
+    """They gave token 0 for ever."""
+    with torch.no_grad():
+        model.lm_head.weight.fill_(value)
+    with pytest.raises(
+        FloatingPointError, match=r"finite logits; got NaN or infinity where new token 0 of prompts\[0\]"
+    ):
+        generate(model, PROMPTS, 3, **settings)
+    with pytest.raises(FloatingPointError):
+        next(stream(model, PROMPTS, 3, **settings))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf")])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0}])
+def test_logits_that_are_infinite(model, settings, value):
+    model.register_forward_hook(lambda *arguments: torch.full_like(arguments[-1], value))
+    with pytest.raises(FloatingPointError, match=r"new token 0 of prompts\[0\]"):
+        generate(model, PROMPTS, 3, **settings)
+
+
+def test_logits_of_some_tokens_may_be_minus_infinity(model):
+    model.register_forward_hook(
+        lambda *arguments: arguments[-1].index_fill(-1, torch.arange(39, device=arguments[-1].device), -torch.inf)
+    )
+    assert generate(model, PROMPTS, 3) == [[39] * 3] * 4
+
+
+def test_logits_of_one_sequence_that_are_no_numbers(model):
+    with torch.no_grad():
+        model.token_embeddings.weight[8] = torch.nan
+    with pytest.raises(FloatingPointError, match=r"new token 0 of prompts\[1\]"):
+        generate(model, PROMPTS, 6, temperature=0)
+
+
+def test_what_follows_the_end_of_a_sequence_does_not_count(model, device):
+    """Its tokens are drawn all the same, from logits that may be anything."""
+    whole = generate(model, [[1, 2, 3], [4, 5]], 6, temperature=0)
+    stop = whole[0][0]
+    if stop in whole[1]:
+        pytest.skip("both sequences have the token")
+    with torch.no_grad():
+        model.token_embeddings.weight[stop] = torch.nan
+    assert generate(model, [[1, 2, 3], [4, 5]], 6, temperature=0, stop_tokens=[stop]) == [[stop], whole[1]]
+
+
+@torch.no_grad()
+def test_the_longest_sequence_has_to_fit(tiny):
+    model, cache = Transformer(tiny()), KVCache(2, 4)
+    model(torch.zeros(2, 3, dtype=torch.long), cache=cache)
+    cache.advance([1, 3])
+    with pytest.raises(ValueError, match=r"^cache must have room for 5 tokens a sequence; got a capacity of 4$"):
+        model(torch.zeros(2, 2, dtype=torch.long), cache=cache)
+
+
+def test_steps_that_are_recorded_depend_on_no_number_of_the_host(device):
+    """A recorded step reads the count of tokens where it was, and attends to all slots."""
+    cache = KVCache(2, 64)
+    place = cache.filled = cache.filled.to(device)
+    for new, counts, together in ((3, [3, 3], 3), (1, [1, 1], None), (1, [1, 0], None), (17, [17, 17], None)):
+        assert cache.begin(new, device).together == together
+        cache.advance(counts)
+        assert cache.filled is place
+        assert tuple(cache.filled.tolist()) == cache.lengths
+    assert cache.lengths == (22, 21)
+    even = KVCache(2, 64)
+    for new, together in ((3, 3), (FEW, None), (FEW + 1, 3 + FEW + FEW + 1)):
+        assert even.begin(new, device).together == together
+        even.advance([new, new])
 
 
 @torch.no_grad()

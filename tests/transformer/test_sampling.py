@@ -36,6 +36,24 @@ def test_probabilities(device, settings, expected):
     torch.testing.assert_close(probabilities.cpu(), torch.tensor([expected, expected], dtype=torch.float32))
 
 
+def test_the_mass_of_top_p_is_enough_when_it_is_reached(device):
+    kept = Sampling(top_p=0.5).probabilities(torch.zeros(1, 4, device=device))
+    assert kept.tolist() == [[0.5, 0.5, 0, 0]]
+
+
+def test_large_logits_over_a_small_temperature(device):
+    logits = torch.tensor([[100.0, 99.0, -100.0]], device=device)
+    assert Sampling(temperature=2e-38).probabilities(logits).tolist() == [[1, 0, 0]]
+
+
+def test_narrow_logits_have_wide_probabilities(device):
+    logits = torch.randn(3, 40, device=device).bfloat16()
+    for settings in ({}, {"temperature": 0.7, "top_k": 12, "top_p": 0.9}):
+        probabilities = Sampling(**settings).probabilities(logits)
+        assert probabilities.dtype == torch.float32
+        assert torch.equal(probabilities, Sampling(**settings).probabilities(logits.float()))
+
+
 def test_rows_are_filtered_each_by_itself(device):
     logits = torch.tensor([[0.1, 0.9], [0.5, 0.5]], device=device).log()
     kept = Sampling(top_p=0.8).probabilities(logits)

@@ -3,8 +3,9 @@
 from torch import Tensor
 
 from ...kernels.language import at, tl
+from ...kernels.settings import is_known
 from ..rules import Scores, score_rule
-from .arguments import integer, tensor
+from .arguments import MOST, integer, tensor
 
 
 @score_rule
@@ -41,7 +42,9 @@ def alibi(slopes: Tensor, shift: int | Tensor = 0) -> Scores:
         got = f"{tuple(slopes.shape)} {slopes.dtype}"
         raise ValueError(f"slopes must be (batch, heads) floating-point numbers; got {got}")
     if not isinstance(shift, Tensor):
-        return _alibi(slopes, integer("shift", shift))
+        if is_known(integer("shift", shift) > MOST) or is_known(shift < -MOST):
+            raise ValueError(f"shift must be from {-MOST} to {MOST}; got {shift}")
+        return _alibi(slopes, shift)
     if shift.ndim != 1 or shift.is_floating_point():
         raise ValueError(f"shift must be an integer or (batch,) of them; got {tuple(shift.shape)} {shift.dtype}")
     return _alibi_of_entries(slopes, shift)

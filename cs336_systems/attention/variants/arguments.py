@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+MOST = 2**30
+"""No position is as far as this from another, and sums of two such numbers fit 32 bits."""
+
 
 def integer(name: str, value: int, least: int | None = None) -> int:
     """The value, if it is an integer, and at least ``least``."""
@@ -13,6 +16,11 @@ def integer(name: str, value: int, least: int | None = None) -> int:
     if least is not None and value < least:
         raise ValueError(f"{name} must be at least {least}; got {value}")
     return value
+
+
+def rows(name: str, value: int, least: int | None = None) -> int:
+    """The value, if it is an integer, or the nearest that means the same of positions, which are counted in 32 bits."""
+    return torch.sym_max(torch.sym_min(integer(name, value, least), MOST), -MOST)
 
 
 def tensor(name: str, value: Tensor) -> Tensor:

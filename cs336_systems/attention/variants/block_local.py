@@ -1,7 +1,7 @@
 """Blocks that see nothing but themselves."""
 
 from ..rules import Mask, predicate
-from .arguments import integer
+from .arguments import rows
 
 
 @predicate
@@ -11,4 +11,4 @@ def _block_local(batch, head, row, column, size):
 
 def block_local(size: int) -> Mask:
     """Query i sees the keys of its own block of ``size`` positions."""
-    return _block_local(integer("size", size, 1))
+    return _block_local(rows("size", size, 1))

@@ -4,7 +4,7 @@ By itself ``attention(causal=...)`` is faster: it does not visit what is hidden.
 """
 
 from ..rules import Mask, predicate
-from .arguments import integer
+from .arguments import rows
 
 
 @predicate
@@ -14,4 +14,4 @@ def _causal(batch, head, row, column, shift):
 
 def causal(shift: int = 0) -> Mask:
     """Query i sees the keys up to i + shift; k_len - q_len aligns the last query with the last key."""
-    return _causal(integer("shift", shift))
+    return _causal(rows("shift", shift))

@@ -1,7 +1,7 @@
 """Every so many keys (Child et al., "Generating long sequences with sparse transformers", 2019)."""
 
 from ..rules import Mask, predicate
-from .arguments import integer
+from .arguments import rows
 
 
 @predicate
@@ -12,4 +12,4 @@ def _dilated(batch, head, row, column, step):
 
 def dilated(step: int) -> Mask:
     """Query i sees the keys whose distance from it is a multiple of ``step``."""
-    return _dilated(integer("step", step, 1))
+    return _dilated(rows("step", step, 1))

@@ -4,14 +4,15 @@ By itself ``attention(window=...)`` is faster: it does not visit what is hidden.
 """
 
 from ..rules import Mask, predicate
-from .arguments import integer
+from .arguments import integer, rows
 
 
 @predicate
-def _window(batch, head, row, column, before, after, shift):
-    return (column >= row + shift - before) & (column <= row + shift + after)
+def _window(batch, head, row, column, first, last):
+    return (column >= row + first) & (column <= row + last)
 
 
 def window(before: int, after: int = 0, shift: int = 0) -> Mask:
     """Query i sees the keys from i + shift - before to i + shift + after."""
-    return _window(integer("before", before), integer("after", after), integer("shift", shift))
+    first = integer("shift", shift) - integer("before", before)
+    return _window(rows("first", first), rows("last", shift + integer("after", after)))

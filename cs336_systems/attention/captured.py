@@ -1,0 +1,86 @@
+"""What rules captured: checks against the sizes of a call, and the sizes that follow from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..kernels import rules as expressions
+from .sizes import Sizes, unsaid
+
+
+def check_captured(
+    name: str, rules: Iterable[expressions.Leaf], tensors: tuple[Tensor, ...], sizes: Sizes, device: torch.device
+) -> None:
+    """What rules captured has to be on q's device, and as large as what it is read for.
+
+    Raises:
+        ValueError: a tensor is on another device, or has another shape than its rule declares.
+    """
+    full = {
+        "batch": math.prod(sizes.batch),
+        "head": sizes.matrices,
+        "row": sizes.q_len,
+        "column": sizes.k_len,
+        expressions.DISTANCE: sizes.q_len + sizes.k_len - 1,
+    }
+    rest = iter(tensors)
+    for leaf in rules:
+        for slot in (slot for slot, item in enumerate(leaf[1]) if item is None):
+            tensor, code = next(rest), expressions.registry[leaf[0]]
+            axes = code.axes.get(slot)
+            if tensor.device != device:
+                raise ValueError(f"what {name} captured must be on {device} to match q; got {tensor.device}")
+            if axes is None:
+                continue
+            expected, own = tuple(full[axis] for axis in axes), tuple(tensor.shape)
+            # What lies beyond the call is never read; a gradient there would have nowhere to come from.
+            longer = slot not in code.gradients
+            fits = [
+                broadcasts(x, y) or ((longer or axis == expressions.DISTANCE) and x > y)
+                for x, y, axis in zip(own, expected, axes, strict=False)
+            ]
+            if len(own) != len(expected) or not all(fits):
+                shape = f"{expected} at least" if longer else f"{expected}"
+                raise ValueError(
+                    f"what {name} captured must have shape {shape}, for {' '.join(axes)}, or 1 there; got {own}"
+                    f"{unsaid(sizes)}"
+                )
+            if slot in code.origins and own[-1] != 1:
+                _check_origin(name, own[-1], code.origin(slot, leaf[1]), sizes)
+
+
+def _check_origin(name: str, length: int, origin: int, sizes: Sizes) -> None:
+    """An axis that is read at column - row + origin has to reach as far as the call's distances, both ways."""
+    if unsaid(sizes):
+        raise ValueError(
+            f"max_seqlen_q and max_seqlen_k must be given for what {name} captured for distances; got None"
+        )
+    if sizes.q_len == 0 or sizes.k_len == 0:
+        return
+    if origin < sizes.q_len - 1 or length - origin < sizes.k_len:
+        raise ValueError(
+            f"what {name} captured for distances must have at least {sizes.q_len - 1} elements before its origin, and "
+            f"{sizes.k_len} from there on; got {origin} and {length - origin}"
+        )
+
+
+def broadcasts(size: int, full: int) -> bool:
+    """Whether an axis of this size serves one of the full size."""
+    # torch.compile does not find a size that it knows by a name in (1, full).
+    return size == 1 or size == full
+
+
+def size_along(axis: str, rules: Iterable[expressions.Leaf], tensors: tuple[Tensor, ...]) -> int | None:
+    """The size of the captured tensors that rules declare to read along an axis; None if it is 1 for all of them.
+
+    A call may have fewer entries than they have, so the smallest if they differ.
+    """
+    rest = iter(tensors)
+    captured = [(leaf, slot, next(rest)) for leaf in rules for slot, item in enumerate(leaf[1]) if item is None]
+    declared = [(expressions.registry[leaf[0]].axes.get(slot, ()), tensor) for leaf, slot, tensor in captured]
+    sizes = [tensor.shape[axes.index(axis)] for axes, tensor in declared if axis in axes and tensor.ndim == len(axes)]
+    return min((size for size in sizes if size != 1), default=None)

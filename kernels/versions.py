@@ -1,0 +1,174 @@
+"""Every private or moving name of Triton and Gluon that this library uses, and nothing else.
+
+A name is private where Triton neither exports nor documents it, and moving where the versions in `KNOWN` spell it
+differently. Each stands here once, with the reason for it and the public name that it gives way to.
+
+Importing this module never fails. Where the installed Triton is not in `KNOWN`, or lacks a name, `why_not_gluon` says
+so, and the portable kernels, which need public names alone, take every call.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import triton
+
+KNOWN = ("3.6.", "3.7.", "3.8.", "3.9.")
+"""Versions of Triton for which every kernel is compiled, inspected and run."""
+
+needed: list[tuple[str, ...]] = []
+"""Names that the Gluon kernels need, each with its other spellings."""
+missing: list[str] = []
+"""Those of them that the installed Triton lacks."""
+
+
+def find(*names: str) -> Any:
+    """What the first of these names, ``module:attribute.attribute``, stands for; None if none exists."""
+    for name in names:
+        module, _, path = name.partition(":")
+        try:
+            return functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        except (ImportError, AttributeError):
+            continue
+    return None
+
+
+def _need(*names: str) -> Any:
+    """`find`, for what the Gluon kernels cannot do without."""
+    value = find(*names)
+    needed.append(names)
+    if value is None:
+        missing.append(" or ".join(names))
+    return value
+
+
+_GLUON = "triton.experimental.gluon"
+_TMA = f"{_GLUON}.language.nvidia.hopper.tma"
+
+# Classes of values in a kernel. Public since 3.8 as `gluon.aggregate`.
+aggregate: Any = _need(f"{_GLUON}:aggregate", "triton.language.core:_aggregate")
+
+# A barrier of the warps of one partition. `barrier` since 3.7.
+barrier: Any = _need(f"{_GLUON}.language:barrier", f"{_GLUON}.language:thread_barrier")
+
+# TMA copies. `async_load` and `async_store` since 3.8; the older names raise in 3.9.
+async_load: Any = _need(f"{_TMA}:async_load", f"{_TMA}:async_copy_global_to_shared")
+async_store: Any = _need(f"{_TMA}:async_store", f"{_TMA}:async_copy_shared_to_global")
+
+# Shared memory seen as another shape or layout: `reinterpret(memory, dtype, shape, layout)`. A public method since 3.9.
+_SHARED = f"{_GLUON}.language:shared_memory_descriptor"
+reinterpret: Any = _need(f"{_SHARED}.reinterpret", f"{_SHARED}._reinterpret")
+
+# How a descriptor is encoded for TMA, so that it is encoded once for many launches. There is no public name for it.
+_encode: Any = _need("triton.backends.nvidia.driver:make_tensordesc_arg")
+
+# What a kernel's source is compiled from when no GPU is there. Public since 3.9 as `gluon.GluonASTSource`.
+GluonASTSource: Any = find(f"{_GLUON}:GluonASTSource", f"{_GLUON}._runtime:GluonASTSource")
+
+
+def _make_async_atomic_add() -> Any:
+    """A TMA reduction before 3.8, whose builder has it and whose language does not."""
+    builtin = _need(f"{_GLUON}.language._core:builtin")
+    add = _need("triton._C.libtriton:ir.DESCRIPTOR_REDUCE_KIND.ADD")
+    if builtin is None or add is None:
+        return None
+
+    @builtin
+    def async_atomic_add(tensor_desc, coord, src, _semantic=None):  # type: ignore[no-untyped-def]
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(add, tensor_desc.handle, coord, src.handle)
+
+    return async_atomic_add
+
+
+# Adds a tile in shared memory to one in global memory. Public since 3.8 as `tma.async_atomic_add`.
+async_atomic_add: Any = find(f"{_TMA}:async_atomic_add") or _make_async_atomic_add()
+
+
+def is_known() -> bool:
+    """Whether the installed Triton is one of `KNOWN`."""
+    return triton.__version__.startswith(KNOWN)
+
+
+def why_not_gluon() -> str | None:
+    """Why the kernels written in Gluon cannot be used with the installed Triton; None if they can.
+
+    The first call that finds a reason warns, once a process.
+    """
+    known = ", ".join(f"{version}x" for version in KNOWN)
+    if not is_known():
+        reason = f"they are written for triton {known}; got {triton.__version__}"
+    elif missing:
+        reason = f"triton {triton.__version__} lacks {', '.join(missing)}"
+    else:
+        return None
+    _warn(
+        f"cs336_systems computes attention with its portable Triton kernels, which are slower on this GPU than those "
+        f"for Hopper: {reason}. Install one of triton {known}, or a newer cs336_systems."
+    )
+    return reason
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
+
+
+def runner_of(compiled: Any, grid: tuple[int, int]) -> tuple[Callable[..., None], Callable[[Any, int], list[Any]]]:
+    """A function that launches a compiled kernel on the current stream, and one that encodes a descriptor for it.
+
+    The second takes a `TensorDescriptor` and its number among the kernel's descriptors, and returns the arguments to
+    pass for it. Triton's own launch, ``compiled[grid]``, encodes every descriptor at every launch and calls several
+    Python functions; this calls the launcher in C directly. Where that is not found, as with a version that is not
+    known, or where a kernel needs scratch memory, it is ``compiled[grid]``.
+    """
+    launch, options, annotations = _c_launcher(compiled)
+    if launch is None:
+        return compiled[(*grid, 1)], lambda descriptor, number: [descriptor]
+    driver = triton.runtime.driver.active
+    device, stream_of = driver.get_current_device(), driver.get_current_stream
+    function, metadata = compiled.function, compiled.packed_metadata
+    hooks = triton.knobs.runtime
+    whole = triton.__version__.startswith("3.6.")
+
+    def run(*arguments: Any) -> None:
+        stream = stream_of(device)
+        hooked: tuple[Any, ...] = (None, None, None)
+        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+            about = compiled.launch_metadata((*grid, 1), stream, *arguments)
+            hooked = about, hooks.launch_enter_hook, hooks.launch_exit_hook
+        if whole:
+            launch(*grid, 1, stream, function, *options, None, None, metadata, *hooked, *arguments)
+        else:
+            launch(*grid, 1, stream, function, *options, metadata, *hooked, None, None, *annotations, arguments)
+
+    described = getattr(compiled.metadata, "tensordesc_meta", None)
+    # Since 3.8 it takes a third argument, for descriptors that are arguments of the launch, and does not use it.
+    more = (None,) if triton.__version__.startswith(("3.8.", "3.9.")) else ()
+
+    def encode(descriptor: Any, number: int) -> list[Any]:
+        arguments: list[Any] = _encode(descriptor, described[number], *more)
+        return arguments
+
+    return run, encode
+
+
+def _c_launcher(compiled: Any) -> tuple[Callable[..., None] | None, tuple[Any, ...], tuple[Any, ...]]:
+    """Triton's launcher in C, or None; what it takes after the function; and, since 3.7, how to read the arguments."""
+    run = compiled.run
+    needs_memory = run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False)
+    if needs_memory or not is_known():
+        return None, (), ()
+    options = run.launch_cooperative_grid, run.launch_pdl
+    if triton.__version__.startswith("3.6."):
+        # A module for each signature. For descriptors, its function is wrapped in one that encodes them.
+        names = getattr(getattr(run.launch, "__code__", None), "co_freevars", ())
+        if "launcher" in names:
+            return run.launch.__closure__[names.index("launcher")].cell_contents, options, ()
+        return (None if names else run.launch), options, ()
+    launch = getattr(triton.runtime.driver.active.utils, "launch", None)
+    return launch, options, (run.arg_annotations, run.kernel_signature)

@@ -1,0 +1,106 @@
+"""On a Triton that is not known, or that lacks a name, calls take the portable kernels, with one warning."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from cs336_systems.attention import ops
+from cs336_systems.kernels import versions
+
+ROOT = Path(__file__).parents[2]
+
+
+def loaded_anew():
+    """A second copy of the module, with what the installed Triton has at this moment."""
+    spec = importlib.util.spec_from_file_location("versions_anew", versions.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """As if the GPUs were Hopper's."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    ops.kernels.cache_clear()
+    yield
+    ops.kernels.cache_clear()
+
+
+def test_the_installed_triton_is_known():
+    assert versions.why_not_gluon() is None
+    assert not versions.missing
+
+
+def test_a_version_that_is_not_known_warns_once_and_takes_the_portable_kernels(monkeypatch, hopper):
+    monkeypatch.setattr(triton, "__version__", "99.1.0")
+    with pytest.warns(UserWarning, match=r"portable Triton kernels.*got 99\.1\.0.*Install one of triton") as caught:
+        kernels = ops.kernels()
+    assert len(caught) == 1
+    assert versions.why_not_gluon() is not None  # pytest makes an error of a second warning
+    assert kernels.__name__.endswith("portable.launch")
+
+
+@pytest.mark.parametrize("names", versions.needed, ids=lambda names: names[0].rpartition(":")[2])
+def test_without_a_name_the_portable_kernels_are_taken(monkeypatch, names):
+    for name in names:
+        module, _, path = name.partition(":")
+        *owners, last = path.split(".")
+        try:
+            owner = functools.reduce(getattr, owners, importlib.import_module(module))
+        except (ImportError, AttributeError):
+            continue
+        if hasattr(owner, last):
+            monkeypatch.delattr(owner, last)
+    module = loaded_anew()
+    assert module.missing
+    with pytest.warns(UserWarning, match=f"lacks .*{re.escape(names[0])}"):
+        assert names[0] in module.why_not_gluon()
+
+
+def test_an_unknown_version_is_launched_by_public_names(monkeypatch):
+    class Compiled:
+        run = None
+
+        def __getitem__(self, grid):
+            return lambda *arguments: (grid, arguments)
+
+    class Run:
+        global_scratch_size = profile_scratch_size = 0
+
+    monkeypatch.setattr(triton, "__version__", "99.1.0")
+    compiled = Compiled()
+    compiled.run = Run()
+    run, encode = versions.runner_of(compiled, (3, 2))
+    assert run(5, "x") == ((3, 2, 1), (5, "x"))
+    assert encode("descriptor", 0) == ["descriptor"]
+
+
+PRIVATE = re.compile(
+    r"triton\._C|triton\.backends\.nvidia|language\.core|gluon\._|language\._core|_reinterpret|async_copy_global"
+    r"|async_copy_shared|create_async_tma|thread_barrier|_aggregate\b|utils\.launch|co_freevars"
+)
+
+
+def test_no_other_module_has_a_private_name_of_triton():
+    """They stand in one module, so that one module changes with Triton."""
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for folder in ("kernels", "cs336_systems", "benchmarks")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if path.name != "versions.py" and "cs336_systems/kernels" not in str(path)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if PRIVATE.search(line)
+    ]
+    assert not found
