@@ -110,6 +110,20 @@ class Contender:
         return torch.autograd.grad(output, self._inputs, self._tensors.output_gradient, retain_graph=retain_graph)
 
 
+# Relative difference between two right answers, with room to spare: a few roundings of the dtype. What is beyond was
+# computed otherwise, with another mask, scale or layout, and its time is no answer to the same question.
+_PLAUSIBLE_DIFFERENCE = {"bfloat16": 4e-2, "float16": 5e-3, "float32": 1e-4}
+_PLAUSIBLE_DIFFERENCE_TF32 = 5e-3
+# Gradients go through more roundings than outputs do.
+_MORE_IN_GRADIENTS = 2.0
+
+
+def plausible_difference(dtype: str, *, gradients: bool, tf32: bool = False) -> float:
+    """How large `relative_difference` may be between right answers; ``tf32``: products of float32 may use TF32."""
+    allowed = _PLAUSIBLE_DIFFERENCE_TF32 if tf32 and dtype == "float32" else _PLAUSIBLE_DIFFERENCE[dtype]
+    return allowed * (_MORE_IN_GRADIENTS if gradients else 1.0)
+
+
 def relative_difference(tensors: Sequence[torch.Tensor], baseline: Sequence[torch.Tensor]) -> float:
     """The largest ‖tensor − baseline‖ / ‖baseline‖, computed in float32; infinite for what is not a number."""
     ratios = []

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.attention_cell import CellResult, Difference, Measurement
+from benchmarks.attention_contender import plausible_difference
 from benchmarks.attention_presets import Problem, SweepConfiguration
 from benchmarks.attention_provider import Provider
 from benchmarks.attention_providers import BASELINE, reference_name
@@ -67,12 +68,6 @@ _FLAGS = {"tf32", "dirty"}
 _TEXTS = {"reason", "warning"}
 """Columns in which an empty field is an empty text, and not one that is not there."""
 
-# Relative difference between two right answers, with room to spare: a few roundings of the dtype. What is beyond was
-# computed otherwise, with another mask, scale or layout, and its time is no answer to the same question.
-_PLAUSIBLE_DIFFERENCE = {"bfloat16": 4e-2, "float16": 5e-3, "float32": 1e-4}
-_PLAUSIBLE_DIFFERENCE_TF32 = 5e-3
-# Gradients go through more roundings than outputs do.
-_MORE_IN_GRADIENTS = 2.0
 _PLAUSIBLE_SPREAD = 2.0
 
 
@@ -158,10 +153,7 @@ class RowMaker:
             spread = row["max_ms"] / row["min_ms"]
             if spread > _PLAUSIBLE_SPREAD:
                 found.append(f"the slowest round took {spread:.1f} times the fastest: something else may have run")
-        loose = tf32 and problem.dtype == "float32"
-        allowed = _PLAUSIBLE_DIFFERENCE_TF32 if loose else _PLAUSIBLE_DIFFERENCE[problem.dtype]
-        if row["pass"] != "forward":
-            allowed *= _MORE_IN_GRADIENTS
+        allowed = plausible_difference(problem.dtype, gradients=row["pass"] != "forward", tf32=tf32)
         if difference is not None and not difference.value <= allowed:
             results = "output differs" if row["pass"] == "forward" else "gradients differ"
             found.append(f"the {results} from {difference.provider}'s by {difference.value:.1g} of the norm")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from benchmarks.attention_contender import plausible_difference
 from benchmarks.feature_cases import CASES, OURS, PEERS, PLAIN
 from benchmarks.feature_cells import BESIDE, Cell, Conditions, Measurement
 from cs336_systems.profiling.report import ABSENT, format_number, markdown_table
@@ -14,9 +15,6 @@ COLUMNS = (
     *("median_ms", "min_ms", "max_ms", "rounds", "speedup_of_ours", "of_plain", "visible", "first_call_s"),
     *("difference", "warning"),
 )
-
-# Relative difference between two right answers, with room to spare; gradients go through more roundings.
-_PLAUSIBLE_DIFFERENCE = {"bfloat16": 5e-2, "float16": 1e-2, "float32": 1e-2}
 
 
 def rows_of(
@@ -50,7 +48,7 @@ def rows_of(
                 "visible": CASES[cell.case].visible(cell.sizes),
                 "first_call_s": None if first_call_s is None else round(first_call_s, 2),
                 "difference": _finite(measurement.difference),
-                "warning": _warning(measurement.difference, dtype),
+                "warning": _warning(measurement.difference, dtype, cell.which),
             }
         )
     return rows
@@ -61,8 +59,8 @@ def _finite(difference: float | None) -> float | None:
     return None if difference is None else min(difference, 1e9)
 
 
-def _warning(difference: float | None, dtype: str) -> str:
-    allowed = _PLAUSIBLE_DIFFERENCE[dtype]
+def _warning(difference: float | None, dtype: str, which: str) -> str:
+    allowed = plausible_difference(dtype, gradients=which != "forward")
     if difference is None or difference <= allowed:
         return ""
     return f"its results differ from ours by {difference:.2g} of their norm; allowed are {allowed:g}"

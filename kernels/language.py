@@ -115,7 +115,9 @@ def in_torch(function: Any, wide: torch.dtype) -> Callable[..., Any]:
     language = _TorchLanguage(wide)
     twins: dict[str, Any] = {}
     for name in python.__code__.co_names:
-        value = python.__globals__.get(name)
+        if name not in python.__globals__:
+            continue  # an attribute, or a builtin
+        value = python.__globals__[name]
         if value is None or isinstance(value, types.ModuleType):
             twins[name] = language if value is tl else value
         elif value is at:

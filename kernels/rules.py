@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import linecache
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -87,6 +88,23 @@ class Code:
 
 registry: dict[str, Code] = {}
 """Every rule by its name."""
+
+
+_registering = threading.Lock()
+
+
+def register(name: str, make: Callable[[str], Code]) -> str:
+    """Make a rule's code under this name, or one with a number where another rule has it, and return the name.
+
+    A function defined anew, as in a notebook, is another rule: what was compiled for the old one stays its own.
+    """
+    with _registering:
+        unused, number = name, 1
+        while unused in registry:
+            number += 1
+            unused = f"{name}_{number}"
+        registry[unused] = make(unused)
+    return unused
 
 
 def leaves(mask: Mask | None) -> Iterator[Leaf]:

@@ -1,4 +1,4 @@
-"""What torch.export writes down of a call: one operator, which takes any lengths and has a gradient.
+"""What torch.export, and torch.compile of tiled, write down of a call: one operator for any lengths, with a gradient.
 
 An autograd Function would not do. An exported program keeps what its forward does and forgets its backward, so that a
 gradient would be missing without a word; and the loops of the tiled forward would be written out for one length.
@@ -131,6 +131,7 @@ def _refuse(ctx: Any, *gradients: Any) -> None:
 
 
 ops.define("tiled")
+ops.register_vmap("tiled")
 for _name, _function, _fake in (
     ("tiled_forward", _tiled_forward, _fake_forward),
     ("tiled_backward", _tiled_backward, _fake_backward),

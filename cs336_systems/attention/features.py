@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..kernels import rules as expressions
-from . import variants
+from . import ops, variants
 from .blocks import Blocks
 from .captured import broadcasts, check_captured
-from .ops import must_dispatch
+from .ops import exporting, must_dispatch
 from .rules import Mask, Scores
 from .sizes import Sizes, shift_of, unsaid
 
@@ -211,4 +211,20 @@ def _seed(features: Features, device: torch.device) -> Tensor:
         return torch.randint(-(2**63), 2**63 - 1, (1,), device=drawn_on, generator=generator).to(device)
     if isinstance(seed, Tensor):
         return seed.reshape(1)
-    return torch.tensor([(seed + 2**63) % 2**64 - 2**63], device=device)
+    if not isinstance(seed, torch.SymInt):
+        seed = (seed + 2**63) % 2**64 - 2**63
+    if torch.compiler.is_compiling() and not exporting():
+        return torch.ops.cs336_systems.seed(seed, device)
+    return torch.tensor([seed], device=device)
+
+
+ops.library.define("seed(SymInt seed, Device device) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _opaque_seed(seed: int, device: torch.device) -> Tensor:
+    """A seed that torch.compile takes for no constant: it would write the random numbers out as one expression."""
+    return torch.full((1,), seed, dtype=torch.int64, device=device)
+
+
+ops.library.impl("seed", _opaque_seed, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{ops.NAMESPACE}::seed", _opaque_seed, lib=ops.library)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -18,6 +19,7 @@ from .precision import without_autocast
 from .spec import AttentionSpec, Causal
 
 MOST_VARIANTS = 256
+_one_at_a_time = threading.Lock()
 
 
 def naive(
@@ -94,5 +96,6 @@ def compiled(
 ) -> tuple[Tensor, Tensor | None]:
     """`naive` through ``torch.compile``: the same memory, fewer passes over it."""
     function, patience = _compiler()
-    with patience:
+    # A lock, because the limit is one for all threads in some versions of torch.
+    with _one_at_a_time, patience:
         return function(q, k, v, spec, return_lse, extras)

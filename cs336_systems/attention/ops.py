@@ -149,48 +149,28 @@ def _one_by_one(info: Any, in_dims: Any, operator: Any, *arguments: Any) -> Any:
     )
 
 
-@torch.library.register_vmap(f"{NAMESPACE}::flash_forward", lib=library)  # type: ignore[untyped-decorator]
-def _vmap_forward(
-    info: Any,
-    in_dims: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    settings: str,
-    numbers: Sequence[float],
-    extras: Sequence[Tensor],
-) -> Any:
-    operator = torch.ops.cs336_systems.flash_forward
-    if extras:
-        # What rules captured is numbered by the batch entries and heads of one call.
-        return _one_by_one(info, in_dims, operator, q, k, v, scale, settings, numbers, extras), (0, 0)
-    return operator(*_leading(info, in_dims[:3], q, k, v), scale, settings, numbers, []), (0, 0)
+def register_vmap(implementation: str) -> None:
+    """Give an implementation's two operators their rules for vmap."""
+
+    def forward(info: Any, in_dims: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
+        operator, extras = getattr(torch.ops.cs336_systems, f"{implementation}_forward"), others[-1]
+        if extras:
+            # What rules captured is numbered by the batch entries and heads of one call.
+            return _one_by_one(info, in_dims, operator, q, k, v, *others), (0, 0)
+        return operator(*_leading(info, in_dims[:3], q, k, v), *others), (0, 0)
+
+    def backward(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        operator = getattr(torch.ops.cs336_systems, f"{implementation}_backward")
+        *_, extras, wanted = arguments
+        if extras:
+            return _one_by_one(info, in_dims, operator, *arguments), (0, 0, 0, [0] * len(wanted))
+        return operator(*_leading(info, in_dims[:7], *arguments[:7]), *arguments[7:]), (0, 0, 0, [])
+
+    for way, rule in (("forward", forward), ("backward", backward)):
+        torch.library.register_vmap(f"{NAMESPACE}::{implementation}_{way}", rule, lib=library)
 
 
-@torch.library.register_vmap(f"{NAMESPACE}::flash_backward", lib=library)  # type: ignore[untyped-decorator]
-def _vmap_backward(
-    info: Any,
-    in_dims: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    scale: float,
-    settings: str,
-    numbers: Sequence[float],
-    extras: Sequence[Tensor],
-    wanted: Sequence[int],
-) -> Any:
-    operator = torch.ops.cs336_systems.flash_backward
-    tensors = (q, k, v, out, lse, dout, dlse)
-    if extras:
-        results = _one_by_one(info, in_dims, operator, *tensors, scale, settings, numbers, extras, wanted)
-        return results, (0, 0, 0, [0] * len(wanted))
-    return operator(*_leading(info, in_dims[:7], *tensors), scale, settings, numbers, [], []), (0, 0, 0, [])
+register_vmap("flash")
 
 
 def exporting() -> bool:
@@ -202,15 +182,18 @@ def exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+def transforming() -> bool:
+    """Whether a transform of `torch.func`, such as vmap or grad, is at work, other than in a graph, where torch.compile traces it."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
+
+
 def must_dispatch(*tensors: Tensor) -> bool:
     """Whether something other than this process's own kernels has to see the call: tracing, a mode, a subclass.
 
     Otherwise the operators' implementations can be called as plain functions, which spares a short sequence the cost
     of going through the dispatcher.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return True
-    if torch._C._functorch.maybe_current_level() is not None:
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or transforming():
         return True
     return not PLAIN.issuperset(map(type, tensors))
 

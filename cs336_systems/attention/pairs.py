@@ -250,7 +250,9 @@ def philox(seed: Tensor, *counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 def _wide_product(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """The upper and the lower 32 bits of a product of 32-bit numbers, which as a whole would overflow an int64."""
-    low = (x & 0xFFFF) * factor
-    high = (x >> 16) * factor + (low >> 16)
-    return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
+    """The upper and the lower 32 bits of a product of 32-bit numbers; ``factor`` is at least 2**31.
+
+    x * factor may overflow an int64; x * (factor - 2**32) cannot, and differs from it by x in the upper bits.
+    """
+    product = x * (factor - 2**32)
+    return (product >> 32) + x, product & _WORD

@@ -127,8 +127,8 @@ class _Rule:
             raise TypeError(
                 f"{python.__name__} must take {expected} and what it captures; got ({', '.join(self._parameters)})"
             )
-        self.name = _unused(f"{python.__module__}.{python.__qualname__}")
-        rules.registry[self.name] = Code(_jitted(function, self.name), **code)
+        name = f"{python.__module__}.{python.__qualname__}"
+        self.name = rules.register(name, lambda unused: Code(_jitted(function, unused), **code))
         self.__doc__ = python.__doc__
 
     @property
@@ -288,13 +288,3 @@ def _jitted(function: Any, name: str) -> Any:
     )
     own.__qualname__ = name
     return jit(own)
-
-
-def _unused(name: str) -> str:
-    # A function defined anew, as in a notebook, is another rule: what was compiled for the old one stays its own.
-    unused = name
-    number = 1
-    while unused in rules.registry:
-        number += 1
-        unused = f"{name}_{number}"
-    return unused

@@ -19,6 +19,7 @@ from .rules import Mask, Scores
 from .sdpa import sdpa
 from .spec import AttentionSpec
 from .tiled import TiledAttentionFunction
+from .transforms import transformed
 
 Result = tuple[Tensor, Tensor | None]
 Run = Callable[[Tensor, Tensor, Tensor, AttentionSpec, bool, tuple[Tensor, ...]], Result]
@@ -54,6 +55,9 @@ def _run_flash(
     if ops.exporting():
         out, lse = exported("flash", q, k, v, spec, extras)
         return out, lse if return_lse else None
+    if ops.transforming():
+        out, lse = transformed("flash", q, k, v, spec, extras)
+        return out, lse if return_lse else None
     needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad or any(x.requires_grad for x in extras)
     needs_backward = needs_gradient and torch.is_grad_enabled()
     # Forward-mode tangents ride on tensors that require no gradient: the Function refuses them, the operator would not.
@@ -67,8 +71,12 @@ def _run_flash(
 def _run_tiled(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool, extras: tuple[Tensor, ...]
 ) -> Result:
-    if ops.exporting():
+    if torch.compiler.is_compiling():
+        # Its loops would be written out, for one length, and be slow to compile.
         out, lse = exported("tiled", q, k, v, spec, extras)
+        return out, lse if return_lse else None
+    if ops.transforming():
+        out, lse = transformed("tiled", q, k, v, spec, extras)
         return out, lse if return_lse else None
     result = TiledAttentionFunction.apply(q, k, v, spec, None, return_lse, *extras)
     return result if return_lse else (result, None)
@@ -79,6 +87,9 @@ def _run_compiled(
 ) -> Result:
     if torch.compiler.is_compiling():
         return naive(q, k, v, spec, return_lse, extras)
+    if ops.transforming():
+        problem = "torch.func does not transform what torch.compile made; compile the transform, of impl='naive'"
+        raise ValueError(f"impl='compiled' cannot compute this call: {problem}")
     return compiled(q, k, v, spec, return_lse, extras)
 
 

@@ -10,11 +10,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from .ops import must_dispatch
 from .pairs import NO_EXTRAS, Pairs, seen_pairs
 from .spec import AttentionSpec, Causal
 
 ANY_SCALE = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 ANY_ADDRESS = [SDPBackend.FLASH_ATTENTION, *ANY_SCALE]
+LEAST_SCALE = 2.0**-126
+"""The least positive number that is normal in float32."""
 _CUDNN_ALIGNMENT = 16
 """Bytes."""
 
@@ -60,15 +63,17 @@ def sdpa(
 def _right_backends(q: Tensor, k: Tensor, v: Tensor, scale: float) -> AbstractContextManager[object]:
     """Inside, torch does not choose a kernel that returns wrong numbers for these inputs.
 
-    Seen with torch 2.11 and cuDNN 9.19 on an H200, in 16 bits: flash returns NaN for scales of 0 and below; cuDNN
-    wrong numbers where an address or a stride is no multiple of 16 bytes, and it raises where rows share memory.
+    Seen with torch 2.13 and 2.15 on a CPU: causal flash returns NaN for scales below 0, and for those that are 0 in
+    float32. Seen with torch 2.11 and cuDNN 9.19 on an H200, in 16 bits: flash returns NaN for scales of 0 and below;
+    cuDNN wrong numbers where an address or a stride is no multiple of 16 bytes, and it raises where rows share memory.
     """
-    if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
-        return nullcontext()
-    if scale <= 0:
+    half_on_cuda = q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16)
+    if scale < LEAST_SCALE and (half_on_cuda or q.device.type == "cpu"):
         return sdpa_kernel(ANY_SCALE)
-    # Where in memory the tensors of a graph will be is not known while it is traced.
-    if torch.compiler.is_compiling() or not all(_is_plain(x) for x in (q, k, v)):
+    if not half_on_cuda:
+        return nullcontext()
+    # Tensors of a graph, or of a transform, have no addresses.
+    if must_dispatch(q, k, v) or not all(_is_plain(x) for x in (q, k, v)):
         return sdpa_kernel(ANY_ADDRESS)
     return nullcontext()
 

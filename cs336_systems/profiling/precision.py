@@ -208,7 +208,7 @@ class Reference:
         settings: dict[str, Any] = {"causal": causal, "scale": scale, "features": features, "return_lse": return_lse}
         wide = Inputs(*(_where_float64_is(x) for x in inputs))
         naive = _results_where_float64_is(naive_results(inputs, **settings))
-        return cls(inputs, oracle(wide, **settings), naive, terms(wide, **settings))
+        return cls(inputs, oracle(wide, **settings), naive, terms(wide, dtype=inputs.q.dtype, **settings))
 
     def errors_of(self, attend: Attend, *, eps: float | None = None) -> list[Finding]:
         """How far what ``attend`` computes is from float64: out, lse and the gradients, each by norm and by largest.

@@ -1,25 +1,30 @@
-"""How far an implementation may be from the oracle.
+"""How far an implementation may be from the oracle: one rule for out, lse and every gradient.
 
 The budget compares with `attention(..., impl="naive")` in the same dtype, both measured against the oracle, which is
-naive in float64. With ``m`` either the Euclidean norm or the largest magnitude, and for out, lse and each gradient::
+naive in float64. It is FlashAttention's rule. With ``m`` either the Euclidean norm or the largest magnitude::
 
     m(x - oracle) <= 2 m(naive - oracle)      twice the error of the straightforward computation
-                     + eps m(oracle)          the result is rounded to its dtype, whose eps this is
-                     + rounding m(terms)      so is what is multiplied, and sums are rounded, in float32 or float64
+                     + rounding(oracle)       the result is rounded once to its dtype, whose eps this is: by eps / 2 of
+                                              the largest element, and of a norm by eps / sqrt(12), that of a sum of
+                                              independent roundings
+                     + 2 eps32 m(terms)       sums are rounded in float32, whose eps this is
                      + smallest m(1)          nothing is resolved below the smallest subnormal number of its dtype,
                                               nor below float32's smallest normal one, unless that is float64
 
-where rounding is eps / 2, but at least 4 eps of float32, and 16 eps in float64, in which the oracle is no more exact. A
-gradient in a finer dtype than out's, as a float32 bias of float16 inputs has it, is made of numbers rounded to out's.
 ``terms`` is, element for element, the root of the sum of the squares of what is added up to make it. It matters where
 naive happens to be exact, and where terms cancel: with a single key the gradients of q and k are 0, and computed as the
-difference of two roundings of the same number. A score's terms count among its weight's, whose exponent it is. GPUs
-compute in float32, and take its subnormal numbers for 0. A NaN is within no budget, and an infinity only where the
-oracle's is.
+difference of two roundings of the same number. A score's terms count among its weight's, whose exponent it is. For
+float64 results 16 eps stand for 2 eps32, because the oracle is no more exact. GPUs compute in float32, and take its
+subnormal numbers for 0. A NaN is within no budget, and an infinity only where the oracle's is.
+
+Two things differ where q, k and v have 16 bits. Naive's scores have 16 bits too, so its log-sum-exp says nothing of
+what a float32 one may be off: its error counts as 2 eps32 m(terms) instead. And the backward starts from an output that
+was rounded to 16 bits, from which delta is computed, where naive has the probabilities: that rounding is among `terms`.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +34,7 @@ from torch import Tensor
 from .evaluation import Results
 from .features import Features
 from .inputs import Inputs
-from .oracle import naive_results, oracle, terms, unit_of
+from .oracle import ROUNDING, naive_results, oracle, terms, unit_of
 
 
 @dataclass(frozen=True)
@@ -83,29 +88,38 @@ def compare(
     """
     if set(actual) != set(naive):
         raise ValueError(f"actual must have the results {sorted(naive)}; got {sorted(actual)}")
+    dtypes = {x.dtype for x in actual.values()}
+    all_wide = dtypes == {torch.float64}
     findings = []
     for name, x in actual.items():
         if (x.shape, x.dtype) != (naive[name].shape, naive[name].dtype):
             raise ValueError(
                 f"{name} must be {naive[name].dtype} {tuple(naive[name].shape)}; got {x.dtype} {tuple(x.shape)}"
             )
-        info = torch.finfo(x.dtype)
-        own_eps = info.eps if eps is None or x.dtype != torch.float32 else eps
-        rounded_to = x.dtype if name in ("out", "lse") else _coarser(x.dtype, actual["out"].dtype)
-        rounding = _rounding(rounded_to, eps)
+        # A float64 gradient among float32 results was computed in float32.
+        dtype = torch.float32 if x.dtype == torch.float64 and not all_wide else x.dtype
+        info = torch.finfo(dtype)
+        own_eps, rounding = info.eps, ROUNDING if dtype != torch.float64 else 16 * info.eps
+        if eps is not None and dtype == torch.float32:
+            own_eps, rounding = eps, max(ROUNDING, eps / 2)
+        smallest = info.smallest_normal * info.eps
+        if dtype != torch.float64:
+            smallest = max(smallest, torch.finfo(torch.float32).smallest_normal)
+        finite = exact[name].masked_fill(exact[name].isinf(), 0.0)
+        largest = _measure(finite)[1]
+        by_terms = name == "lse" and any(dtype.itemsize == 2 for dtype in dtypes)
         sizes = zip(
             _measure(difference(x, exact[name])),
             _measure(difference(naive[name], exact[name])),
-            _measure(exact[name].masked_fill(exact[name].isinf(), 0.0)),
+            _measure(finite),
             _measure(torch.zeros(()) if summed is None else summed[name]),
             _measure(torch.ones_like(exact[name])),
             strict=True,
         )
         for measure, (error, naive_error, size, of_terms, of_ones) in zip(("norm", "largest"), sizes, strict=True):
-            smallest = info.smallest_normal * info.eps
-            if x.dtype != torch.float64:
-                smallest = max(smallest, torch.finfo(torch.float32).smallest_normal)
-            budget = 2 * naive_error + own_eps * size + rounding * of_terms + smallest * of_ones
+            expected = rounding * of_terms if by_terms else 2 * naive_error
+            rounded = own_eps * (size / math.sqrt(12) + largest / 2 if measure == "norm" else size / 2)
+            budget = expected + rounded + rounding * of_terms + smallest * of_ones
             findings.append(Finding(name, measure, error, naive_error, size, budget))
     return findings
 
@@ -119,13 +133,14 @@ def assert_within_budget(
     features: Features | None = None,
     eps: float | None = None,
 ) -> None:
-    """Hold what an implementation made of ``inputs``, and ``features``, to the budget.
+    """Hold what an implementation made of ``inputs``, and ``features``, or some of its results, to the budget.
 
     Raises:
         AssertionError: it is beyond it; the message lists every result.
     """
     settings: dict[str, Any] = {"causal": causal, "scale": scale, "features": features, "return_lse": "lse" in actual}
-    exact, naive, summed = (make(inputs, **settings) for make in (oracle, naive_results, terms))
+    made = [make(inputs, **settings) for make in (oracle, naive_results, terms)]
+    exact, naive, summed = ({name: results[name] for name in actual} for results in made)
     findings = compare(actual, exact, naive, summed, eps=eps)
     if not all(finding.holds for finding in findings):
         raise AssertionError("\n".join(["the error is beyond the budget", *map(str, findings)]))
@@ -135,18 +150,6 @@ def difference(x: Tensor, exact: Tensor) -> Tensor:
     """x - exact in float64: 0 where both are the same infinity, NaN where only one is finite."""
     x = x.to(torch.float64)
     return torch.where(x == exact, 0.0, x - exact)
-
-
-def _coarser(first: torch.dtype, second: torch.dtype) -> torch.dtype:
-    return max(first, second, key=lambda dtype: torch.finfo(dtype).eps)
-
-
-def _rounding(dtype: torch.dtype, eps: float | None) -> float:
-    """How large the rounding of a term is; ``eps`` stands for float32's."""
-    info = torch.finfo(dtype)
-    if dtype == torch.float64:
-        return 16 * info.eps
-    return max((info.eps if eps is None or dtype != torch.float32 else eps) / 2, 4 * torch.finfo(torch.float32).eps)
 
 
 def _measure(x: Tensor) -> tuple[float, float]:

@@ -50,6 +50,8 @@ def oracle(
     return naive_results(inputs.to(torch.float64), features=in_dtype(features or {}, torch.float64), **settings)
 
 
+ROUNDING = 2 * torch.finfo(torch.float32).eps
+"""How far arithmetic in float32 may round each of the terms of a sum."""
 DRAWS = 32
 """Of random signs, for the size of terms that autograd adds up by itself."""
 
@@ -62,8 +64,14 @@ def terms(
     scale: float | None = None,
     features: Features | None = None,
     return_lse: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> Results:
-    """For each result, the root of the sum of the squares of what is added up to make it, in some shape."""
+    """For each result, the root of the sum of the squares of what is added up to make it, in some shape.
+
+    What is rounded to ``dtype``, that of the inputs unless said otherwise, counts by how much coarser that is than the
+    two roundings to float32 that the budget allows each term.
+    """
+    dtype = inputs.q.dtype if dtype is None else dtype
     q, k, v, dout, dlse = inputs.to(torch.float64)
     asked = in_dtype(features or {}, torch.float64)
     window = asked.pop("window", None)
@@ -97,28 +105,33 @@ def terms(
     score_terms = score_terms.masked_fill(scores == -math.inf, 0.0)
     sink_terms = _finite(sinks).abs()
     largest = score_terms.amax(-1, keepdim=True) if problem.k_len else 0.0
+    # Kernels add up the sums of tiles of 64 keys, one after another.
+    counted = math.sqrt(problem.k_len / 64)
     delta_terms = torch.linalg.vector_norm(dout * ((weights * kept) @ v), dim=-1, keepdim=True)
+    # The backward computes delta from an output that was rounded.
+    coarse = max(0.0, torch.finfo(dtype).eps / math.sqrt(12) / ROUNDING - 1.0)
+    rounded_delta = coarse * delta_terms
     if return_lse:
         delta_terms = delta_terms + dlse.abs()
     # Weights inherit the rounding of their scores; in a backward pass that has only the log-sum-exp to start from, its
-    # rounding too. Both are done in float32 at least, which is beneath notice for 16-bit results.
-    notable = inputs.q.dtype.itemsize > 2
-    weights_once = weights * (1.0 + score_terms * notable)
-    weights_again = weights_once + weights * _finite(lse).abs() * notable
-    score_gradients = weights_again * (_root_sum_square(dout, v.mT) * kept + delta_terms)
+    # rounding too.
+    weights_once = weights * (1.0 + score_terms)
+    weights_again = weights_once + weights * _finite(lse).abs()
+    score_gradients = weights_again * (_root_sum_square(dout, v.mT) * kept + delta_terms) + weights * rounded_delta
     # A slope is made of terms as large as 1, as that of a cap is, however flat it is.
     product_gradients = score_gradients * abs(spec.scale) * torch.as_tensor(slope).abs().clamp(min=1.0)
     made = {
         "out": _root_sum_square(weights_once * kept, v),
-        "lse": (largest + sink_terms + _finite(lse).abs() + 1.0).squeeze(-1),
+        "lse": (largest + sink_terms + _finite(lse).abs() + 1.0 + counted).squeeze(-1),
         "dq": _root_sum_square(product_gradients, k),
         "dk": _root_sum_square(_over_group(product_gradients).mT, _over_group(q)),
         "dv": _root_sum_square(_over_group(weights_again * kept).mT, _over_group(dout)),
     }
     by_number = _captured_terms(of_captured, score_gradients, extras.by_scores, pairs, rows, columns)
-    made |= {name: by_number[number] for number, name in enumerate(captured) if number in by_number}
+    # Twice, because terms that are added up along a row share the roundings of its delta and its log-sum-exp.
+    made |= {name: 2 * by_number[number] for number, name in enumerate(captured) if number in by_number}
     if extras.sinks is not None:
-        of_sinks = torch.exp(sinks - never) * (1.0 + (sink_terms + _finite(lse).abs()) * notable) * delta_terms
+        of_sinks = torch.exp(sinks - never) * ((1.0 + sink_terms + _finite(lse).abs()) * delta_terms + rounded_delta)
         heads = 1 if problem.q_heads is None else problem.q_heads
         by_head = of_sinks.reshape(math.prod(problem.batch), heads, problem.q_len)
         made["dsinks"] = torch.linalg.vector_norm(by_head, dim=(0, 2))

@@ -198,7 +198,7 @@ def _transformed() -> bool:
     """Whether a transform of `torch.func`, or forward-mode differentiation, is at work: the Function has no rules."""
     if torch.compiler.is_compiling():
         return False  # what traces says so itself
-    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+    return ops.transforming() or forward_ad._current_level >= 0
 
 
 def swiglu(

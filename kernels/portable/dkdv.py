@@ -52,7 +52,7 @@ def dkdv_step(
     across = first_row + tl.arange(0, TILE_Q)
     q_tile = load_slice(queries, first_row, tl.program_id(1) * BLOCK_D, TILE_Q, BLOCK_D, HEAD_DIM, True)
     dout_tile = load_slice(douts, first_row, tl.program_id(1) * BLOCK_DV, TILE_Q, BLOCK_DV, V_HEAD_DIM, True)
-    row_lse = row_lse_of(lse, across, queries.rows, SCORE)
+    row_lse = row_lse_of(lse, across, queries.rows)
     row_delta = tl.load(delta + across, mask=across < queries.rows, other=0.0)
     rows = across[None, :]
     columns = first_column + tl.arange(0, TILE_K)[:, None]

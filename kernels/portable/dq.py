@@ -158,7 +158,7 @@ def dq_kernel(
     if dlse is not None:
         row_delta -= tl.load(dlse + row_offsets + rows, mask=rows < own.q.length, other=0.0)
     tl.store(delta + row_offsets + rows, row_delta, mask=rows < own.q.length)
-    row_lse = row_lse_of(lse + row_offsets, rows, own.q.length, SCORE)
+    row_lse = row_lse_of(lse + row_offsets, rows, own.q.length)
     q_tile = load_slice(queries, first_row, 0, TILE_Q, BLOCK_D, HEAD_DIM, True)
     dq_tile = tl.zeros([TILE_Q, BLOCK_D], tl.float32)
     row_sums = zeros_for(TILE_Q, SUMMED)

@@ -60,12 +60,11 @@ def zeros_for(SIZE: tl.constexpr, CHOSEN: tl.constexpr):
 
 
 @triton.jit
-def row_lse_of(lse, rows, q_len, SCORE: tl.constexpr):
-    """Each row's log-sum-exp; +inf, which leaves no weight, for rows past the end.
+def row_lse_of(lse, rows, q_len):
+    """Each row's log-sum-exp; +inf, which leaves no weight, for rows past the end and rows whose scores are all -inf.
 
-    And for rows that see nothing where rules may have made every score -inf: masks hide them anyhow.
+    NaN for rows with a score of +inf, whose weights are NaN.
     """
-    row_lse = tl.load(lse + rows, mask=rows < q_len, other=float("inf"))
-    if SCORE is not None:
-        row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
-    return row_lse
+    row_lse = tl.load(lse + rows, mask=rows < q_len, other=float("-inf"))
+    row_lse = tl.where(row_lse == float("inf"), float("nan"), row_lse)
+    return tl.where(row_lse == float("-inf"), float("inf"), row_lse)

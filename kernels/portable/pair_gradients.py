@@ -54,7 +54,7 @@ def pair_step(
     products = products_of_rows(
         q_tile, queries, first_row, k_tile, keys, first_column, TILE_Q, TILE_K, BLOCK_D, HEAD_DIM
     )
-    row_lse = row_lse_of(lse, across, queries.rows, SCORE)
+    row_lse = row_lse_of(lse, across, queries.rows)
     row_delta = tl.load(delta + across, mask=across < queries.rows, other=0.0)
     weights, _, terms = weights_and_slopes(
         products, rows, columns, row_lse[:, None], scales, place,

@@ -6,12 +6,12 @@ import triton.language as tl
 from .addresses import load_tile, matrix, store_tile
 from .operands import part_of
 from .sequences import whole
-from .units import TOP, exponent_of, power_of_two
+from .units import NORM_UNIT, TOP, exponent_of, power_of_two
 
 
 @triton.jit
 def tile_statistics(tile, NORM: tl.constexpr):
-    """A tile's largest finite magnitude, and with NORM the largest norm of what is finite in a row."""
+    """A tile's largest finite magnitude, and with NORM the largest norm of what is finite in a row, by 2**NORM_UNIT."""
     magnitude = tl.abs(tile)
     # Infinities and NaN spoil the rows they stand in, as they must, but not the unit of all the others.
     magnitude = tl.where(magnitude < float("inf"), magnitude, 0.0)
@@ -21,7 +21,7 @@ def tile_statistics(tile, NORM: tl.constexpr):
         # The largest element becomes about 1: squares do not overflow, and those that vanish are of no consequence.
         exponent = exponent_of(largest)
         relative = magnitude * power_of_two(-exponent)
-        norm = tl.sqrt(tl.max(tl.sum(relative * relative, 1), 0)) * power_of_two(exponent)
+        norm = tl.sqrt(tl.max(tl.sum(relative * relative, 1), 0)) * power_of_two(exponent - NORM_UNIT)
     return largest, norm
 
 

@@ -65,6 +65,8 @@ def softmax_finish(state, SHIFT: tl.constexpr):
     total = tl.where(blind, 1.0, state.total)
     # The shift is undone in the total, where that is exact; the maximum may be too small to take it without rounding.
     lse = state.maximum * LN_2 + tl.log(total * 2.0**-SHIFT)
+    # A score of +inf makes the weights NaN, of which the log-sum-exp, unlike the output, needs none.
+    lse = tl.where(state.maximum == float("inf"), float("inf"), lse)
     return tl.where(blind, 0.0, 1.0 / total), tl.where(blind, float("-inf"), lse)
 
 

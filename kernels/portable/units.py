@@ -17,6 +17,9 @@ TOP: tl.constexpr = tl.constexpr(14)
 WEIGHT_UNIT: tl.constexpr = tl.constexpr(2.0**-14)
 """What one step of probabilities scaled up by 2**TOP stands for."""
 
+NORM_UNIT: tl.constexpr = tl.constexpr(6)
+"""Norms of rows are stored divided by 2**6: that of up to 4,096 of the largest numbers is no infinity."""
+
 
 @triton.jit
 def power_of_two(exponent):
@@ -48,10 +51,15 @@ def gradient_unit(v_statistics, dout_statistics, dlse_bound, index, steepest):
     """
     unit = 1.0
     if v_statistics is not None:
-        bound = 2.0 * tl.load(v_statistics + 2 * index + 1) * tl.load(dout_statistics + 2 * index + 1)
+        v_norm = tl.load(v_statistics + 2 * index + 1)
+        dout_norm = tl.load(dout_statistics + 2 * index + 1)
+        # Their product may be beyond float32's range where the gradients are not.
+        v_exponent, dout_exponent = exponent_of(v_norm), exponent_of(dout_norm)
+        bound = 2.0 * (v_norm * power_of_two(-v_exponent)) * (dout_norm * power_of_two(-dout_exponent))
+        exponent = exponent_of(bound * steepest) + v_exponent + dout_exponent + NORM_UNIT * 2
         if dlse_bound is not None:
-            bound += tl.load(dlse_bound + index)
-        unit = power_of_two(exponent_of(bound * steepest) - TOP)
+            exponent = tl.maximum(exponent, exponent_of(tl.load(dlse_bound + index) * steepest)) + 1
+        unit = power_of_two(exponent - TOP)
     return unit
 
 

@@ -34,6 +34,7 @@ pytestmark = [
         "ignore::FutureWarning:torch",
         "ignore:Unable to find user code corresponding to tracepoint:UserWarning",
         "ignore:The given buffer is not writable:UserWarning",
+        "ignore:The .grad attribute of a Tensor:UserWarning",  # torch hides it, where warnings are no errors
     ),
     pytest.mark.usefixtures("compile_afresh"),
 ]

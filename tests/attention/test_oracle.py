@@ -1,9 +1,8 @@
-"""What everything else is measured with: naive attention against attention in loops, and the budget against errors."""
+"""What everything else is measured with: naive attention against attention in loops, and random inputs."""
 
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -12,14 +11,9 @@ from cs336_systems.attention import attention
 from cs336_systems.testing import (
     LAYOUTS,
     Shapes,
-    assert_within_budget,
-    compare,
-    evaluate,
     make_inputs,
     naive_results,
-    oracle,
     poisoned_memory,
-    terms,
 )
 
 GROUPED = Shapes.of(2, q_len=4, k_len=6, d=3, dv=2, q_heads=4, kv_heads=2)
@@ -76,67 +70,6 @@ def test_naive_is_differentiable_twice(check, q_len, k_len, return_lse, causal):
     assert check(finite, leaves)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_the_yardstick_itself_is_good(dtype, device):
-    """Twice naive's error allows nothing much while naive's error is a few roundings."""
-    inputs = make_inputs(Shapes.of(2, q_len=129, d=64, q_heads=2), dtype=dtype, device=device)
-    exact, naive = oracle(inputs, causal=True), naive_results(inputs, causal=True)
-    for name, x in naive.items():
-        assert (x.double() - exact[name]).norm() <= 4 * torch.finfo(dtype).eps * exact[name].norm(), name
-
-
-def nudged(results, name, relative):
-    """The results with one of them wrong by this much, in norm."""
-    noise = torch.randn_like(results[name])
-    return {**results, name: results[name] + relative * results[name].norm() / noise.norm() * noise}
-
-
-@pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv"])
-def test_the_budget_is_between_rounding_and_a_lost_half_of_the_bits(name):
-    inputs = make_inputs(Shapes.of(2, q_len=129, d=64))
-    results = naive_results(inputs)
-    settings = {"exact": oracle(inputs), "naive": results, "summed": terms(inputs)}
-    assert all(finding.holds for finding in compare(results, **settings))
-    assert all(finding.holds for finding in compare(nudged(results, name, 2e-7), **settings))
-    wrong = [finding for finding in compare(nudged(results, name, 1e-5), **settings) if not finding.holds]
-    assert {finding.name for finding in wrong} == {name}
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e3])
-def test_one_bad_element_is_beyond_the_budget(bad, dtype):
-    inputs = make_inputs(GROUPED, dtype=dtype)
-    for name in ("out", "lse", "dq", "dk", "dv"):
-        results = naive_results(inputs)
-        results[name][(-1,) * results[name].ndim] = bad
-        with pytest.raises(AssertionError, match=rf"{name} +largest error .* <-- beyond"):
-            assert_within_budget(results, inputs)
-
-
-def test_infinities_must_be_where_the_oracle_has_them():
-    inputs = make_inputs(Shapes.of(1, q_len=4, k_len=2, d=3))
-    results = naive_results(inputs, causal=True)
-    assert_within_budget(results, inputs, causal=True)
-    results["lse"][0, 0] = -1e30
-    with pytest.raises(AssertionError, match="lse"):
-        assert_within_budget(results, inputs, causal=True)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"dq": torch.zeros(1, 4, 4)}, r"dq must be torch.float32 \(1, 4, 3\); got torch.float32 \(1, 4, 4\)"),
-        ({"dq": torch.zeros(1, 4, 3).half()}, r"dq must be torch.float32 .*; got torch.float16"),
-        ({"other": torch.zeros(())}, "actual must have the results .*; got .*other"),
-    ],
-)
-def test_results_of_another_kind_are_not_compared(change, message):
-    inputs = make_inputs(Shapes.of(1, q_len=4, d=3))
-    results = naive_results(inputs)
-    with pytest.raises(ValueError, match=message):
-        compare(results | change, oracle(inputs), results)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("leading", [(3,), (3, 4), (2, 3, 4)])
 def test_layouts_have_the_shapes_asked_for_and_random_values(layout, leading):
@@ -174,22 +107,3 @@ def test_poisoned_memory_is_nan_and_only_inside(device):
         ]
     assert all(x.isnan().all() for x in made)
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_results_that_nobody_wrote_are_beyond_the_budget():
-    def forgetful(q, k, v):
-        out = attention(q, k, v, impl="naive")
-        return torch.cat([out[..., :-1, :], torch.empty_like(out)[..., -1:, :]], dim=-2)
-
-    inputs = make_inputs(Shapes.of(1, q_len=4, d=3))
-    with poisoned_memory():
-        results = evaluate(forgetful, inputs)
-    with pytest.raises(AssertionError, match=r"out .* <-- beyond"):
-        assert_within_budget(results, inputs)
-
-
-def test_without_a_log_sum_exp_there_is_none_to_compare():
-    inputs = make_inputs(GROUPED)
-    results = evaluate(partial(attention, impl="tiled"), inputs)
-    assert set(results) == {"out", "dq", "dk", "dv"}
-    assert_within_budget(results, inputs)

@@ -114,10 +114,11 @@ CASE_PARAMS = [pytest.param(case, id=case.name) for case in CASES]
 
 
 ALL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# The budget is made from naive, so all that it can show there is a NaN: one dtype is enough.
+# The budget is made from naive, so all that it can show there is a NaN: one dtype is enough, but none of 16 bits, as
+# naive's scores, and so its log-sum-exp, have those.
 IMPLEMENTATIONS = [
     pytest.param(impl, dtype, id=f"{impl}-{str(dtype).removeprefix('torch.')}")
-    for impl, dtypes in {"flash": ALL[:3], "tiled": ALL, "naive": ALL[:1]}.items()
+    for impl, dtypes in {"flash": ALL[:3], "tiled": ALL, "naive": ALL[2:3]}.items()
     for dtype in dtypes
 ]
 

@@ -120,7 +120,9 @@ def test_errors_of_attention_are_within_the_budget(dtype):
         assert {(one.name, one.measure) for one in found} == {
             (name, measure) for name in ("out", "lse", "dq", "dk", "dv") for measure in ("norm", "largest")
         }
-        assert all(one.holds for one in found), impl
+        # Of 16-bit inputs naive's scores, and so its log-sum-exp, have 16 bits.
+        narrow = ("lse",) if impl == "naive" and dtype.itemsize == 2 else ()
+        assert all(one.holds or one.name in narrow for one in found), impl
         assert all(0 < one.error < one.size for one in found)
     wrong = reference.errors_of(partial(attention, impl="naive", return_lse=True))
     assert not any(one.holds for one in wrong if one.name in ("out", "lse"))

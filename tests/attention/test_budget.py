@@ -1,0 +1,180 @@
+"""The budget: what it must let pass, and errors and wrong kernels that it must not."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from cs336_systems.attention import attention
+from cs336_systems.testing import (
+    Shapes,
+    assert_within_budget,
+    compare,
+    evaluate,
+    make_inputs,
+    naive_results,
+    oracle,
+    poisoned_memory,
+    terms,
+)
+
+GROUPED = Shapes.of(2, q_len=4, k_len=6, d=3, dv=2, q_heads=4, kv_heads=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_yardstick_itself_is_good(dtype, device):
+    """Twice naive's error allows nothing much while naive's error is a few roundings."""
+    inputs = make_inputs(Shapes.of(2, q_len=129, d=64, q_heads=2), dtype=dtype, device=device)
+    exact, naive = oracle(inputs, causal=True), naive_results(inputs, causal=True)
+    for name, x in naive.items():
+        assert (x.double() - exact[name]).norm() <= 4 * torch.finfo(dtype).eps * exact[name].norm(), name
+
+
+def nudged(results, name, relative):
+    """The results with one of them wrong by this much, in norm."""
+    exact, noise = results[name].double(), torch.randn_like(results[name], dtype=torch.float64)
+    wrong = exact + relative * exact.norm() / noise.norm() * noise
+    return {**results, name: wrong.to(results[name].dtype)}
+
+
+@pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv"])
+def test_the_budget_is_between_rounding_and_a_lost_half_of_the_bits(name):
+    inputs = make_inputs(Shapes.of(2, q_len=129, d=64))
+    results = naive_results(inputs)
+    settings = {"exact": oracle(inputs), "naive": results, "summed": terms(inputs)}
+    assert all(finding.holds for finding in compare(results, **settings))
+    assert all(finding.holds for finding in compare(nudged(results, name, 1e-7), **settings))
+    wrong = [finding for finding in compare(nudged(results, name, 1e-5), **settings) if not finding.holds]
+    assert {finding.name for finding in wrong} == {name}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e3])
+def test_one_bad_element_is_beyond_the_budget(bad, dtype):
+    inputs = make_inputs(GROUPED, dtype=dtype)
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        results = evaluate(partial(attention, impl="tiled", return_lse=True), inputs)
+        results[name][(-1,) * results[name].ndim] = bad
+        with pytest.raises(AssertionError, match=rf"{name} +largest error .* <-- beyond"):
+            assert_within_budget(results, inputs)
+
+
+def test_infinities_must_be_where_the_oracle_has_them():
+    inputs = make_inputs(Shapes.of(1, q_len=4, k_len=2, d=3))
+    results = naive_results(inputs, causal=True)
+    assert_within_budget(results, inputs, causal=True)
+    results["lse"][0, 0] = -1e30
+    with pytest.raises(AssertionError, match="lse"):
+        assert_within_budget(results, inputs, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dq": torch.zeros(1, 4, 4)}, r"dq must be torch.float32 \(1, 4, 3\); got torch.float32 \(1, 4, 4\)"),
+        ({"dq": torch.zeros(1, 4, 3).half()}, r"dq must be torch.float32 .*; got torch.float16"),
+        ({"other": torch.zeros(())}, "actual must have the results .*; got .*other"),
+    ],
+)
+def test_results_of_another_kind_are_not_compared(change, message):
+    inputs = make_inputs(Shapes.of(1, q_len=4, d=3))
+    results = naive_results(inputs)
+    with pytest.raises(ValueError, match=message):
+        compare(results | change, oracle(inputs), results)
+
+
+def test_results_that_nobody_wrote_are_beyond_the_budget():
+    def forgetful(q, k, v):
+        out = attention(q, k, v, impl="naive")
+        return torch.cat([out[..., :-1, :], torch.empty_like(out)[..., -1:, :]], dim=-2)
+
+    inputs = make_inputs(Shapes.of(1, q_len=4, d=3))
+    with poisoned_memory():
+        results = evaluate(forgetful, inputs)
+    with pytest.raises(AssertionError, match=r"out .* <-- beyond"):
+        assert_within_budget(results, inputs)
+
+
+def test_without_a_log_sum_exp_there_is_none_to_compare():
+    inputs = make_inputs(GROUPED)
+    results = evaluate(partial(attention, impl="tiled"), inputs)
+    assert set(results) == {"out", "dq", "dk", "dv"}
+    assert_within_budget(results, inputs)
+
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+LONG = Shapes.of(1, q_len=500, d=64, q_heads=2)
+tiled = partial(attention, causal=True, impl="tiled", return_lse=True)
+
+
+def beyond(results, inputs):
+    """The names of the results that are beyond the budget."""
+    settings = {"causal": True}
+    expected = oracle(inputs, **settings), naive_results(inputs, **settings), terms(inputs, **settings)
+    return {finding.name for finding in compare(results, *expected) if not finding.holds}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error", "of_gradients"),
+    [(torch.float16, 2e-3, 3e-3), (torch.bfloat16, 1e-2, 1.5e-2), (torch.float32, 1e-5, 1e-5)],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_an_error_of_a_few_roundings_is_beyond_the_budget(name, dtype, error, of_gradients):
+    """1 % in bfloat16, three roundings, for results whose naive error is one; the gradients of q and k have more."""
+    inputs = make_inputs(LONG, dtype=dtype)
+    results = evaluate(tiled, inputs)
+    assert beyond(results, inputs) == set()
+    relative = {"lse": 2e-6, "dq": of_gradients, "dk": of_gradients}.get(name, error)
+    assert beyond(nudged(results, name, relative), inputs) == {name}
+
+
+def scale_off(q, k, v):
+    return tiled(q, k, v, scale=1.004 / 8)
+
+
+def one_key_hidden(q, k, v):
+    """The last row alone, which sees 500 keys, misses one."""
+    seen = torch.ones(500, 500, dtype=torch.bool).tril()
+    seen[-1, -1] = False
+    return attention(q, k, v, mask=seen, impl="tiled", return_lse=True)
+
+
+def one_key_too_many(q, k, v):
+    """A row in the middle sees the key after its own."""
+    seen = torch.ones(500, 500, dtype=torch.bool).tril()
+    seen[250, 251] = True
+    return attention(q, k, v, mask=seen, impl="tiled", return_lse=True)
+
+
+def narrow_scores(q, k, v):
+    return attention(q, k, v, causal=True, impl="naive", return_lse=True)
+
+
+def probabilities_of_eight_bits(q, k, v):
+    """Rounded to bfloat16, whatever the dtype is."""
+    scores = (q.float() @ k.float().mT / 8).masked_fill(torch.ones(500, 500).triu(1).bool(), -math.inf)
+    weights = scores.softmax(-1).bfloat16().float()
+    return (weights @ v.float()).to(q.dtype), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("wrong", [scale_off, one_key_hidden, one_key_too_many, narrow_scores])
+def test_wrong_kernels_are_beyond_the_budget(wrong, dtype):
+    """In 16 bits, where an error may hide among roundings, the log-sum-exp shows it."""
+    inputs = make_inputs(LONG, dtype=dtype)
+    assert "lse" in beyond(evaluate(wrong, inputs), inputs)
+
+
+def test_probabilities_of_too_few_bits_are_beyond_the_budget():
+    inputs = make_inputs(LONG, dtype=torch.float16)
+    assert {"out", "dv"} <= beyond(evaluate(probabilities_of_eight_bits, inputs), inputs)
+
+
+def test_one_key_gives_gradients_of_0_that_are_differences_of_roundings():
+    """Naive's are exact; the others' come from an output that was rounded."""
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        inputs = make_inputs(Shapes.of(4, q_len=3, k_len=1, d=64), dtype=dtype)
+        assert_within_budget(evaluate(partial(attention, impl="tiled", return_lse=True), inputs), inputs)
