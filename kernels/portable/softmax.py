@@ -9,17 +9,27 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from .units import exponent_of, power_of_two
+
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 ABOVE: tl.constexpr = tl.constexpr(1.0 + 2.0**-23)
 BELOW: tl.constexpr = tl.constexpr(1.0 - 2.0**-23)
 
 
+HUGE: tl.constexpr = tl.constexpr(2.0**28)
+"""Scores from which rounding the largest one could make all weights 0; those next to it have a weight below 2**-8."""
+
+
 class Softmax(NamedTuple):
-    """Per row: the largest score so far, and the sum of exp2(score - that maximum + shift)."""
+    """Per row: the largest score so far, and the sum of exp2(score - that maximum + shift).
+
+    product: the largest of a key, before its scale.
+    """
 
     maximum: tl.tensor
     total: tl.tensor
+    product: tl.tensor
 
 
 @triton.jit
@@ -31,7 +41,7 @@ def softmax_start(ROWS: tl.constexpr, sinks, head, SHIFT: tl.constexpr):
         sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
         maximum = tl.full([ROWS], 0.0, tl.float32) + sink
         total += tl.where(sink == float("-inf"), 0.0, 2.0**SHIFT)
-    return Softmax(maximum, total)
+    return Softmax(maximum, total, tl.full([ROWS], float("-inf"), tl.float32))
 
 
 @triton.jit
@@ -42,20 +52,29 @@ def softmax_step(state, products, scale, SHIFT: tl.constexpr, FUSED: tl.constexp
     -inf; its pivot is 0, because -inf - -inf would be NaN. Weights are 2**SHIFT times too large, which costs nothing
     and keeps the small ones out of float16's subnormal numbers. FUSED says whether multiplications and additions are.
     """
-    largest = tl.max(products, 1) * scale
+    product = tl.maximum(state.product, tl.max(products, 1))
+    largest = product * scale
     if FUSED:
         # A fused multiply-add does not round products * scale as the line above does: for scores in the millions the
         # exponent below could exceed SHIFT by enough for a float16 weight to be infinite.
         largest *= tl.where(largest > 0.0, ABOVE, BELOW)
     maximum = tl.maximum(state.maximum, largest)
     pivot = tl.where(maximum == float("-inf"), 0.0, maximum)
+    rescale = tl.exp2(state.maximum - pivot)
     if FUSED:
-        weights = tl.exp2(products * scale - (pivot - SHIFT)[:, None])
+        # By a power of two the largest product is multiplied exactly, so that its own weight is 1. The others' weights
+        # are then too large, but next to nothing.
+        size = tl.abs(largest)
+        huge = (size >= HUGE) & (size < float("inf")) & (largest == maximum)
+        coarse = power_of_two(exponent_of(scale))
+        factor = tl.where(huge, coarse, scale)
+        offset = tl.where(huge, product * coarse, pivot - SHIFT)
+        rescale = tl.where(huge, tl.exp2((state.product - product) * coarse), rescale)
+        weights = tl.exp2(products * factor[:, None] - offset[:, None])
     else:
         # In this order the largest score gives SHIFT exactly, however large it is.
         weights = tl.exp2((products * scale - pivot[:, None]) + SHIFT)
-    rescale = tl.exp2(state.maximum - pivot)
-    return Softmax(maximum, state.total * rescale + tl.sum(weights, 1)), weights, rescale
+    return Softmax(maximum, state.total * rescale + tl.sum(weights, 1), product), weights, rescale
 
 
 @triton.jit
