@@ -78,7 +78,7 @@ def _make_async_atomic_add() -> Any:
         return None
 
     @builtin
-    def async_atomic_add(tensor_desc, coord, src, _semantic=None):  # type: ignore[no-untyped-def]
+    def async_atomic_add(tensor_desc, coord, src, _semantic=None):
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         _semantic.builder.create_async_tma_reduce(add, tensor_desc.handle, coord, src.handle)
 
@@ -146,7 +146,7 @@ def runner_of(compiled: Any, grid: tuple[int, int]) -> tuple[Callable[..., None]
         else:
             launch(*grid, 1, stream, function, *options, metadata, *hooked, None, None, *annotations, arguments)
 
-    described = getattr(compiled.metadata, "tensordesc_meta", None)
+    described: Any = getattr(compiled.metadata, "tensordesc_meta", None)
     # Since 3.8 it takes a third argument, for descriptors that are arguments of the launch, and does not use it.
     more = (None,) if triton.__version__.startswith(("3.8.", "3.9.")) else ()
 

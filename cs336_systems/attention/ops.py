@@ -183,7 +183,7 @@ def exporting() -> bool:
 
 
 def transforming() -> bool:
-    """Whether a transform of `torch.func`, such as vmap or grad, is at work, other than in a graph, where torch.compile traces it."""
+    """Whether a transform of `torch.func` such as vmap is at work, and torch.compile, which traces it, is not."""
     return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cs336_systems.attention.rules import score_rule
 from cs336_systems.kernels.language import tl
-from cs336_systems.testing import Inputs, Results, Shapes, make_inputs, oracle, terms
+from cs336_systems.testing import Inputs, Results, Shapes, make_inputs
 
 LARGEST = torch.finfo(torch.float32).max
 D = 16

@@ -167,7 +167,9 @@ def placed(score, batch, head, row, column):
     return score + tl.sin((3 * batch + 2 * head + row // 2 - column % 3).to(tl.float32))
 
 
-@pytest.mark.parametrize("rule", [arithmetic, bounded, exponential, waves, infinite, placed], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "rule", [arithmetic, bounded, exponential, waves, infinite, placed], ids=lambda rule: rule.name
+)
 def test_score_rules_compute_the_same_in_every_implementation(flash_device, rule):
     inputs = make_inputs(SHAPES, device=flash_device)
     for impl in ("tiled", "flash"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import cast
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from cs336_systems.attention import Attention
 from cs336_systems.transformer import KVCache, Transformer, generate, stream
 from cs336_systems.transformer.cache import FEW
+from cs336_systems.transformer.model import TransformerBlock
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [1, 2, 3]]
 
@@ -78,7 +80,7 @@ def test_attention_with_a_scale_and_a_softcap_has_them_in_every_step(tiny, devic
     """As a whole prompt, as one that is continued, of few tokens and of many, and as single tokens."""
     model = Transformer(tiny(context_length=80), device=device, dtype=torch.float64)
     for block in model.layers:
-        block.attn.attend = Attention(causal=True, scale=0.9, softcap=0.05, impl="naive")
+        cast(TransformerBlock, block).attn.attend = Attention(causal=True, scale=0.9, softcap=0.05, impl="naive")
     prompts = torch.randint(40, (2, length), device=device)
     new = generate(model, prompts, 4, temperature=0)
     assert new == generate(model, prompts, 4, temperature=0, use_cache=False)
