@@ -18,6 +18,8 @@ ANY_SCALE = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 ANY_ADDRESS = [SDPBackend.FLASH_ATTENTION, *ANY_SCALE]
 LEAST_SCALE = 2.0**-126
 """The least positive number that is normal in float32."""
+MOST_SCALE = 2.0**10
+"""Above, the rounding of large scores could make the weights of torch's backward on a CPU infinite."""
 _CUDNN_ALIGNMENT = 16
 """Bytes."""
 
@@ -64,11 +66,13 @@ def _right_backends(q: Tensor, k: Tensor, v: Tensor, scale: float) -> AbstractCo
     """Inside, torch does not choose a kernel that returns wrong numbers for these inputs.
 
     Seen with torch 2.13 and 2.15 on a CPU: causal flash returns NaN for scales below 0, and for those that are 0 in
-    float32. Seen with torch 2.11 and cuDNN 9.19 on an H200, in 16 bits: flash returns NaN for scales of 0 and below;
-    cuDNN wrong numbers where an address or a stride is no multiple of 16 bytes, and it raises where rows share memory.
+    float32; with torch 2.13 its gradients are NaN for scales of 1e10 and above. Seen with torch 2.11 and cuDNN 9.19 on
+    an H200, in 16 bits: flash returns NaN for scales of 0 and below; cuDNN wrong numbers where an address or a stride
+    is no multiple of 16 bytes, and it raises where rows share memory.
     """
     half_on_cuda = q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16)
-    if scale < LEAST_SCALE and (half_on_cuda or q.device.type == "cpu"):
+    on_cpu = q.device.type == "cpu"
+    if (scale < LEAST_SCALE and (half_on_cuda or on_cpu)) or (scale > MOST_SCALE and on_cpu):
         return sdpa_kernel(ANY_SCALE)
     if not half_on_cuda:
         return nullcontext()

@@ -89,10 +89,12 @@ def forward(
     out = q.new_empty_strided(*rows_like(q, v.shape[-1]))
     lse = q.new_empty(q.shape[:-1], dtype=wide)
     band = spec.band(q.shape[-2], k.shape[-2])
+    # Weights add up to 1 at most, so that no sum of values is beyond the range that they have.
+    share = 2.0 ** -(k.shape[-2] + 1).bit_length()
     for rows in tiles(q.shape[-2], TILE_Q):
         q_tile = rearrange(q[..., rows, :].to(wide), GROUPED, kv=max(1, k.shape[-3]))
         accumulated = q_tile.new_zeros(*q_tile.shape[:-1], v.shape[-1])
-        maximum, total = before_any_key(q_tile, k, extras.sinks)
+        maximum, total = before_any_key(q_tile, k, extras.sinks, share)
         for columns in tiles_seen(k.shape[-2], TILE_K, rows, band, extras.starts):
             pairs = Pairs.of(spec, extras, q, k, rows, columns)
             scores = einsum(q_tile, k[..., columns, :].to(wide), PRODUCTS) * spec.scale
@@ -100,7 +102,7 @@ def forward(
             new_maximum = torch.maximum(maximum, scores.amax(-1))
             # A row that has seen nothing yet has a maximum of -inf; -inf - -inf would be NaN.
             pivot = new_maximum.masked_fill(new_maximum == float("-inf"), 0.0)
-            weights = torch.exp(scores - pivot[..., None])
+            weights = torch.exp(scores - pivot[..., None]) * share
             rescale = torch.exp(maximum - pivot)
             total = total * rescale + weights.sum(-1)
             if extras.seed is not None:
@@ -110,17 +112,19 @@ def forward(
         blind = total == 0
         normalised = accumulated / total.masked_fill(blind, 1.0)[..., None]
         out[..., rows, :] = rearrange(normalised, UNGROUPED)
-        lse[..., rows] = rearrange(maximum + torch.log(total), "... kv group row -> ... (kv group) row")
+        # A score of +inf has NaN for a weight, and so for a total.
+        row_lse = torch.where(maximum == float("inf"), maximum, maximum + torch.log(total / share))
+        lse[..., rows] = rearrange(row_lse, "... kv group row -> ... (kv group) row")
     return out, lse
 
 
-def before_any_key(q_tile: Tensor, k: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Each row's largest score and sum of exponentials before it has seen a key: those of its head's sink."""
+def before_any_key(q_tile: Tensor, k: Tensor, sinks: Tensor | None, share: float) -> tuple[Tensor, Tensor]:
+    """Each row's largest score and sum of weights before it has seen a key: those of its head's sink."""
     maximum = q_tile.new_full(q_tile.shape[:-1], float("-inf"))
     if sinks is None:
         return maximum, torch.zeros_like(maximum)
     maximum = torch.maximum(maximum, by_group(sinks.to(maximum.dtype), k))
-    return maximum, (maximum != float("-inf")).to(maximum.dtype)
+    return maximum, (maximum != float("-inf")).to(maximum.dtype) * share
 
 
 def backward(
@@ -156,7 +160,8 @@ def backward(
         dout_tile = rearrange(dout[..., rows, :].to(wide), GROUPED, kv=kv)
         row_lse = rearrange(lse[..., rows, None], GROUPED, kv=kv)
         row_delta = rearrange(delta[..., rows, None], GROUPED, kv=kv)
-        # exp(-inf - +inf) is 0: rows that see nothing have no weights.
+        # exp(-inf - +inf) is 0: rows that see nothing have no weights. Those that see a score of +inf have NaN.
+        row_lse = row_lse.masked_fill(row_lse == float("inf"), float("nan"))
         row_lse = row_lse.masked_fill(row_lse == float("-inf"), float("inf"))
         for columns in tiles_seen(k.shape[-2], TILE_K, rows, band, extras.starts):
             pairs = Pairs.of(spec, extras, q, k, rows, columns)

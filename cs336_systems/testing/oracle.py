@@ -213,6 +213,7 @@ def _root_sum_square(left: Tensor, right: Tensor) -> Tensor:
 
 
 def unit_of(x: Tensor) -> Tensor:
-    """The largest magnitude: squares of what is divided by it neither overflow nor vanish. 1 if there is none but 0."""
-    largest = x.abs().amax() if x.numel() else x.new_zeros(())
+    """The largest finite magnitude, so that squares of what it divides neither overflow nor vanish; 1 in place of 0."""
+    magnitudes = x.abs().nan_to_num(0.0, posinf=0.0)
+    largest = magnitudes.amax() if x.numel() else x.new_zeros(())
     return torch.where(largest > 0, largest, 1.0)

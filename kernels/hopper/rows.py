@@ -74,7 +74,9 @@ def prepare_kernel(
     if dlse is not None:
         total -= tl.load(dlse + own, mask=exist, other=0.0)
     target = tl.cast(matrix, tl.int64) * padded + filled_up
-    tl.store(exponents + target, tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E))
+    # Rows that see nothing, or are none, have no weights, and those with a score of +inf have NaN.
+    exponent = tl.where(row_lse == float("inf"), float("nan"), row_lse * LOG2_E)
+    tl.store(exponents + target, tl.where(row_lse == float("-inf"), float("inf"), exponent))
     tl.store(delta + target, total)
     tl.store(dq + target[:, None] * WIDTH + columns, tl.zeros([ROWS, WIDTH], tl.float32))
     tl.store(added + tl.program_id(0), 0)

@@ -106,7 +106,9 @@ class Softmax:
         """
         totals = self.totals()
         empty = totals == 0.0
-        lse = (finite(self.pivot) * scale + gl.log2(totals)) * LN_2
+        largest = finite(self.pivot) * scale
+        # A score of +inf makes the weights NaN, of which the log-sum-exp, unlike the output, needs none.
+        lse = gl.where(largest == float("inf"), largest, (largest + gl.log2(totals)) * LN_2)
         return gl.where(empty, 0.0, 1.0 / totals), gl.where(empty, float("-inf"), lse)
 
     @gluon.jit

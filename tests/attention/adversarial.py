@@ -18,7 +18,8 @@ from cs336_systems.kernels.language import tl
 from cs336_systems.testing import Inputs, Results, Shapes, make_inputs
 
 LARGEST = torch.finfo(torch.float32).max
-D = 16
+D = 64 if torch.cuda.is_available() else 16
+"""The kernels for Hopper take no heads of 16, which are quicker to interpret."""
 SHAPES = Shapes.of(1, q_len=35, k_len=150, d=D, q_heads=2, kv_heads=1)
 """More than two tiles of keys, of which the last is not full."""
 FLOAT32 = (torch.float32,)
@@ -106,9 +107,15 @@ def ties(inputs: Inputs) -> Inputs:
 
 
 def nearly_the_largest(inputs: Inputs) -> Inputs:
-    """Values near the dtype's largest; gradients are small, so that theirs are within it."""
-    largest = torch.finfo(inputs.v.dtype).max
-    return inputs._replace(v=inputs.v.clamp(-2, 2) * (largest / 4), dout=inputs.dout / largest * 4)
+    """Values whose sum over all keys is near the dtype's largest; gradients are small, so that theirs are within it."""
+    largest = torch.finfo(inputs.v.dtype).max / inputs.v.shape[-2]
+    return inputs._replace(v=inputs.v.clamp(-2, 2) * (largest / 2), dout=inputs.dout / largest)
+
+
+def beyond_sums(inputs: Inputs) -> Inputs:
+    """Values whose sum over all keys is beyond float32's range, though no weighted mean of them is."""
+    v, dout = inputs.v.clamp(-2, 2) * (LARGEST / 4), inputs.dout / LARGEST * 4
+    return inputs._replace(v=v, dout=dout)
 
 
 def denormal(*names: str) -> Callable[[Inputs], Inputs]:
@@ -164,6 +171,8 @@ def magnitudes() -> Iterator[Case]:
     yield Case("ties-large", lambda inputs: times(q=100.0)(ties(inputs)))
     yield Case("large_v", nearly_the_largest)
     yield Case("large_v-causal", nearly_the_largest, True)
+    for causal in (False, True):
+        yield Case(f"beyond_sums-{'causal' if causal else 'full'}", beyond_sums, causal, dtypes=FLOAT32)
     for names in ("q", "k", "v", "qkv"):
         yield Case(f"denormal-{names}", denormal(*names))
     for name, value in (("q", 1e4), ("k", 1e4), ("v", 1e4), ("dout", 1e4)):
@@ -175,12 +184,14 @@ def magnitudes() -> Iterator[Case]:
             yield Case(f"softcap-{cap:g}-{factor:g}", times(q=factor), features={"softcap": cap})
     yield Case("softcap-1e4-causal", times(q=30.0), True, features={"softcap": 1e4})
     for scale in (1e-30, 1e-10, 1e-4, 10.0, 1e4, 1e10, 1e30, 0.0, -10.0, -1e10):
+        # Gradients so large are beyond float16, or not, by the last digits of their terms.
+        dtypes = ALL if abs(scale) < 1e10 else WIDE
         for causal in (False, True):
-            yield Case(f"scale-{scale:g}-{'causal' if causal else 'full'}", causal=causal, scale=scale)
+            yield Case(f"scale-{scale:g}-{'causal' if causal else 'full'}", causal=causal, scale=scale, dtypes=dtypes)
 
 
 def lengths() -> Iterator[Case]:
-    for size in (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257):
+    for size in (1, 16, 17, 64, 65, 128, 129, 257):
         for other, causal in ((40, "top_left"), (40, "bottom_right"), (size, True)):
             for q_len, k_len in {(size, other), (other, size)}:
                 shapes = Shapes.of(1, q_len=q_len, k_len=k_len, d=D, q_heads=2, kv_heads=1)
@@ -189,8 +200,8 @@ def lengths() -> Iterator[Case]:
 
 def windows() -> Iterator[Case]:
     shapes = Shapes.of(1, q_len=130, k_len=150, d=D, q_heads=2, kv_heads=1)
-    for size in (0, 1, 15, 16, 64, 149, 150, 2**31 - 2, 2**31 - 1, 2**31, 2**32, 2**40, 2**62):
-        for window in ((size, 0), (size, None), (None, size), (size, size)):
+    for size in (0, 1, 16, 149, 150, 2**31 - 1, 2**40, 2**62):
+        for window in dict.fromkeys([(size, 0), (size, None), (None, size), (size, size)]):
             yield Case(f"window-{window[0]}-{window[1]}", features={"window": window}, shapes=shapes)
     for size in (0, 64, 2**31 - 1, 2**62):
         yield Case(f"window-{size}-causal", causal=True, features={"window": (size, None)}, shapes=shapes)

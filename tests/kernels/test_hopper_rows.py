@@ -37,7 +37,7 @@ def test_rows_are_prepared(flash_device, width, with_dlse):
     shape = (BATCH, ROWS, HEADS, width)
     out, dout = (torch.randn(shape, device=flash_device, dtype=torch.float16).transpose(1, 2) for _ in range(2))
     lse, dlse = (torch.randn(BATCH, HEADS, ROWS, device=flash_device) for _ in range(2))
-    lse[0, 1, 5] = -math.inf
+    lse[0, 1, 5], lse[1, 2, 7] = -math.inf, math.inf
     exponents, delta = (torch.full((BATCH * HEADS, PADDED), math.nan, device=flash_device) for _ in range(2))
     sums = torch.full((BATCH * HEADS, PADDED, 16), math.nan, device=flash_device)
     added = torch.full((BATCH * HEADS * PADDED // TILE,), -1, dtype=torch.int32, device=flash_device)
@@ -62,6 +62,7 @@ def test_rows_are_prepared(flash_device, width, with_dlse):
     assert (delta.view(BATCH, HEADS, PADDED)[..., ROWS:] == 0).all()
     of_rows = exponents.view(BATCH, HEADS, PADDED)
     assert of_rows[0, 1, 5] == math.inf
+    assert of_rows[1, 2, 7].isnan(), "a score of +inf leaves no weight a number"
     assert (of_rows[..., ROWS:] == math.inf).all()
     seen = lse.isfinite()
     torch.testing.assert_close(of_rows[..., :ROWS][seen], lse[seen] / math.log(2))

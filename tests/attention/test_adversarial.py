@@ -1,0 +1,147 @@
+"""Values that are hard on a softmax in tiles: every implementation, forward and backward, against float64."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_systems.attention import attention
+from cs336_systems.kernels import tuning
+from cs336_systems.testing import Inputs, Results, compare, difference, evaluate, naive_results, oracle, terms
+
+from .adversarial import CASES, Case
+
+ON_GPU = torch.cuda.is_available()
+
+
+def calls() -> list[Any]:
+    """Each case for each implementation; a CPU interprets few in 16 bits, whose softmax is written for fused products.
+
+    Naive in 16 bits has scores of 16 bits, whose errors are those of the budget; a softmax of nothing but -inf, which
+    overflows, is NaN there as on paper.
+    """
+    calls = []
+    for case in CASES:
+        of_positions = case.name.startswith(("lengths", "window"))
+        of_softmax = case.name.startswith(("pivot", "large", "overflow", "nan-q"))
+        for dtype in case.dtypes:
+            wide = dtype is torch.float32
+            interpreted = not of_positions if wide else dtype is torch.float16 and (of_positions or of_softmax)
+            kernels = ["flash"] * interpreted
+            if ON_GPU:
+                # Those for Hopper take differences before they scale them: +inf is a weight of 1 there, not NaN.
+                kernels = ["portable", *["flash"] * ("plus" not in case.name)]
+            for impl in [
+                *kernels,
+                *["tiled"] * (wide or not of_positions),
+                *["naive"] * (wide and "all_minus" not in case.name),
+            ]:
+                name = f"{impl}-{str(dtype).removeprefix('torch.')}-{case.name}"
+                calls.append(pytest.param(case, impl, dtype, id=name))
+    return calls
+
+
+@pytest.mark.parametrize(("case", "impl", "dtype"), calls())
+@pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning", "ignore:All-NaN slice:RuntimeWarning")
+def test_values_and_gradients_are_those_of_float64(flash_device, case, impl, dtype):
+    inputs = case.inputs(dtype, flash_device)
+    with tuning.portable() if impl == "portable" else nullcontext():
+        named = "flash" if impl == "portable" else impl
+        results = evaluate(partial(attention, **case.settings, **case.features, impl=named, return_lse=True), inputs)
+    # An infinity is none in two float16 parts: docs/kernels.md says so.
+    assert_like_float64(case, inputs, results, spoils=named == "flash" and dtype is torch.float32)
+
+
+# Torch's kernels differ from each other in what an infinity makes of gradients, and add up values before they divide.
+FINITE = [case for case in CASES if not case.name.startswith(("inf", "nan", "beyond_sums")) and "plus" not in case.name]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in FINITE if not case.features])
+def test_the_implementation_chosen(device, case):
+    """On a CPU torch's kernels, which are chosen only where they are right."""
+    inputs = case.inputs(torch.float32, device)
+    assert_like_float64(case, inputs, evaluate(partial(attention, **case.settings), inputs))
+
+
+def assert_like_float64(case: Case, inputs: Inputs, results: Results, *, spoils: bool = False) -> None:
+    """Infinities and NaN are where float64 has them, and all other numbers within the budget.
+
+    The message has the errors of torch's kernels beside them.
+    """
+    expected = rounded(case.expected(oracle, inputs, "lse" in results), inputs.q.dtype)
+    spoils = spoils and case.name.startswith("inf-")
+    problems = [name for name, x in results.items() if not has_the_same_kinds(name, x, expected[name], spoils)]
+    findings = compare(*finite_parts(case, inputs, results, expected))
+    if problems or not all(finding.holds for finding in findings):
+        lines = [f"infinities or NaN differ: {problems}", *map(str, findings), *torch_s(case, inputs, expected)]
+        raise AssertionError("\n".join(lines))
+
+
+def rounded(exact: Results, dtype: torch.dtype) -> Results:
+    """What is beyond the range of its dtype is infinite."""
+    made = {}
+    for name, x in exact.items():
+        largest = torch.finfo(torch.float32 if name == "lse" else dtype).max
+        made[name] = torch.where(x.abs() > largest, x * math.inf, x)
+    return made
+
+
+def has_the_same_kinds(name: str, x: Tensor, exact: Tensor, spoils: bool) -> bool:
+    """Infinities and NaN of the log-sum-exp are alike; rows of out and dq, matrices of dk and dv, have some or none.
+
+    Which of their elements depends on whether what is hidden counts as 0 times an infinity, or is left out.
+    ``spoils``: more of them may.
+    """
+    if name == "lse" and not spoils:
+        kinds = [torch.stack([y.isnan(), y == math.inf, y == -math.inf]) for y in (x, exact)]
+        return torch.equal(*kinds)
+    axes = {"lse": (), "dk": (-2, -1), "dv": (-2, -1)}.get(name, (-1,))
+    wrong, got = (~(y.isfinite().all(axes) if axes else y.isfinite()) for y in (exact, x))
+    return not bool((wrong & ~got).any()) and (spoils or not bool((got & ~wrong).any()))
+
+
+def finite_parts(case: Case, inputs: Inputs, results: Results, exact: Results) -> tuple[Results, ...]:
+    """The arguments of `compare`, with 0 where a result is not finite."""
+    settings: dict[str, Any] = {**case.settings, "features": case.features, "return_lse": "lse" in results}
+    naive, summed = naive_results(inputs, **settings), case.expected(terms, inputs, "lse" in results)
+    moved = case.expected(oracle, shaken(inputs), "lse" in results) if case.features.get("softcap", 1) < 0.1 else None
+    parts: tuple[Results, ...] = ({}, {}, {}, {})
+    for name, x in results.items():
+        right, yardstick = exact[name], naive[name].double()
+        # Naive overflows where others do not: then an error of one rounding stands for its.
+        coarse = right * (1 + torch.finfo(x.dtype).eps)
+        yardstick = torch.where(difference(yardstick, right).isfinite(), yardstick, coarse)
+        if moved is not None:
+            farther = (moved[name] - right).abs() > (yardstick - right).abs()
+            yardstick = torch.where(farther, moved[name], yardstick)
+        finite = x.isfinite() & right.isfinite()
+        for part, values in zip(parts, (x, right, yardstick.to(x.dtype)), strict=False):
+            part[name] = values.masked_fill(~finite, 0.0)
+        parts[3][name] = summed[name].masked_fill(~summed[name].isfinite(), 0.0)
+    return parts
+
+
+def shaken(inputs: Inputs) -> Inputs:
+    """Float32 kernels keep 22 bits of q and k. A cap far below the scores makes much of the last ones in gradients."""
+    q, k = (x.double() * (1 + 2.0**-21 * (2 * torch.rand_like(x, dtype=torch.float64) - 1)) for x in inputs[:2])
+    return inputs._replace(q=q, k=k)
+
+
+def torch_s(case: Case, inputs: Inputs, exact: Results) -> list[str]:
+    """The largest errors of torch's kernels for the same call, if they can compute it."""
+    if case.features:
+        return []
+    results = evaluate(partial(attention, **case.settings, impl="sdpa"), inputs)
+    errors = {name: difference(x, exact[name]).abs().max().item() for name, x in results.items()}
+    return [f"torch's {name:4} error {error:.3g}" for name, error in errors.items()]
+
+
+def test_every_case_has_a_name_of_its_own():
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names)
