@@ -10,12 +10,15 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from triton.runtime import interpreter
 
-from cs336_systems.attention import attention
+from cs336_systems.attention import attention, attention_varlen, attention_with_cache
+from cs336_systems.attention.variants import document, relative_bias
 from cs336_systems.kernels import launching, tuning
 from cs336_systems.kernels.tuning import TileConfig
-from cs336_systems.testing import Shapes, evaluate, make_inputs
+from cs336_systems.testing import Shapes, evaluate, make_cache, make_inputs, make_packed, starts_of
 
 pytestmark = pytest.mark.skipif(not launching.INTERPRETED, reason="needs the interpreter")
 
@@ -39,6 +42,10 @@ class Watch:
         self.check(addresses[mask], values.dtype.itemsize)
         return self.memory.store(addresses, values, mask)
 
+    def atomic_rmw(self, operation, addresses, values, mask, order):
+        self.check(addresses[mask], values.dtype.itemsize)
+        return self.memory.atomic_rmw(operation, addresses, values, mask, order)
+
     def check(self, addresses, size):
         inside = np.zeros(addresses.shape, dtype=bool)
         for start, end in self.storages:
@@ -47,13 +54,22 @@ class Watch:
         self.checked += inside.size
 
 
+def tensors_in(value):
+    """Those of a launch's arguments, also within tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
 @pytest.fixture
 def watch(monkeypatch):
     watched = Watch(interpreter._interpreter)
     launch = interpreter.GridExecutor.__call__
 
     def launch_watched(self, *args, **kwargs):
-        storages = [x.untyped_storage() for x in args if isinstance(x, torch.Tensor)]
+        storages = [x.untyped_storage() for x in tensors_in((*args, *kwargs.values()))]
         watched.storages = [(x.data_ptr(), x.data_ptr() + x.nbytes()) for x in storages]
         return launch(self, *args, **kwargs)
 
@@ -75,3 +91,73 @@ def test_every_address_is_in_a_tensor(flash_device, watch, lengths, widths, caus
     with tuning.pin(forward=tile, dq=tile, dkdv=tile):
         evaluate(partial(attention, causal=causal, impl="flash", return_lse=True), inputs)
     assert watch.checked > 0
+
+
+SMALL = TileConfig(16, 16, 4, 1)
+pinned = partial(tuning.pin, forward=SMALL, dq=SMALL, dkdv=SMALL)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("features", [{}, {"causal": True}, {"window": (5, 3)}, {"bias": True}])
+def test_every_address_of_packed_sequences_is(flash_device, watch, features, dtype):
+    """The last sequences are short of a tile, and no row follows them."""
+    lengths = [(18, 3), (0, 5), (17, 18), (1, 2)]
+    inputs = make_packed(lengths, d=20, dv=12, dtype=dtype, device=flash_device)
+    starts = [starts_of(column, flash_device) for column in zip(*lengths, strict=True)]
+    most = {"max_seqlen_q": 18, "max_seqlen_k": 18}
+    if "bias" in features:
+        features = {"bias": torch.randn(1, 2, 18, 18, device=flash_device, requires_grad=True)}
+    with pinned():
+        attend = partial(attention_varlen, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], **most, impl="flash")
+        evaluate(partial(attend, **features, return_lse=True), inputs)
+    assert watch.checked > 0
+
+
+def shaped(*shape):
+    return torch.randn(shape, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        lambda: {"bias": shaped(1, 2, 18, 35)},
+        lambda: {"bias": shaped(2, 1, 1, 35), "causal": True},
+        lambda: {"bias": shaped(18, 1), "window": (5, 3)},
+        lambda: {"mask": torch.randn(2, 18, 35) > 0},
+        lambda: {"alibi_slopes": shaped(2, 2), "causal": True},
+        lambda: {"scores": relative_bias(shaped(2, 52), 17)},
+        lambda: {"sinks": shaped(2), "dropout_p": 0.5, "softcap": 3.0},
+        lambda: {"mask": document(torch.arange(35).expand(2, 35) // 9).with_blocks(18, 35)},
+    ],
+)
+def test_every_address_of_what_is_captured_is(flash_device, watch, features):
+    shapes = Shapes.of(2, q_len=18, k_len=35, d=20, dv=12, q_heads=2, kv_heads=1)
+    inputs = make_inputs(shapes, device=flash_device)
+    with pinned():
+        evaluate(partial(attention, impl="flash"), inputs, features())
+    assert watch.checked > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("new", "window"), [(1, None), (3, None), (3, (9, 0))])
+def test_every_address_of_a_cache_is(flash_device, watch, new, window, dtype):
+    """A full sequence ends where its slots do; others are short, or empty."""
+    cache = make_cache(
+        [70, 3, 0, 65], capacity=70, q_heads=4, kv_heads=2, d=20, dv=12, new=new, dtype=dtype, device=flash_device
+    )
+    attention_with_cache(*cache, window=window, impl="flash")
+    assert watch.checked > 0
+
+
+@triton.jit
+def copy_kernel(source, target, SIZE: tl.constexpr):
+    """Without a mask."""
+    places = tl.arange(0, SIZE)
+    tl.store(target[0] + places, tl.load(source + places))
+
+
+@pytest.mark.parametrize(("source", "target"), [(16, 12), (12, 16)])
+def test_an_address_outside_is_noticed(flash_device, watch, source, target):
+    x, y = (torch.zeros(size, device=flash_device) for size in (source, target))
+    with pytest.raises(Exception, match="4 of 16 addresses are outside of every tensor"):
+        copy_kernel[(1,)](x, (y,), 16)
