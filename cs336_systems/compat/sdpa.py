@@ -74,6 +74,8 @@ def scaled_dot_product_attention(
         q, k, v = q[None], k[None], v[None]
     masks = {"causal": "top_left"} if is_causal else _masks(attn_mask, (*q.shape[:-1], k.shape[-2]))
     out = attention(q, k, v, **masks, dropout_p=dropout_p, scale=scale, impl=impl)
+    if q.dtype != query.dtype:
+        out = out.to(query.dtype)
     return out[0] if lone else out
 
 
@@ -104,7 +106,11 @@ def replaced(impl: str | Implementation = "auto") -> Iterator[None]:
 
 
 def _broadcast(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors as views with the same batch axes, but for the heads where they are grouped."""
+    """The tensors as views with the same batch axes, but for the heads where they are grouped.
+
+    In float32 where the gradient of a broadcast one of 16 bits is wanted, as in torch: it is a sum over the batch, and
+    each of its terms would be rounded to 16 bits before.
+    """
     own = 3 if grouped else 2
     for name, tensor in (("query", q), ("key", k), ("value", v)):
         if tensor.ndim < own:
@@ -119,6 +125,10 @@ def _broadcast(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[Tensor, 
         raise RuntimeError(
             f"the axes before query's, key's and value's last {own} must broadcast{hint}; got {got}"
         ) from error
+    summed = torch.is_grad_enabled() and any(x.requires_grad and x.shape[:-own] != batch for x in (q, k, v))
+    narrow = q.dtype == k.dtype == v.dtype and q.dtype.itemsize == 2
+    if summed and narrow and not torch.is_autocast_enabled(q.device.type):
+        q, k, v = q.float(), k.float(), v.float()
     q, k, v = (x.expand(*batch, *x.shape[-own:]) for x in (q, k, v))
     return q, k, v
 

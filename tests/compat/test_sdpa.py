@@ -53,6 +53,24 @@ SHAPES = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_gradients_of_what_is_broadcast_are_rounded_once(device, dtype, grouped):
+    """They are sums over the batch, of which torch rounds no term either."""
+    of_keys = (16, 2 if grouped else 4, 33, 16)
+    leaves = [torch.randn(shape, dtype=dtype, device=device) for shape in ((4, 33, 16), of_keys, of_keys)]
+    leaves = [x.requires_grad_() for x in leaves]
+    out = scaled_dot_product_attention(*leaves, enable_gqa=grouped)
+    dout = torch.randn_like(out)
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    exact = scaled_dot_product_attention(*wide, enable_gqa=grouped, impl="naive")
+    expected = torch.autograd.grad(exact, wide, dout.double())
+    for name, actual, right in zip("qkv", torch.autograd.grad(out, leaves, dout), expected, strict=True):
+        rounding = torch.finfo(dtype).eps / 2 * right.abs().max()
+        assert (actual.double() - right).abs().max() <= 1.01 * rounding, name
+    assert out.dtype == dtype
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)

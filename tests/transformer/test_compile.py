@@ -66,6 +66,9 @@ def test_other_lengths_compile_nothing_anew(tiny, device, tokens):
 
 
 @pytest.mark.slow
-def test_generated_code(tiny, device, tokens):
-    model = Transformer(tiny(num_layers=1, attn="auto"), device=device)
-    assert_compiles(model, tokens, "inductor")
+@pytest.mark.parametrize("changes", [{}, {"window": 5}], ids=["torch's", "tiled"])
+def test_generated_code(tiny, device, tokens, changes):
+    """Also for a second length, for which code is generated that takes any."""
+    model = Transformer(tiny(num_layers=1, attn="auto", **changes), device=device)
+    for length in (12, 9) if changes else (12,):
+        assert_compiles(model, [x[:, :length] for x in tokens], "inductor")
