@@ -263,7 +263,8 @@ def _counter(device: torch.device) -> Tensor:
     key = device, torch._C._cuda_getCurrentRawStream(device.index)
     counter = _counters.get(key)
     if counter is None:
-        counter = _counters[key] = _kept_counter(device)
+        # The first of several threads keeps its own, which launches of others may be counting on already.
+        counter = _counters.setdefault(key, _kept_counter(device))
     return counter
 
 
