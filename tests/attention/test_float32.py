@@ -150,6 +150,20 @@ def test_magnitudes(impl, device, change):
     assert_within_budget(results, inputs, causal=True)
 
 
+@pytest.mark.parametrize(("name", "factor", "most"), [("dout", 1e4, 1e-5), ("dout", 1e6, 1e-3), ("q", 1e8, 1e-3)])
+def test_rows_beside_one_that_is_far_larger_keep_the_digits_that_the_docs_say(flash_device, name, factor, most):
+    inputs = make_inputs(Shapes.of(1, q_len=64, d=64), device=flash_device)
+    changed = getattr(inputs, name).clone()
+    changed[0, 5] *= factor
+    inputs = inputs._replace(**{name: changed})
+    exact = oracle(inputs, causal=True)
+    results = evaluate(partial(attention, causal=True, impl="flash", return_lse=True), inputs)
+    others = torch.arange(64, device=flash_device) != 5
+    for of_rows in ("out", "lse", "dq"):
+        right = exact[of_rows][0, others]
+        assert (results[of_rows][0, others] - right).abs().max() <= most * right.abs().max(), of_rows
+
+
 @for_each_implementation
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("factor", [0.0, 1e-3, 1.0, 60.0])
