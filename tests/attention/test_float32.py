@@ -150,6 +150,36 @@ def test_magnitudes(impl, device, change):
     assert_within_budget(results, inputs, causal=True)
 
 
+@pytest.mark.parametrize("matmul_precision", ["highest"], indirect=True)
+@pytest.mark.parametrize("d", [16, 64])
+class TestOneLargeRow:
+    """What a row far larger than the others costs these: the bound that docs/kernels.md states."""
+
+    ROW, SMALLEST = 17, 2.0**-39
+
+    def others(self, x):
+        return torch.cat([x[..., : self.ROW, :], x[..., self.ROW + 1 :, :]], -2)
+
+    def made(self, name, value, d, device):
+        inputs = make_inputs(Shapes.of(1, q_len=35, k_len=150, d=d, q_heads=1), device=device)
+        x = getattr(inputs, name).clone()
+        x[..., self.ROW, 3] = value
+        inputs = inputs._replace(**{name: x})
+        return inputs, evaluate(partial(attention, impl="flash", return_lse=True), inputs), oracle(inputs)
+
+    def test_of_q(self, flash_device, matmul_precision, d):
+        inputs, results, exact = self.made("q", 1e8, d, flash_device)
+        scores = 1e8 * self.SMALLEST * inputs.k.abs().sum(-1).max() / d**0.5
+        error = self.others((results["out"] - exact["out"]).abs()).max()
+        assert error < 2 * scores * inputs.v.abs().max()
+
+    def test_of_dout(self, flash_device, matmul_precision, d):
+        inputs, results, exact = self.made("dout", 1e6, d, flash_device)
+        score_gradient = 2 * inputs.dout.norm(dim=-1).max() * inputs.v.norm(dim=-1).max() * self.SMALLEST
+        error = self.others((results["dq"] - exact["dq"]).abs()).max()
+        assert error < score_gradient * inputs.k.abs().sum(-2).max() / d**0.5
+
+
 @for_each_implementation
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("factor", [0.0, 1e-3, 1.0, 60.0])
