@@ -162,8 +162,8 @@ def write(folder: Path, rows: Sequence[Row], environment: Environment, method: S
 
 
 def _plot_names(rows: Sequence[Row]) -> dict[str, str]:
-    """The label of this library's model with its kernels, by its name, where the rows have another library's model."""
-    models = {row["model"] for row in rows}
+    """The label of this library's model with its kernels, by its name, where the rows time another library's model."""
+    models = {row["model"] for row in rows if row["status"] == Status.OK.value}
     return {FLASH: KERNELS_LABEL} if {FLASH, LLAMA} <= models else {}
 
 
@@ -181,7 +181,7 @@ def draw(folder: Path, rows: Sequence[Row]) -> bool:
     several = Counter(model for model, _ in ways)
     names = _plot_names(rows)
     labels = {
-        (model, how): names.get(model, model) + ("" if several[model] == 1 else f", compile {how}")
+        (model, how): f"{names.get(model, model)}{'' if several[model] == 1 else f', compile {how}'}"
         for model, how in ways
     }
     panels = []
