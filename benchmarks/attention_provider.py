@@ -21,6 +21,10 @@ with the axis always there; or (batch, length, heads, d)."""
 Group = Literal["ours", "torch", "peers"]
 GROUPS: tuple[Group, ...] = ("ours", "torch", "peers")
 
+KERNELS, KERNELS_LABEL = "flash", "ours"
+"""This library's kernels: the name of the implementation, and its label in plots with other libraries' kernels, where
+"flash" would read as FlashAttention."""
+
 
 def accepts_all(problem: Problem, which: Pass) -> str | None:
     """A `refusal` that refuses nothing."""

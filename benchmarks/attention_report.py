@@ -9,13 +9,20 @@ from pathlib import Path
 import torch
 
 from benchmarks.attention_account import account_of
-from benchmarks.attention_provider import GROUPS
+from benchmarks.attention_provider import GROUPS, KERNELS, KERNELS_LABEL
 from benchmarks.attention_providers import all_providers
 from benchmarks.attention_roofline import draw_rooflines
 from benchmarks.attention_rows import COLUMNS
 from cs336_systems.profiling.environment import Environment
 from cs336_systems.profiling.plots import Axes, Panel, save_panels, series_of
-from cs336_systems.profiling.report import ABSENT, collected, environment_lines, format_number, markdown_table
+from cs336_systems.profiling.report import (
+    ABSENT,
+    collected,
+    environment_lines,
+    format_number,
+    markdown_table,
+    several_commits,
+)
 from cs336_systems.profiling.sweep import Row, Status, write_csv
 
 
@@ -61,10 +68,12 @@ class Report:
     def tables(self) -> str:
         """The Markdown page: environment, method, what did not run, and a lengths × dimensions matrix per metric."""
         parts = ["# Attention benchmark", "\n".join(environment_lines(self.environment))]
-        parts += ["\n".join(f"- {sentence}" for sentence in self.method)]
-        commits = list(dict.fromkeys(row["commit"] or "unknown" for row in self.rows))
-        if len(commits) > 1:
-            parts.append(f"The rows were measured at several commits: {', '.join(commits)}.")
+        kernels = (
+            [f"{KERNELS}: this library's kernels, `{KERNELS_LABEL}` in the plots"] if _has_others(self.rows) else []
+        )
+        parts += ["\n".join(f"- {sentence}" for sentence in [*self.method, *kernels])]
+        if commits := several_commits(self.rows):
+            parts.append(commits)
         if self.missing:
             parts += ["Not measured:", "\n".join(f"- {name}: {reason}" for name, reason in self.missing.items())]
         for title, column in (("Without a figure:", "reason"), ("Warnings:", "warning")):
@@ -84,10 +93,17 @@ class Report:
 
 
 def draw(folder: Path, rows: Sequence[Row]) -> list[Path]:
-    """Draw every metric of the rows against length, and rooflines, into PNG files in `folder`; return their paths."""
+    """Draw every metric of the rows against length, and rooflines, into PNG files in `folder`; return their paths.
+
+    Where the rows have other libraries' kernels, this library's have the label "ours".
+    """
     # All that there are, so that one that is measured in two sweeps looks the same in the figures of both.
-    known = {provider.name: GROUPS.index(provider.group) for provider in all_providers(torch.device("cpu"))}
+    known = _known()
     labels = known | {row["implementation"]: 0 for row in rows if row["implementation"] not in known}
+    if _has_others(rows):
+        renamed = {KERNELS: KERNELS_LABEL}
+        labels = {renamed.get(name, name): group for name, group in labels.items()}
+        rows = [{**row, "implementation": renamed.get(row["implementation"], row["implementation"])} for row in rows]
     paths = []
     for dtype, mask in _groups(rows):
         for metric, which, shown in _sections(rows, dtype, mask):
@@ -98,6 +114,17 @@ def draw(folder: Path, rows: Sequence[Row]) -> list[Path]:
             if save_panels(path, panels, title=title, axes=axes, labels=labels):
                 paths.append(path)
     return paths + draw_rooflines(folder, rows, labels)
+
+
+def _known() -> dict[str, int]:
+    """Every provider's name, with the number of its group."""
+    return {provider.name: GROUPS.index(provider.group) for provider in all_providers(torch.device("cpu"))}
+
+
+def _has_others(rows: Sequence[Row]) -> bool:
+    """Whether the rows have kernels of torch or of other libraries."""
+    known = _known()
+    return any(known.get(row["implementation"], 0) != GROUPS.index("ours") for row in rows)
 
 
 def _panel(rows: Sequence[Row], metric: Metric, head_dim: int, labels: Mapping[str, int]) -> Panel:

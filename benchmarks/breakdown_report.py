@@ -11,7 +11,7 @@ from cs336_systems.profiling.bars import save_stacked_bars
 from cs336_systems.profiling.environment import Environment
 from cs336_systems.profiling.kernel_classes import CLASSES, MATMUL, OTHER
 from cs336_systems.profiling.regions import PARTS
-from cs336_systems.profiling.report import ABSENT, environment_lines, format_number, markdown_table
+from cs336_systems.profiling.report import ABSENT, environment_lines, format_number, markdown_table, several_commits
 from cs336_systems.profiling.shares import WHOLE, total_ms
 from cs336_systems.profiling.sweep import Row, Status, write_csv
 
@@ -238,6 +238,7 @@ def report(rows: Sequence[Row], environment: Environment, method: Sequence[str])
         "# Where the time goes",
         "\n".join(environment_lines(environment)),
         "\n".join(f"- {text}" for text in method),
+        *filter(None, [several_commits(rows)]),
         "## Times without the profiler, and with it\n\n" + times_table(rows),
     ]
     if profiled:

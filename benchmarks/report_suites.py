@@ -116,7 +116,7 @@ _LONG = "--lengths 128 512 2048 8192 32768 65536"
 
 
 def _of_year(year: str, presets: str, breakdown: str, memory: str) -> Suite:
-    """Every table for the presets of a year's course; without a GPU, for its smallest one."""
+    """Each program, on the presets of a year of the course; without a GPU, on the smallest one."""
     of = f"--suite {year} --preset"
     # A part for each preset, and a few minutes each, so that several GPUs can share them out.
     passes = "--context-length 128 256 512 1024 --mode forward step --compile none blocks"
@@ -157,7 +157,7 @@ def _of_year(year: str, presets: str, breakdown: str, memory: str) -> Suite:
         _part("host_overhead"),
         _part("leaderboard"),
     )
-    return Suite(f"the tables of the course of {year}, for its presets", gpu, cpu)
+    return Suite(f"tables for the systems assignment of {year}, with its presets", gpu, cpu)
 
 
 def _everything(year: Suite) -> Suite:
@@ -182,7 +182,7 @@ _2025 = _of_year("2025", "small medium large xl 2.7B", "small medium large", "sm
 _2026 = _of_year("2026", "small medium large xl 10B", "small large xl", "small xl")
 
 SUITES = {
-    "quick": Suite("a look at every table, in a few minutes", _QUICK_GPU, _QUICK_CPU),
+    "quick": Suite("a short run of each program, in a few minutes", _QUICK_GPU, _QUICK_CPU),
     "2025": _2025,
     "2026": _2026,
     "full": _everything(_2025),

@@ -199,6 +199,7 @@ def method_of(options: argparse.Namespace) -> list[str]:
         f"float32 parameters, bfloat16 autocast; products of float32 {tf32} TF32; gradients limited, fused AdamW",
         "weak: each process has as many tokens as one alone, in sequences of its own or in a part of longer ones; "
         "strong: all together have them",
+        "MFU is of one GPU, and counts the pairs that the causal mask hides",
         "efficiency: tokens/s over n times those of one process; of the work: the same with operations, for tokens of "
         "longer sequences take more",
         "step times are those of the slowest process, peaks those of the highest",

@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.attention_provider import KERNELS_LABEL
 from benchmarks.training_cell import Cell
-from benchmarks.training_models import LLAMA, MODELS, SDPA
+from benchmarks.training_models import FLASH, LLAMA, MODELS, SDPA
 from cs336_systems.profiling.environment import Environment
 from cs336_systems.profiling.flops import device_peak
 from cs336_systems.profiling.memory import GIB
 from cs336_systems.profiling.plots import Axes, Panel, save_panels, series_of
-from cs336_systems.profiling.report import ABSENT, format_number, markdown_table, report_page
+from cs336_systems.profiling.report import ABSENT, format_number, markdown_table, report_page, several_commits
 from cs336_systems.profiling.sweep import Row, Status, write_csv
 from cs336_systems.transformer import TransformerConfig
 
@@ -149,7 +150,8 @@ def report(rows: Sequence[Row], environment: Environment, method: Sequence[str])
         if row["status"] != Status.OK.value
     ]
     models = [f"- `{name}`: {what}" for name, what in MODELS.items() if any(row["model"] == name for row in rows)]
-    parts = ["\n".join(models), markdown_table(_HEADERS, [line_of(row) for row in rows])]
+    models += [f"- in the plot: `{name}` is {label}" for name, label in _plot_names(rows).items()]
+    parts = ["\n".join(models), several_commits(rows), markdown_table(_HEADERS, [line_of(row) for row in rows])]
     return report_page("Training steps", environment, method, parts, warned=warnings_of(rows), reasons=reasons)
 
 
@@ -159,8 +161,17 @@ def write(folder: Path, rows: Sequence[Row], environment: Environment, method: S
     (folder / "tables.md").write_text(report(rows, environment, method))
 
 
+def _plot_names(rows: Sequence[Row]) -> dict[str, str]:
+    """The label of this library's model with its kernels, by its name, where the rows time another library's model."""
+    models = {row["model"] for row in rows if row["status"] == Status.OK.value}
+    return {FLASH: KERNELS_LABEL} if {FLASH, LLAMA} <= models else {}
+
+
 def draw(folder: Path, rows: Sequence[Row]) -> bool:
-    """Plot the rates against the context, a panel for each preset; True when matplotlib is there and there are any."""
+    """Plot the rates against the context, a panel for each preset; True when matplotlib is there and there are any.
+
+    Where the rows have Llama, this library's model with its kernels has the label "ours".
+    """
     if importlib.util.find_spec("matplotlib") is None:
         return False
     fine = [row for row in rows if row["status"] == Status.OK.value]
@@ -168,7 +179,11 @@ def draw(folder: Path, rows: Sequence[Row]) -> bool:
     found = dict.fromkeys((row["model"], row["compile"]) for row in fine)
     ways = sorted(found, key=lambda way: [*MODELS].index(way[0]))
     several = Counter(model for model, _ in ways)
-    labels = {(model, how): model if several[model] == 1 else f"{model}, compile {how}" for model, how in ways}
+    names = _plot_names(rows)
+    labels = {
+        (model, how): f"{names.get(model, model)}{'' if several[model] == 1 else f', compile {how}'}"
+        for model, how in ways
+    }
     panels = []
     for preset in dict.fromkeys(row["preset"] for row in fine):
         mine = [row for row in fine if row["preset"] == preset]

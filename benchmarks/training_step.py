@@ -93,7 +93,8 @@ def method_of(options: argparse.Namespace) -> list[str]:
     return [
         f"{options.steps} timed steps after {options.warmup}, of which the first compiles; each row in its own process",
         f"float32 parameters, bfloat16 autocast; products of float32 {tf32} TF32; gradients limited, fused AdamW",
-        "MFU: (6 N + 12 L d_model T) · tokens/s over the device's bfloat16 peak, N without the embedding's table",
+        "MFU: (6 N + 12 L d_model T) · tokens/s over the device's bfloat16 peak, N without the embedding's table; "
+        "the pairs that the causal mask hides are counted",
         "over llama, over sdpa: how many times as fast, by the medians, at the same preset, batch and context",
     ]
 

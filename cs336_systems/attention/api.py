@@ -111,7 +111,9 @@ def attention(
         ValueError: shapes, devices or values do not fit, or the implementation named cannot compute the call.
 
     float32 inputs are computed at float32-level error if ``torch.get_float32_matmul_precision()`` is "highest", the
-    default, and in TF32 otherwise. Under autocast inputs are cast to its dtype.
+    default, and in TF32 otherwise. "flash" splits them into float16 halves, with one scale for all rows of a head of k
+    and the query heads that it serves, so a row about 1e5 times as large as the others costs these precision: see
+    docs/kernels.md. Under autocast inputs are cast to its dtype.
     """
     if getattr(q, "is_nested", False):
         options: Options = {

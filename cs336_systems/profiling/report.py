@@ -89,6 +89,12 @@ def report_page(
     return "\n\n".join(part for part in page if part) + "\n"
 
 
+def several_commits(rows: Iterable[Mapping[str, object]]) -> str:
+    """A sentence that names the commits of rows that were measured at more than one; else an empty one."""
+    commits = dict.fromkeys(str(row.get("commit") or "unknown") for row in rows)
+    return f"The rows were measured at several commits: {', '.join(commits)}." if len(commits) > 1 else ""
+
+
 def _bullets(texts: Iterable[str]) -> str:
     return "\n".join(f"- {text}" for text in texts)
 

@@ -255,7 +255,7 @@ def test_fake_gradients_of_a_bias_look_like_real_ones(flash_device, strided):
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @pytest.mark.parametrize("name", [None, *FEATURES])
-@pytest.mark.parametrize("impl", ["flash", "naive"])
+@pytest.mark.parametrize("impl", ["flash", "tiled", "naive"])
 def test_vmap_over_calls(impl, device, name):
     names, settings = ([], {}) if name is None else FEATURES[name]
     attend = partial(attention, impl=impl, return_lse=True, **settings)
@@ -294,6 +294,23 @@ def test_vmap_over_the_backward(flash_device):
     expected = [flat(BACKWARD(*call[:7], scale, settings, numbers, extras, wanted)) for call in calls]
     for result, parts in zip(flat(results), zip(*expected, strict=True), strict=True):
         torch.testing.assert_close(result, torch.stack(parts))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("impl", ["flash", "tiled", "naive"])
+def test_gradients_by_torch_func(impl, device):
+    """`torch.func.grad` gives what autograd gives, and vmap of it the gradients of each call."""
+    inputs = make_inputs(Shapes.of(3, 2, q_len=5, k_len=9, d=16, q_heads=4, kv_heads=2), device=device)
+
+    def loss(q, k, v, dout):
+        return (attention(q, k, v, causal=True, impl=impl) * dout).sum()
+
+    gradients = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(inputs.q, inputs.k, inputs.v, inputs.dout)
+    for i in range(3):
+        tensors = [x[i].detach().requires_grad_() for x in inputs[:3]]
+        expected = torch.autograd.grad(loss(*tensors, inputs.dout[i]), tensors)
+        for gradient, x in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(gradient[i], x)
 
 
 @pytest.mark.parametrize("impl", ["flash", "tiled", "naive"])

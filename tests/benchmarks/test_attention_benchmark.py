@@ -16,10 +16,10 @@ import torch
 import torch._functorch.config as functorch_config
 
 from benchmarks import attention as benchmark
-from benchmarks import attention_rows
+from benchmarks import attention_report, attention_rows
 from benchmarks.attention_presets import Problem
 from benchmarks.attention_provider import Provider
-from benchmarks.attention_report import Report
+from benchmarks.attention_report import Report, draw
 from benchmarks.attention_rows import COLUMNS, rows_from_csv
 from cs336_systems.profiling.environment import collect_environment
 from cs336_systems.profiling.sweep import RowStore, read_configuration
@@ -135,6 +135,22 @@ def test_plots_are_drawn_again_from_the_table_alone(tmp_path, calls, capsys):
     with pytest.raises(SystemExit):
         benchmark.main(["--redraw", str(tmp_path / "a")])
     assert "--redraw must be a folder with a results.csv" in capsys.readouterr().err
+
+
+def test_beside_other_libraries_plots_call_the_kernels_ours(tmp_path, calls, monkeypatch):
+    assert benchmark.main([*SWEEP, "--no-plots", "--output", str(tmp_path)]) == 0
+    drawn = []
+    monkeypatch.setattr(attention_report, "save_panels", lambda path, panels, **rest: drawn.append((panels, rest)))
+    rows = rows_from_csv(tmp_path / "results.csv")
+    named = {"naive": "naive", "other": "flash"}
+    for names in (named, named | {"naive": "fa3"}):
+        draw(tmp_path, [{**row, "implementation": names[row["implementation"]]} for row in rows])
+    labels = [{line.label for panel in panels for line in panel.series if line.x} for panels, _ in drawn]
+    assert labels[0] == {"naive", "flash"}
+    assert labels[-1] == {"fa3", "ours"}
+    # A line keeps its colour, which follows from its place among the labels.
+    first, last = (list(rest["labels"]) for _, rest in (drawn[0], drawn[-1]))
+    assert first.index("flash") == last.index("ours")
 
 
 def test_rows_are_read_back_as_they_were_written(tmp_path, calls):

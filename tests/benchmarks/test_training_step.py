@@ -16,6 +16,7 @@ from benchmarks.training_cell import Cell, Conditions, measure_cell, measured_st
 from benchmarks.training_models import LLAMA, MODELS, TorchAttention, compiled, config_of, make_model
 from benchmarks.training_report import flops_per_token, rates_of, row_of, warnings_of, with_ratios
 from benchmarks.training_step import cells_of, no_room, parse
+from cs336_systems.profiling.environment import collect_environment
 from cs336_systems.training.optimizer import clip
 from cs336_systems.transformer import preset
 
@@ -317,3 +318,19 @@ def test_a_model_compiled_in_two_ways_has_two_lines(tmp_path, monkeypatch):
     labels = ["sdpa", "llama, compile none", "llama, compile blocks"]
     assert [(line.label, line.x) for line in panel.series] == [(label, (32,)) for label in labels]
     assert rest["labels"] == dict(zip(labels, (0, 1, 1), strict=True))
+
+
+def test_beside_another_library_the_plot_calls_the_kernels_ours(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr(training_report, "save_panels", lambda path, panels, **rest: drawn.append(rest) or True)
+    alone = [measured_row("flash"), measured_row("sdpa")]
+    for rows in (alone, [*alone, measured_row("llama")]):
+        assert training_report.draw(tmp_path, rows)
+    assert [list(rest["labels"]) for rest in drawn] == [["flash", "sdpa"], ["ours", "sdpa", "llama"]]
+
+
+def test_rows_of_several_commits_are_told():
+    rows = [measured_row("sdpa") | {"commit": commit} for commit in ("f00", "ba2", "f00")]
+    page = training_report.report(rows, collect_environment("cpu"), [])
+    assert "The rows were measured at several commits: f00, ba2." in page
