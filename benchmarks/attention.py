@@ -25,7 +25,6 @@ if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import torch._functorch.config as functorch_config
 
 from benchmarks.attention_cell import CellRun, CellSettings
 from benchmarks.attention_guards import SeriesHistory
@@ -36,6 +35,7 @@ from benchmarks.attention_presets import Problem, SweepConfiguration
 from benchmarks.attention_providers import all_providers
 from benchmarks.attention_report import Report, draw
 from benchmarks.attention_rows import RowMaker, rows_from_csv, summary
+from cs336_systems.kernels.torch_names import without_donated_buffers
 from cs336_systems.profiling.environment import Environment, collect_environment
 from cs336_systems.profiling.memory import release_memory
 from cs336_systems.profiling.progress import Progress
@@ -215,7 +215,7 @@ def torch_settings(configuration: SweepConfiguration, device: torch.device) -> I
         torch.cuda.set_device(device)
     try:
         # A compiled backward may otherwise overwrite what it was given, and then cannot run again on the same graph.
-        with functorch_config.patch(donated_buffer=False):
+        with without_donated_buffers():
             yield
     finally:
         torch.set_float32_matmul_precision(precision)

@@ -6,19 +6,18 @@ import functools
 import site
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch._functorch.config as functorch_config
 from torch import Tensor
 
 from benchmarks.attention_cell import DeviceLostError, release_memory_of_failure
 from benchmarks.attention_contender import relative_difference
 from benchmarks.feature_cases import CASES, OURS, PLAIN
 from benchmarks.feature_setting import Contender, Layout, Setting, Sizes, random_tensors
+from cs336_systems.kernels.torch_names import without_donated_buffers
 from cs336_systems.profiling.memory import release_memory, without_frames
 from cs336_systems.profiling.sweep import OK, Outcome, Status, outcome_of
 from cs336_systems.profiling.timing import (
@@ -83,12 +82,6 @@ def add_peers(folder: Path) -> None:
     site.addsitedir(str(folder))
 
 
-def compiler_settings() -> AbstractContextManager[None]:
-    """What a compiled backward needs so that it can run again on the same graph. It is part of the cache's key."""
-    settings: AbstractContextManager[None] = functorch_config.patch(donated_buffer=False)
-    return settings
-
-
 class Run(NamedTuple):
     """One pass of a contender: a forward that keeps nothing, or a backward on a graph that is kept."""
 
@@ -129,7 +122,7 @@ def first_call(job: tuple[Cell, str, Conditions]) -> float | str:
     begin = time.perf_counter()
     failure: Exception | None = None
     try:
-        with compiler_settings():
+        with without_donated_buffers():
             prepared(cell, name, conditions).call()
             synchronize(conditions.device)
     except Exception as error:
@@ -165,7 +158,7 @@ class CellRun:
         wanted = [*(name for name in names if name in CASES[self.cell.case].makers), *beside]
         runs: dict[str, Callable[[], object]] = {}
         try:
-            with compiler_settings():
+            with without_donated_buffers():
                 self._prepare(wanted, runs)
                 self._measure(runs)
         except DeviceLostError as error:

@@ -31,8 +31,8 @@ _ROWS = 8192
 
 
 def _limits_raised() -> None:
-    torch._dynamo.config.recompile_limit = _MOST_COMPILATIONS
-    torch._dynamo.config.accumulated_recompile_limit = _MOST_COMPILATIONS
+    torch.compiler.config.recompile_limit = _MOST_COMPILATIONS
+    torch.compiler.config.accumulated_recompile_limit = _MOST_COMPILATIONS
 
 
 @functools.cache

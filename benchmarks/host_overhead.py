@@ -21,11 +21,11 @@ if not __package__:
 
 import torch
 import torch.nn.functional as F
-from torch._functorch import config as functorch_config
 
 from benchmarks.attention_presets import DTYPE_ALIASES, DTYPES
 from benchmarks.suite_rows import write_at_once
 from cs336_systems.attention import attention
+from cs336_systems.kernels.torch_names import without_donated_buffers
 from cs336_systems.profiling.environment import Environment, collect_environment
 from cs336_systems.profiling.memory import collection_paused
 from cs336_systems.profiling.report import ABSENT, collected, format_number, markdown_table, report_page
@@ -85,7 +85,7 @@ def contenders(
     for name, candidate in candidates.items():
         try:
             # A compiled backward may otherwise overwrite what it was given, and cannot run again on the same graph.
-            with functorch_config.patch(donated_buffer=False):
+            with without_donated_buffers():
                 call = call_of(candidate, tensors, what)
                 for _ in range(3):
                     call()

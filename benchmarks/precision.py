@@ -33,8 +33,8 @@ from benchmarks.precision_cells import (
 )
 from benchmarks.precision_report import draw, write
 from benchmarks.suite import Estimate, Tool, add_run_options, check_run_options, positive, run
-from benchmarks.training_models import COMPILER
 from cs336_systems.attention import Implementation
+from cs336_systems.kernels.torch_names import COMPILER
 from cs336_systems.profiling.environment import Environment
 from cs336_systems.profiling.sweep import Row
 

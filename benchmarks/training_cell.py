@@ -10,10 +10,10 @@ from functools import partial
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 from benchmarks.suite import columns_here
 from benchmarks.training_models import NAIVE, NOTHING, attn_of, compiled, config_of, make_model, why_not
+from cs336_systems.kernels.torch_names import compiler_counters
 from cs336_systems.profiling.steps import time_steps
 from cs336_systems.profiling.sweep import Row, Status
 from cs336_systems.profiling.timing import RoundTimes
@@ -220,7 +220,7 @@ def measure_cell(job: tuple[Cell, Conditions]) -> Row:
 
 def graph_columns() -> Row:
     """How many graphs of this process torch found compiled in its folder, and how many it compiled."""
-    found = counters["inductor"]
+    found = compiler_counters()
     return {
         "graphs_from_cache": found["fxgraph_cache_hit"],
         "graphs_compiled": found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"],

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cs336_systems.attention import explain
+from cs336_systems.kernels.torch_names import COMPILER
 from cs336_systems.training.config import TINY, TINY_SIZES
 from cs336_systems.transformer import PRESETS, Transformer, TransformerConfig, preset
 
@@ -33,8 +34,6 @@ MODELS = {
 WHOLE, BLOCKS, NOTHING = "model", "blocks", "none"
 COMPILE = (WHOLE, BLOCKS, NOTHING)
 """What torch.compile is given: the model, each block by itself, or nothing."""
-COMPILER = ("torch._inductor.compile_fx", "torch._inductor.codegen.cuda_combined_scheduling")
-"""What torch.compile imports when it is first used, nearly all of it."""
 _TRANSFORMERS = ("transformers.models.llama.modeling_llama",)
 CUDNN_ALONE = [SDPBackend.CUDNN_ATTENTION]
 

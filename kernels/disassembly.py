@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 
-import triton
+from .versions import DISASSEMBLER
 
 _CODE = ".text."
 _ADDRESS = re.compile(r"\s*/\*([0-9a-f]+)\*/")
@@ -51,11 +51,10 @@ def disassemble(capability: int, cubins: Sequence[bytes]) -> list[str]:
 def _lines_of(capability: int, code: bytes) -> list[tuple[int, str]]:
     """The lines of an address and an instruction, with the address."""
     architecture = f"SM{capability}{'a' if capability >= 90 else ''}"
-    tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "code")
         path.write_bytes(code)
-        command = [str(tool), "--no-dataflow", "--binary", architecture, str(path)]
+        command = [str(DISASSEMBLER), "--no-dataflow", "--binary", architecture, str(path)]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = ((_ADDRESS.match(line), line) for line in text.splitlines())
     return [(int(match[1], 16), line) for match, line in found if match]

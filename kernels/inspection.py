@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from triton import knobs
-from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .disassembly import disassemble
 from .launching import Launch
 from .machine_code import unset_reads
-from .versions import GluonASTSource
+from .versions import compiled_for, parameters_of
 
 POINTERS = {
     torch.float16: "*fp16",
@@ -90,21 +88,18 @@ def compile_for(capability: int, kernel: Any, launch: Launch) -> Report:
     constant_values: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     runtime = (*launch.tensors, *launch.arguments)
-    values = (*runtime, *[launch.constants[name] for name in kernel.arg_names[len(runtime) :]])
-    for position, (parameter, value) in enumerate(zip(kernel.params, values, strict=True)):
-        kind = "constexpr" if parameter.is_constexpr else None
-        signature[parameter.name] = _specialise(
-            value, (position,), kind, not parameter.do_not_specialize, constant_values, attributes
-        )
-    make_source = GluonASTSource if kernel.is_gluon() else triton.compiler.ASTSource
-    source = make_source(kernel, signature, constant_values, attributes)
-    target = GPUTarget("cuda", capability, 32)
+    parameters = parameters_of(kernel)
+    values = (*runtime, *[launch.constants[name] for name, _, _ in parameters[len(runtime) :]])
+    for position, ((name, is_constant, specialise), value) in enumerate(zip(parameters, values, strict=True)):
+        kind = "constexpr" if is_constant else None
+        signature[name] = _specialise(value, (position,), kind, specialise, constant_values, attributes)
     said = io.StringIO()
     with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(said):
         knobs.nvidia.dump_ptxas_log = True
         # What is in Triton's cache is not assembled, and then the assembler says nothing.
         knobs.compilation.always_compile = True
-        compiled = triton.compile(source, target=target, options=launch.options)
+        described = signature, constant_values, attributes
+        compiled = compiled_for(capability, kernel, described, launch.options)
     log = said.getvalue()
     return Report(
         registers=_number(r"Used (\d+) registers", log),

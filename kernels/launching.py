@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from . import tuning
-from .versions import runner_of
+from .versions import names_of, runner_of
 
 MOST_PLANS = 4096
 """Plans kept of a kind; beyond that all are dropped and made anew as they are needed."""
@@ -62,7 +62,7 @@ class Launch(NamedTuple):
 
     def after_tensors(self, kernel: Any) -> tuple[Any, ...]:
         """What a runner of the compiled kernel takes after the tensors: numbers, then constants in their order."""
-        constant_names = kernel.arg_names[len(self.tensors) + len(self.arguments) :]
+        constant_names = names_of(kernel)[len(self.tensors) + len(self.arguments) :]
         return (*self.arguments, *[self.constants[name] for name in constant_names])
 
 

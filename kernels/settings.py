@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .rules import Mask, Scores
+from .torch_names import constant_when_traced, holds_for_all_sizes
 
 Window = tuple[int | None, int | None]
 """How many keys before and after its own position a query sees; None for all."""
@@ -125,11 +126,7 @@ def _within(side: int | None, length: int) -> int | None:
 
 def is_known(condition: bool | torch.SymBool) -> bool:
     """Whether a condition holds; while torch traces, whether it holds for all sizes that what is traced is for."""
-    if not torch.compiler.is_compiling():
-        return bool(condition)
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes long, and is there when compiling
-
-    return statically_known_true(condition)
+    return holds_for_all_sizes(condition) if torch.compiler.is_compiling() else bool(condition)
 
 
 def structure_of(fields: Any) -> Any:
@@ -157,6 +154,7 @@ def _filled(structure: Any, numbers: Iterator[float]) -> Any:
     return int(next(numbers)) if isinstance(structure, int) and not isinstance(structure, bool) else structure
 
 
+@constant_when_traced
 def bits_of(number: float) -> int:
     """The bits of a float, as one integer that stands for it among integers."""
     bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
@@ -172,14 +170,10 @@ def float_of(bits: int) -> float:
 _texts: dict[tuple[Any, ...], str] = {}
 
 
+@constant_when_traced
 def text_of(*structure: Any) -> str:
     """The structure of settings as text."""
     text = _texts.get(structure)
     if text is None:
         text = _texts[structure] = repr(structure)
     return text
-
-
-# torch.compile takes what they return for a constant, as their arguments are.
-text_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
-bits_of._dynamo_marked_constant = True  # type: ignore[attr-defined]

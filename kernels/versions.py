@@ -1,40 +1,36 @@
 """Every private or moving name of Triton and Gluon that this library uses, and nothing else.
 
-A name is private where Triton neither exports nor documents it, and moving where the versions in `KNOWN` spell it
-differently. Each stands here once, with the reason for it and the public name that it gives way to.
+Those of torch are in `torch_names`, which imports no Triton. A name is private where Triton neither exports nor
+documents it, and moving where the versions in `KNOWN` spell it differently. Each stands here once, with the reason for
+it and the public name that it gives way to.
 
 Importing this module never fails. Where the installed Triton is not in `KNOWN`, or lacks a name, `why_not_gluon` says
-so, and the portable kernels, which need public names alone, take every call.
+so, and the portable kernels, which need public names alone, take every call. It says so of torch as well.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
+import inspect
+import pathlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import triton
 
+from . import torch_names
+from .torch_names import find
+
 KNOWN = ("3.6.", "3.7.", "3.8.", "3.9.")
 """Versions of Triton for which every kernel is compiled, inspected and run."""
+
+_LIST = ", ".join(f"{version}x" for version in KNOWN)
 
 needed: list[tuple[str, ...]] = []
 """Names that the Gluon kernels need, each with its other spellings."""
 missing: list[str] = []
 """Those of them that the installed Triton lacks."""
-
-
-def find(*names: str) -> Any:
-    """What the first of these names, ``module:attribute.attribute``, stands for; None if none exists."""
-    for name in names:
-        module, _, path = name.partition(":")
-        try:
-            return functools.reduce(getattr, path.split("."), importlib.import_module(module))
-        except (ImportError, AttributeError):
-            continue
-    return None
 
 
 def _need(*names: str) -> Any:
@@ -66,8 +62,13 @@ reinterpret: Any = _need(f"{_SHARED}.reinterpret", f"{_SHARED}._reinterpret")
 # How a descriptor is encoded for TMA, so that it is encoded once for many launches. There is no public name for it.
 _encode: Any = _need("triton.backends.nvidia.driver:make_tensordesc_arg")
 
-# What a kernel's source is compiled from when no GPU is there. Public since 3.9 as `gluon.GluonASTSource`.
-GluonASTSource: Any = find(f"{_GLUON}:GluonASTSource", f"{_GLUON}._runtime:GluonASTSource")
+# What a kernel's source is compiled from and for when no GPU is there. That of Gluon is public since 3.9.
+_ASTSource: Any = find("triton.compiler:ASTSource")
+_GluonASTSource: Any = find(f"{_GLUON}:GluonASTSource", f"{_GLUON}._runtime:GluonASTSource")
+_GPUTarget: Any = find("triton.backends.compiler:GPUTarget")
+
+DISASSEMBLER = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+"""The program that the wheel carries. There is no public name for where it is."""
 
 
 def _make_async_atomic_add() -> Any:
@@ -95,20 +96,23 @@ def is_known() -> bool:
 
 
 def why_not_gluon() -> str | None:
-    """Why the kernels written in Gluon cannot be used with the installed Triton; None if they can.
+    """Why the kernels written in Gluon cannot be used with the installed Triton and torch; None if they can.
 
     The first call that finds a reason warns, once a process.
     """
-    known = ", ".join(f"{version}x" for version in KNOWN)
+    reason: str | None
     if not is_known():
-        reason = f"they are written for triton {known}; got {triton.__version__}"
+        reason = f"they are written for triton {_LIST}; got {triton.__version__}"
     elif missing:
         reason = f"triton {triton.__version__} lacks {', '.join(missing)}"
     else:
+        reason = torch_names.why_unknown()
+    if reason is None:
         return None
     _warn(
         f"cs336_systems computes attention with its portable Triton kernels, which are slower on this GPU than those "
-        f"for Hopper: {reason}. Install one of triton {known}, or a newer cs336_systems."
+        f"for Hopper: {reason}. Install one of triton {_LIST} with the torch that it comes with, one of "
+        f"{torch_names.LIST}, or a newer cs336_systems."
     )
     return reason
 
@@ -172,3 +176,28 @@ def _c_launcher(compiled: Any) -> tuple[Callable[..., None] | None, tuple[Any, .
         return (None if names else run.launch), options, ()
     launch = getattr(triton.runtime.driver.active.utils, "launch", None)
     return launch, options, (run.arg_annotations, run.kernel_signature)
+
+
+def names_of(kernel: Any) -> Sequence[str]:
+    """The names of a kernel's parameters. There is no public name for them but those of its Python function."""
+    names: Sequence[str] | None = getattr(kernel, "arg_names", None)
+    return [*inspect.signature(kernel.fn).parameters] if names is None else names
+
+
+def parameters_of(kernel: Any) -> list[tuple[str, bool, bool]]:
+    """Of each parameter of a kernel its name, whether it is a constant, and whether Triton specialises its values."""
+    return [(found.name, found.is_constexpr, not found.do_not_specialize) for found in kernel.params]
+
+
+def compiled_for(capability: int, kernel: Any, described: Sequence[Any], options: dict[str, int]) -> Any:
+    """A kernel compiled for a compute capability, from its signature, the values of constants, and attributes.
+
+    Raises:
+        RuntimeError: the installed Triton lacks what compiles for a GPU that is not there.
+    """
+    make_source = _GluonASTSource if kernel.is_gluon() else _ASTSource
+    if make_source is None or _GPUTarget is None:
+        raise RuntimeError(
+            f"triton {triton.__version__} compiles no kernel for a GPU that is not there as known ones do"
+        )
+    return triton.compile(make_source(kernel, *described), target=_GPUTarget("cuda", capability, 32), options=options)

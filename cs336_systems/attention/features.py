@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ..kernels import rules as expressions
+from ..kernels.torch_names import exporting
 from . import ops, variants
 from .blocks import Blocks
 from .captured import broadcasts, check_captured
-from .ops import exporting, must_dispatch
+from .ops import must_dispatch
 from .rules import Mask, Scores
 from .sizes import Sizes, shift_of, unsaid
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from ..kernels.torch_names import exporting, recompiled
 from ..parts import part
-from .ops import exporting
 from .pairs import Extras, Pairs, by_group, changed_scores, kept_pairs, seen_pairs
 from .precision import without_autocast
 from .spec import AttentionSpec, Causal
@@ -84,11 +84,10 @@ def _naive(
 
 @functools.cache
 def _compiler() -> tuple[Callable[..., tuple[Tensor, Tensor | None]], AbstractContextManager[object]]:
-    # A program may well use more than 8 combinations of shapes and specs, where dynamo would give up. Importing it
-    # takes seconds, so that waits for the first use.
-    import torch._dynamo
-
-    return torch.compile(naive, fullgraph=True), torch._dynamo.config.patch(recompile_limit=MOST_VARIANTS)
+    # A program may well use more than 8 combinations of shapes and specs, where torch.compile would give up. It takes
+    # seconds to import what it needs, so that waits for the first use.
+    patience = recompiled(MOST_VARIANTS)
+    return torch.compile(naive, fullgraph=patience is not None), patience or nullcontext()
 
 
 def compiled(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..kernels.layout import one_a_row, rows_like
 from ..kernels.settings import MOST_ROWS
+from ..kernels.torch_names import modes_at_work, transform_level
 
 NAMESPACE = "cs336_systems"
 PLAIN = {Tensor, torch.nn.Parameter}
@@ -175,18 +176,9 @@ def register_vmap(implementation: str) -> None:
 register_vmap("flash")
 
 
-def exporting() -> bool:
-    """Whether torch.export is at work.
-
-    In torch 2.11 Dynamo takes ``torch.compiler.is_exporting()`` for true in torch.compile as well; what it returns is
-    this flag.
-    """
-    return torch.compiler._is_exporting_flag
-
-
 def transforming() -> bool:
     """Whether a transform of `torch.func` such as vmap is at work, and torch.compile, which traces it, is not."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
+    return not torch.compiler.is_compiling() and transform_level() is not None
 
 
 def must_dispatch(*tensors: Tensor) -> bool:
@@ -195,7 +187,7 @@ def must_dispatch(*tensors: Tensor) -> bool:
     Otherwise the operators' implementations can be called as plain functions, which spares a short sequence the cost
     of going through the dispatcher.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or transforming():
+    if torch.compiler.is_compiling() or modes_at_work() or transforming():
         return True
     return not PLAIN.issuperset(map(type, tensors))
 

@@ -7,9 +7,9 @@ from typing import TypedDict
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..kernels.settings import Window
+from ..kernels.torch_names import exporting, in_forward_mode
 from . import ops
 from .choose import Implementation
 from .exported import exported
@@ -52,7 +52,7 @@ class Options(TensorFeatures, total=False):
 def _run_flash(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool, extras: tuple[Tensor, ...]
 ) -> Result:
-    if ops.exporting():
+    if exporting():
         out, lse = exported("flash", q, k, v, spec, extras)
         return out, lse if return_lse else None
     if ops.transforming():
@@ -61,7 +61,7 @@ def _run_flash(
     needs_gradient = q.requires_grad or k.requires_grad or v.requires_grad or any(x.requires_grad for x in extras)
     needs_backward = needs_gradient and torch.is_grad_enabled()
     # Forward-mode tangents ride on tensors that require no gradient: the Function refuses them, the operator would not.
-    if not needs_backward and forward_ad._current_level < 0:
+    if not needs_backward and not in_forward_mode():
         out, lse = ops.flash_forward(q, k, v, *spec.operands, extras)
         return out, lse if return_lse else None
     result = FlashAttentionFunction.apply(q, k, v, spec, None, return_lse, *extras)

@@ -6,7 +6,7 @@ The errors of attention are measured as the tests measure them: against float64,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from cs336_systems.profiling.containers import tensors_in
 from cs336_systems.testing import Attend, Features, Finding, Inputs, Results, evaluate, naive_results, oracle, terms
 from cs336_systems.testing import compare as compare_with_budget
 
@@ -131,7 +132,7 @@ def dtypes_of(
 
     def watch(module: nn.Module, arguments: Any, output: Any) -> None:
         name, kind = names[module], type(module).__name__
-        for tensor in tensors_in(output):
+        for tensor in filter(Tensor.is_floating_point, tensors_in(output)):
             see(RESULT if module is model else OUTPUT, name, kind, tensor)
             if tensor.requires_grad and loss is not None and module is not model:
                 tensor.register_hook(partial(see, GRADIENT_OF_OUTPUT, name, kind))
@@ -160,19 +161,6 @@ def _see_gradients(
     for (name, parameter), gradient in zip(trained.items(), gradients, strict=True):
         if gradient is not None:
             see(GRADIENT, name, owners[id(parameter)], gradient)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The floating-point tensors in what a module takes or returns: a tensor, or containers of them in any depth."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
 
 
 @dataclass(frozen=True)

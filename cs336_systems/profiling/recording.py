@@ -22,9 +22,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from ..kernels.torch_names import (
+    TorchDispatchMode,
+    current_node,
+    memory_history,
+    next_node_number,
+    node_number,
+    record_memory_history,
+)
+from .containers import tensors_in
 from .origins import Frame, ModulePaths, Origin, named_call, stack, statement
 
 ALLOCATOR_HISTORY = "cuda allocator's history"
@@ -103,10 +110,8 @@ class AllocationRecorder:
         if self._on_cuda:
             torch.cuda.synchronize(self._device)
             self._before = torch.cuda.memory_allocated(self._device)
-            torch.cuda.memory._record_memory_history(
-                "all", context="alloc", stacks="python", max_entries=_MOST_EVENTS, clear_history=True
-            )
-            self._open.callback(torch.cuda.memory._record_memory_history, None)
+            record_memory_history("all", context="alloc", stacks="python", max_entries=_MOST_EVENTS, clear_history=True)
+            self._open.callback(record_memory_history, None)
         else:
             self._before_tensors()
         self._open.enter_context(paths.followed())
@@ -143,7 +148,7 @@ class AllocationRecorder:
             return Recording(self._storages.snapshot(), 0, before, tuple(self._owners), TRACKED_TENSORS)
         torch.cuda.synchronize(self._device)
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
-        snapshot = torch.cuda.memory._snapshot(index)
+        snapshot = memory_history(index)
         return Recording(snapshot, index, self._before, tuple(self._owners), ALLOCATOR_HISTORY)
 
     def _before_tensors(self) -> None:
@@ -166,7 +171,8 @@ class AllocationRecorder:
 
 def storage_key(tensor: Tensor) -> int:
     """What is the same for all tensors of one storage, and for no others while it lives."""
-    return int(tensor.untyped_storage()._cdata)
+    # There is one Python object for a storage, for as long as it lives.
+    return id(tensor.untyped_storage())
 
 
 class Storages:
@@ -202,7 +208,7 @@ class Storages:
         if tensor.device.type != self._device.type or type(tensor) not in (Tensor, nn.Parameter):
             return False
         storage = tensor.untyped_storage()
-        key, size = int(storage._cdata), storage.nbytes()
+        key, size = id(storage), storage.nbytes()
         if key in self._live or size == 0:
             return False
         freed = weakref.ref(storage, functools.partial(self._freed, key))
@@ -238,25 +244,23 @@ class _Labelling(TorchDispatchMode):
         storages = self._storages
         if storages is None:
             return call(operation, args, kwargs)
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                storages.meet(leaf)
+        for tensor in tensors_in((args, kwargs)):
+            storages.meet(tensor)
         result = call(operation, args, kwargs)
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                storages.allocated(leaf, lambda: [origin.frame(), *stack()])
+        for tensor in tensors_in(result):
+            storages.allocated(tensor, lambda: [origin.frame(), *stack()])
         return result
 
     def _origin(self, operation: Any, args: tuple[Any, ...]) -> Origin:
-        name = f"{operation.namespace}.{operation._opname}"
+        name = str(operation.overloadpacket)
         if name == "aten._to_copy" and storage_key(args[0]) in self._parameters:
             name += OF_A_PARAMETER
-        node: Any = torch._C._current_autograd_node()  # None outside of a backward pass
+        node: Any = current_node()  # None outside of a backward pass
         if node is not None and not self._paths.current:
-            filename, line, function, module = self._of_node.get(node._sequence_nr(), ("", 0, "", ""))
+            filename, line, function, module = self._of_node.get(node_number(node), ("", 0, "", ""))
             return Origin(filename, line, function, module, f"{name} ({node.name()})")
         place = (*statement(), self._paths.current)
         if node is None:
             # Autograd has counted the node of this operation already; the first operation that it sees names it.
-            self._of_node.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
+            self._of_node.setdefault(next_node_number() - 1, place)
         return Origin(*place, name)

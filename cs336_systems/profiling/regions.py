@@ -31,11 +31,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_leaves
 
-from cs336_systems.parts import marked_by
+from ..kernels.torch_names import next_node_number, node_number
+from ..parts import marked_by
+from .containers import tensors_in
 
 PASS = "pass"
 """The region of a pass as a whole, as `Regions.during` marks it."""
@@ -128,6 +129,7 @@ class Regions:
 
     def __enter__(self) -> Regions:
         self._thread = threading.get_ident()
+        next_node_number()  # raises here where torch has none
         with ExitStack() as installed:
             installed.enter_context(marked_by(self._part))
             names: dict[nn.Module, list[str]] = {}
@@ -195,7 +197,7 @@ class Regions:
         if threading.get_ident() != self._thread or not torch.is_grad_enabled():
             return
         ranges = self._threads.ranges
-        self._starts.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        self._starts.append(next_node_number())
         self._owners.append(ranges[-1][1:] if ranges and ranges[-1][1] != PASS else None)
 
     def _forget(self) -> None:
@@ -203,13 +205,13 @@ class Regions:
         self._owners.clear()
 
     def _owner(self, node: Node) -> tuple[str, str] | None:
-        index = bisect.bisect_right(self._starts, node._sequence_nr()) - 1
+        index = bisect.bisect_right(self._starts, node_number(node)) - 1
         return self._owners[index] if index >= 0 else None
 
     def _follow(self, output: object) -> None:
         """Give the nodes of a graph, from a model's output to its parameters, the ranges of those who made them."""
         seen: set[Node] = set()
-        waiting = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        waiting = [tensor.grad_fn for tensor in tensors_in(output)]
         while waiting:
             node = waiting.pop()
             # What adds to a parameter's gradient outlives the graph, and so would its hooks.

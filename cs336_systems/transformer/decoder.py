@@ -6,7 +6,7 @@ import copy
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ..attention.precision import without_autocast
+from ..kernels.torch_names import has_forward_hooks, recompiled
 from .cache import KVCache, Step
 from .layers import Linear
 from .model import Transformer
@@ -181,10 +182,7 @@ def next_logits(model: Transformer, tokens: Int[Tensor, " batch"], step: Step) -
 
 def compiled_next_logits(model: Transformer, tokens: Tensor, step: Step) -> Tensor:
     """`next_logits` through ``torch.compile``."""
-    # Imported here, because that takes seconds.
-    import torch._dynamo
-
-    with torch._dynamo.config.patch(recompile_limit=MOST_VARIANTS):
+    with recompiled(MOST_VARIANTS) or nullcontext():
         return _compiler(tokens.is_cuda and len(tokens) == 1)(model, tokens, step)
 
 
@@ -196,7 +194,7 @@ def _compiler(by_reductions: bool) -> NextLogits:
     rate; Inductor has kernels that are at it, fused with what is around them, if it may search for their tiles.
     """
     options: dict[str, Any] | None = {"coordinate_descent_tuning": True} if by_reductions else None
-    return torch.compile(next_logits, fullgraph=True, options=options)
+    return torch.compile(next_logits, fullgraph=recompiled(MOST_VARIANTS) is not None, options=options)
 
 
 def why_no_graph(model: nn.Module) -> str | None:
@@ -207,7 +205,7 @@ def why_no_graph(model: nn.Module) -> str | None:
     if any(type(parameter) not in (Tensor, nn.Parameter) for parameter in model.parameters()):
         return "weights are spread over processes, which have to gather them in every step"
     for name, module in model.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks:
+        if has_forward_hooks(module):
             return f"hooks would be called while a step is recorded, and not again; got some of {name or 'the model'}"
     with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():

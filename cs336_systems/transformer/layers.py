@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +10,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from ..kernels.torch_names import ToldOfCasts, has_hooks
 from . import swiglu
 from .config import check_positive, check_size
 
@@ -138,7 +138,7 @@ class RMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(ToldOfCasts):
     """Rotary position embedding, RoPE: Su et al., "RoFormer" (2021).
 
     Elements 2i and 2i + 1 of a vector at position p are rotated by the angle p · theta^(-2i / d_head), so that the
@@ -177,6 +177,7 @@ class RotaryEmbedding(nn.Module):
         wide = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
         table = torch.empty(3, context_length, d_head // 2, device=device, dtype=wide)
         self.register_buffer("table", table, persistent=False)
+        self._made = table
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -186,13 +187,11 @@ class RotaryEmbedding(nn.Module):
         angles = torch.outer(torch.arange(positions, dtype=torch.float64, device="cpu"), frequencies)
         self.table.copy_(torch.stack((angles.cos(), -angles.sin(), angles.sin())).to(self.table.dtype))
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
-        before = self.table
-        super()._apply(fn, recurse)
-        if self.table is not before:
-            self.table = self.table.to(torch.promote_types(self.table.dtype, torch.float32))
+    def after_cast(self) -> None:
+        """Compute a table that was replaced anew, in float32 at least."""
+        if self.table is not self._made:
+            self._made = self.table = self.table.to(torch.promote_types(self.table.dtype, torch.float32))
             self.reset_parameters()
-        return self
 
     def forward(
         self, x: Float[Tensor, "*batch length d_head"], positions: Int[Tensor, "*batch length"] | None = None
@@ -258,5 +257,4 @@ class SwiGLU(nn.Module):
 
 def _is_bare(linear: nn.Module) -> bool:
     """Whether a product with its weight is all that happens when a module is called."""
-    hooks = linear._forward_pre_hooks, linear._forward_hooks, linear._backward_pre_hooks, linear._backward_hooks
-    return type(linear) is Linear and not any(hooks)
+    return type(linear) is Linear and not has_hooks(linear)

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..attention import ops
 from ..attention.choose import TRITON_IS_INSTALLED
 from ..attention.derivatives import differentiable_once
 from ..attention.precision import autocast_dtype, without_autocast
+from ..kernels.torch_names import exporting, in_forward_mode
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TWICE = "SwiGLU on CUDA can be differentiated once; in float64, or with a hook on w1, it can be twice"
@@ -181,7 +181,7 @@ def can_be_fused(x: Tensor, *weights: Tensor) -> bool:
         return False
     if not all(_is_plain(tensor) and tensor.device == x.device for tensor in tensors):
         return False
-    if ops.exporting() or _transformed():
+    if exporting() or _transformed():
         return False
     narrow = autocast_dtype(x.device.type)
     if narrow is None:
@@ -198,7 +198,7 @@ def _transformed() -> bool:
     """Whether a transform of `torch.func`, or forward-mode differentiation, is at work: the Function has no rules."""
     if torch.compiler.is_compiling():
         return False  # what traces says so itself
-    return ops.transforming() or forward_ad._current_level >= 0
+    return ops.transforming() or in_forward_mode()
 
 
 def swiglu(

@@ -31,11 +31,12 @@ from einops import rearrange
 from torch import Tensor
 
 from ..attention.validation import shape_of
+from ..kernels.torch_names import COMPILED
 from .config import TransformerConfig
 from .layers import Place
 from .model import Transformer
 
-WRAPPERS = ("_orig_mod", "module")
+WRAPPERS = (COMPILED, "module")
 """What torch.compile and DistributedDataParallel put into names."""
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")

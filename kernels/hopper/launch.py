@@ -17,6 +17,7 @@ from ..layout import Layout, one_a_row, rows_like
 from ..portable import launch as portable
 from ..portable.launch import PLAIN, metadata_of
 from ..settings import Settings, Window
+from ..torch_names import raw_stream
 from ..tuning import processors_of
 from .backward import backward_kernel
 from .backward_wide import backward_wide_kernel
@@ -260,7 +261,7 @@ def _counter(device: torch.device) -> Tensor:
         # A graph may be replayed on any stream, beside others.
         return torch.zeros(1, dtype=torch.int32, device=device)
     # torch.cuda.current_stream makes an object, at a microsecond.
-    key = device, torch._C._cuda_getCurrentRawStream(device.index)
+    key = device, raw_stream(device.index)
     counter = _counters.get(key)
     if counter is None:
         # The first of several threads keeps its own, which launches of others may be counting on already.

@@ -22,6 +22,7 @@ from benchmarks.feature_cases import CASES, OURS, PEERS
 from benchmarks.feature_cells import PASSES, Cell, CellRun, Conditions, first_call, prepared
 from benchmarks.feature_report import COLUMNS, lines_of, report
 from benchmarks.feature_setting import Sizes, lengths_of, sequence_starts
+from cs336_systems.kernels.torch_names import without_donated_buffers
 from cs336_systems.profiling.sweep import Outcome, Status
 from cs336_systems.profiling.timing import TimingMethod
 
@@ -102,7 +103,7 @@ def test_peers_compute_the_same_on_a_gpu(case, name, which):
         pytest.skip("FlashAttention-4 is not installed")
     cell = Cell(case, Sizes(2, 2, 512, 64), which)
     conditions = Conditions(torch.device("cuda"), torch.bfloat16, "flash")
-    with feature_cells.compiler_settings():
+    with without_donated_buffers():
         expected = prepared(cell, OURS, conditions).results()
         try:
             found = prepared(cell, name, conditions).results()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import re
 from pathlib import Path
 
@@ -13,19 +12,11 @@ import torch
 import triton
 
 from cs336_systems.attention import ops
-from cs336_systems.kernels import versions
+from cs336_systems.kernels import torch_names, versions
+
+from .anew import loaded_anew
 
 ROOT = Path(__file__).parents[2]
-
-
-def loaded_anew():
-    """A second copy of the module, with what the installed Triton has at this moment."""
-    spec = importlib.util.spec_from_file_location("versions_anew", versions.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -43,8 +34,9 @@ def test_the_installed_triton_is_known():
     assert not versions.missing
 
 
-def test_a_version_that_is_not_known_warns_once_and_takes_the_portable_kernels(monkeypatch, hopper):
-    monkeypatch.setattr(triton, "__version__", "99.1.0")
+@pytest.mark.parametrize("package", [triton, torch], ids=["triton", "torch"])
+def test_a_version_that_is_not_known_warns_once_and_takes_the_portable_kernels(monkeypatch, hopper, package):
+    monkeypatch.setattr(package, "__version__", "99.1.0")
     with pytest.warns(UserWarning, match=r"portable Triton kernels.*got 99\.1\.0.*Install one of triton") as caught:
         kernels = ops.kernels()
     assert len(caught) == 1
@@ -63,10 +55,35 @@ def test_without_a_name_the_portable_kernels_are_taken(monkeypatch, names):
             continue
         if hasattr(owner, last):
             monkeypatch.delattr(owner, last)
-    module = loaded_anew()
+    module = loaded_anew(versions)
     assert module.missing
     with pytest.warns(UserWarning, match=f"lacks .*{re.escape(names[0])}"):
         assert names[0] in module.why_not_gluon()
+
+
+@pytest.mark.parametrize("name", torch_names.needed)
+def test_without_a_name_of_torch_the_portable_kernels_are_taken(monkeypatch, hopper, name):
+    monkeypatch.setattr(torch_names, "missing", [name])
+    with pytest.warns(UserWarning, match=rf"portable Triton kernels.*torch \S+ lacks {name}") as caught:
+        assert ops.kernels().__name__.endswith("portable.launch")
+    assert len(caught) == 1
+
+
+def test_a_kernel_without_names_has_those_of_its_function():
+    class Kernel:
+        fn = staticmethod(lambda x, y: None)
+
+    assert [*versions.names_of(Kernel())] == ["x", "y"]
+
+
+@pytest.mark.parametrize("name", ["_ASTSource", "_GPUTarget"])
+def test_compiling_without_a_gpu_says_what_it_lacks(monkeypatch, name):
+    class Kernel:
+        is_gluon = staticmethod(bool)
+
+    monkeypatch.setattr(versions, name, None)
+    with pytest.raises(RuntimeError, match=f"triton {re.escape(triton.__version__)} compiles no kernel"):
+        versions.compiled_for(90, Kernel(), (), {})
 
 
 def test_an_unknown_version_is_launched_by_public_names(monkeypatch):
@@ -90,6 +107,7 @@ def test_an_unknown_version_is_launched_by_public_names(monkeypatch):
 PRIVATE = re.compile(
     r"triton\._C|triton\.backends\.nvidia|language\.core|gluon\._|language\._core|_reinterpret|async_copy_global"
     r"|async_copy_shared|create_async_tma|thread_barrier|_aggregate\b|utils\.launch|co_freevars"
+    r"|triton\.(compiler|backends|runtime)|arg_names|\.params\b|is_constexpr|is_gluon|backends/nvidia"
 )
 
 
@@ -97,7 +115,7 @@ def test_no_other_module_has_a_private_name_of_triton():
     """They stand in one module, so that one module changes with Triton."""
     found = [
         f"{path.relative_to(ROOT)}:{number}"
-        for folder in ("kernels", "cs336_systems", "benchmarks")
+        for folder in ("kernels", "cs336_systems", "benchmarks", "tools")
         for path in sorted((ROOT / folder).rglob("*.py"))
         if path.name != "versions.py" and "cs336_systems/kernels" not in str(path)
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)

@@ -1,0 +1,281 @@
+"""Every private or moving name of torch that the library and its benchmarks use, and nothing else.
+
+Those of Triton and Gluon are in `versions`; this module imports neither, and not torch's compiler, which takes seconds.
+A name is private where torch begins it with an underscore, and moving where it is experimental. Each stands here once,
+with the reason for it and the public name that it gives way to.
+
+Importing this module never fails. Where the installed torch lacks a name that calls need, what stands in for it is
+right, if slower; `why_unknown` tells, and then the kernels for Hopper give way to the portable ones. Where it lacks one
+that only measurements need, those raise RuntimeError.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import Node
+
+KNOWN = ("2.11.", "2.12.", "2.13.", "2.14.", "2.15.")
+"""Versions of torch with which everything is run."""
+
+LIST = ", ".join(f"{version}x" for version in KNOWN)
+"""They, as text."""
+
+needed: list[str] = []
+"""Names that calls need."""
+missing: list[str] = []
+"""Those of them that the installed torch lacks."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def find(*names: str) -> Any:
+    """What the first of these names, ``module:attribute.attribute``, stands for; None if none exists."""
+    for name in names:
+        module, _, path = name.partition(":")
+        try:
+            return functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        except (ImportError, AttributeError):
+            continue
+    return None
+
+
+def is_known() -> bool:
+    """Whether the installed torch is one of `KNOWN`."""
+    return torch.__version__.startswith(KNOWN)
+
+
+def why_unknown() -> str | None:
+    """Why the kernels for Hopper cannot be relied on with the installed torch; None if they can."""
+    if not is_known():
+        return f"they are run with torch {LIST}; got {torch.__version__}"
+    return f"torch {torch.__version__} lacks {', '.join(missing)}" if missing else None
+
+
+def _has(name: str) -> bool:
+    """Whether the installed torch has what calls need."""
+    needed.append(name)
+    if find(name) is None:
+        missing.append(name)
+    return name not in missing
+
+
+def _lacking(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"this measurement needs {name}, which torch {torch.__version__} lacks. Install one of torch {LIST}, or a "
+        "newer cs336_systems."
+    )
+
+
+def _measured_by(name: str) -> Any:
+    """`find`, for what only measurements need; if it is missing, what raises when it is called."""
+
+    def lacking(*arguments: Any, **options: Any) -> Any:
+        raise _lacking(name.replace(":", "."))
+
+    return find(name) or lacking
+
+
+# --- What calls need. It is bound here once, because calls take a few microseconds.
+
+# How many dispatch modes, such as fake tensors', see operators. There is no public name. Without it every call goes
+# through the dispatcher, and values are not checked, as where they are on a GPU.
+_has_modes = _has("torch:_C._len_torch_dispatch_stack")
+modes_at_work: Callable[[], int] = torch._C._len_torch_dispatch_stack if _has_modes else lambda: 1
+
+
+class _Untransformable(torch.autograd.Function):
+    """A Function without ``setup_context``, which transforms refuse."""
+
+    @staticmethod
+    def forward(ctx: Any) -> None:
+        """Compute nothing."""
+
+
+def _refusing_level() -> int | None:
+    try:
+        _Untransformable.apply()
+    except RuntimeError:
+        return 1
+    return None
+
+
+# The innermost transform of `torch.func` at work, None if there is none. There is no public name.
+_has_transforms = _has("torch:_C._functorch.maybe_current_level")
+transform_level: Callable[[], int | None] = (
+    torch._C._functorch.maybe_current_level if _has_transforms else _refusing_level
+)
+
+
+def _exporting_flag() -> bool:
+    return torch.compiler._is_exporting_flag
+
+
+# Whether torch.export is at work. Public is ``torch.compiler.is_exporting``, but in torch 2.11 Dynamo takes that for
+# true in torch.compile as well; what it returns is this flag.
+_has_flag = _has("torch.compiler:_is_exporting_flag")
+exporting: Callable[[], bool] = _exporting_flag if _has_flag else torch.compiler.is_exporting
+
+
+def _forward_level() -> bool:
+    return forward_ad._current_level >= 0
+
+
+# Whether forward-mode differentiation may be at work. There is no public name. Without it, it always may: then calls
+# are Functions that refuse it, also where they need no gradient.
+_has_level = _has("torch.autograd.forward_ad:_current_level")
+in_forward_mode: Callable[[], bool] = _forward_level if _has_level else lambda: True
+
+
+def _raw_stream(index: int) -> int:
+    stream: int = torch.cuda.current_stream(index).cuda_stream
+    return stream
+
+
+# The address of the current stream of a GPU. Public is ``torch.cuda.current_stream``, which makes an object, at a
+# microsecond. A torch without CUDA has none.
+raw_stream: Callable[[int], int] = find("torch:_C._cuda_getCurrentRawStream") or _raw_stream
+
+
+def constant_when_traced(function: Function) -> Function:
+    """Have torch.compile take what a function returns for a constant, as its arguments are.
+
+    Public is ``torch.compiler.assume_constant_result``, which does this in every known version, and imports the
+    compiler first.
+    """
+    if not is_known():
+        return torch.compiler.assume_constant_result(function)
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def recompiled(most: int) -> AbstractContextManager[object] | None:
+    """What torch.compile runs in to compile a function ``most`` times, where it would give up after 8.
+
+    ``torch.compiler.config`` has the limit, but does not document how to set it for a while; in 2.11 `torch.compile`
+    does not take it. None without it: then nobody may insist on whole graphs, so that what is over is computed eagerly.
+    """
+    if find("torch.compiler:config.recompile_limit") is None:
+        return None
+    patched: AbstractContextManager[object] = find("torch.compiler:config.patch")(recompile_limit=most)
+    return patched
+
+
+def holds_for_all_sizes(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition is known to hold for all sizes that what torch traces is for.
+
+    ``torch.fx.experimental`` has it, where names move. Without it a condition on sizes is never known to hold.
+    """
+    try:
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes long
+    except ImportError:
+        return condition is True
+    return statically_known_true(condition)
+
+
+# --- What modules need. There are no public names for it.
+
+COMPILED = "_orig_mod"
+"""What torch.compile puts into the names of a module's parameters. Weights with another one are refused."""
+
+
+def _has_forward_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    forward = module._forward_pre_hooks or module._forward_hooks
+    return bool(forward or module._backward_pre_hooks or module._backward_hooks)
+
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_are_told = all(hasattr(nn.Module(), name) for name in HOOKS)
+# Whether calling a module also calls hooks. Where torch does not tell, it does: such modules are called by themselves.
+has_forward_hooks: Callable[[nn.Module], bool] = _has_forward_hooks if _are_told else lambda module: True
+has_hooks: Callable[[nn.Module], bool] = _has_hooks if _are_told else lambda module: True
+
+
+class ToldOfCasts(nn.Module):
+    """A module that `after_cast` tells when ``to``, ``half``, ``to_empty`` and the like may have replaced its tensors.
+
+    They call ``_apply`` of every module. Where torch has none, `after_cast` is called before each ``forward``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        if not hasattr(nn.Module, "_apply"):
+            self.register_forward_pre_hook(_tell)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ToldOfCasts:
+        super()._apply(fn, recurse)
+        self.after_cast()
+        return self
+
+    def after_cast(self) -> None:
+        """See to tensors that were replaced, if any were."""
+        raise NotImplementedError
+
+
+def _tell(module: ToldOfCasts, arguments: Any) -> None:
+    module.after_cast()
+
+
+# --- What only measurements need. There are no public names for it, but where one is given.
+
+# Every allocation on a GPU with its stack. `torch.cuda.memory.memory_snapshot` has what is allocated at one time.
+record_memory_history: Any = _measured_by("torch.cuda.memory:_record_memory_history")
+memory_history: Any = _measured_by("torch.cuda.memory:_snapshot")
+
+# The node of autograd that is computed in this thread, None outside of a backward pass.
+current_node: Callable[[], Any] = _measured_by("torch:_C._current_autograd_node")
+
+# The number that the next node of autograd gets in this thread.
+next_node_number: Callable[[], int] = _measured_by("torch:_C._autograd._get_sequence_nr")
+
+
+def node_number(node: Node) -> int:
+    """The number that autograd gave a node when the forward pass made it."""
+    try:
+        return node._sequence_nr()
+    except AttributeError:
+        raise _lacking("torch.autograd.graph.Node._sequence_nr") from None
+
+
+class _NoDispatchMode:
+    def __init__(self) -> None:
+        raise _lacking("torch.utils._python_dispatch.TorchDispatchMode")
+
+
+# What sees every operation, once autograd has.
+TorchDispatchMode: Any = find("torch.utils._python_dispatch:TorchDispatchMode") or _NoDispatchMode
+
+
+def without_donated_buffers() -> AbstractContextManager[object]:
+    """What compiles inside has backward passes that can run again on the same graph; others overwrite what they get.
+
+    Without the name torch says so where such a backward pass runs again.
+    """
+    if find("torch._functorch.config:donated_buffer") is None:
+        return nullcontext()
+    patched: AbstractContextManager[object] = find("torch._functorch.config:patch")(donated_buffer=False)
+    return patched
+
+
+def compiler_counters() -> Mapping[str, int]:
+    """How often Inductor met what, in this process: its cache's hits and misses among them."""
+    counters = find("torch._dynamo.utils:counters")
+    if counters is None:
+        raise _lacking("torch._dynamo.utils.counters")
+    found: Mapping[str, int] = counters["inductor"]
+    return found
+
+
+COMPILER = ("torch._inductor.compile_fx", "torch._inductor.codegen.cuda_combined_scheduling")
+"""What torch.compile imports when it is first used, nearly all of it. One that is missing is imported then."""
