@@ -99,14 +99,19 @@ def compile_for(capability: int, kernel: Any, launch: Launch) -> Report:
         # What is in Triton's cache is not assembled, and then the assembler says nothing.
         knobs.compilation.always_compile = True
         described = signature, constant_values, attributes
-        compiled = compiled_for(capability, kernel, described, launch.options)
+        compiled = compiled_for(capability, kernel, described, launch.compile_options)
     log = said.getvalue()
     return Report(
         registers=_number(r"Used (\d+) registers", log),
         spill_stores=_number(r"(\d+) bytes spill stores", log),
         spill_loads=_number(r"(\d+) bytes spill loads", log),
         shared=compiled.metadata.shared,
-        warnings=tuple(line for line in log.splitlines() if re.search(r"C75\d\d|warning", line)),
+        warnings=tuple(
+            line
+            for line in log.splitlines()
+            if re.search(r"C75\d\d|warning", line)
+            and "'regAllocOptLevel'" not in line  # given twice: `compile_options`
+        ),
         ptx=compiled.asm["ptx"],
         cubin=compiled.asm["cubin"],
         capability=capability,

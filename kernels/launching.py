@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from . import tuning
-from .versions import names_of, runner_of
+from .versions import compile_options, names_of, runner_of
 
 MOST_PLANS = 4096
 """Plans kept of a kind; beyond that all are dropped and made anew as they are needed."""
@@ -58,7 +58,12 @@ class Launch(NamedTuple):
 
     def of(self, kernel: Any) -> Any:
         """Have Triton compile and launch a kernel so, and return what it compiled."""
-        return kernel[self.grid](*self.tensors, *self.arguments, **self.constants, **self.options)
+        return kernel[self.grid](*self.tensors, *self.arguments, **self.constants, **self.compile_options)
+
+    @property
+    def compile_options(self) -> dict[str, Any]:
+        """``options``, and those of every kernel that they leave open."""
+        return {**compile_options(), **self.options}
 
     def after_tensors(self, kernel: Any) -> tuple[Any, ...]:
         """What a runner of the compiled kernel takes after the tensors: numbers, then constants in their order."""

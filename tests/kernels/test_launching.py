@@ -8,6 +8,7 @@ import torch
 from cs336_systems.kernels import launching, tuning
 from cs336_systems.kernels.launching import Launch, Launcher, Plans, is_elsewhere
 from cs336_systems.kernels.tuning import TileConfig
+from cs336_systems.kernels.versions import compile_options
 
 
 class FakeKernel:
@@ -39,17 +40,24 @@ def kernel(monkeypatch):
     return FakeKernel()
 
 
-def describe():
-    return Launch((7, 1), ("tensor", None), (5,), {"TILE": 64}, {"num_warps": 4})
+def describe(**options):
+    return Launch((7, 1), ("tensor", None), (5,), {"TILE": 64}, {"num_warps": 4, **options})
 
 
 def test_a_repeated_launch_passes_addresses_and_what_was_remembered(kernel):
     launcher = Launcher(kernel)
     launcher((32, None), describe)
-    assert kernel.compiled == [((7, 1), ("tensor", None, 5), {"TILE": 64, "num_warps": 4})]
+    [(grid, arguments, keywords)] = kernel.compiled
+    assert (grid, arguments) == ((7, 1), ("tensor", None, 5))
+    assert keywords == {"TILE": 64, "num_warps": 4, **compile_options()}
     for _ in range(2):
         launcher((48, None), lambda: pytest.fail("it was described already"))
     assert kernel.launched == [((7, 1), (48, None, 5, 64))] * 2
+
+
+def test_options_of_a_launch_win_over_those_of_every_kernel(kernel):
+    Launcher(kernel)((32, None), lambda: describe(enable_fp_fusion=False))
+    assert kernel.compiled[0][2]["enable_fp_fusion"] is False
 
 
 @pytest.mark.parametrize("addresses", [(33, 64), (40, 64), (32, 72), (33, 65)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def test_a_launcher_is_called_while_another_thread_describes_its_first_launch(mo
 
     runner = (lambda *arguments: launched.append(arguments)), lambda descriptor, number: [descriptor.base.data_ptr()]
     monkeypatch.setattr("cs336_systems.kernels.hopper.launcher.runner_of", during("runner_of", runner))
-    described = SimpleNamespace(
+    described: Any = SimpleNamespace(
         of=during("of", None), tensors=(), grid=(1,), after_tensors=during("after_tensors", ("numbers",))
     )
     launcher = TiledLauncher(None)
@@ -47,7 +48,7 @@ def test_a_launcher_is_called_while_another_thread_describes_its_first_launch(mo
 def test_a_stream_has_one_counter(monkeypatch):
     """Another thread asks for it while it is made: both get what is kept."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(launch, "raw_stream", lambda index: 0)
     monkeypatch.setattr(launch, "_counters", {})
     device, found = torch.device("cuda", 0), []
 
