@@ -1,7 +1,10 @@
 # Every target first sees to the environment it runs in, so each works alone on a fresh machine.
 
-# The environment: a folder of its own (made if missing, pinned by constraints.txt), or "active".
-VENV ?= .venv
+# Another PyTorch than the one that constraints.txt pins, such as 2.14, with its own Triton; or newest.
+TORCH ?=
+export TORCH
+# The environment: a folder (made if missing, filled as constraints.txt and TORCH say), or "active".
+VENV ?= .venv$(if $(TORCH),-torch-$(TORCH))
 # The Python that makes it; with VENV=active, the one whose environment is used.
 PYTHON ?= python3
 # Passed on to pytest, or to the benchmark or report.
@@ -16,7 +19,7 @@ python := "$(VENV)/bin/python"
 endif
 environment := @bash tools/environment.sh "$(VENV)" "$(PYTHON)"
 
-.PHONY: help test bench report lint wheel-test
+.PHONY: help test test-newest bench report lint wheel-test
 
 help: ## this list
 	@echo "make TARGET [ARGS=...] [VENV=.venv | VENV=active] [PYTHON=python3]"
@@ -26,6 +29,9 @@ help: ## this list
 test: ## pytest in parallel; on the GPU where there is one, else with the Triton kernels interpreted
 	$(environment) test
 	$(python) -m pytest -n auto --dist loadgroup $(ARGS)
+
+test-newest: ## the same with the newest PyTorch and its Triton, as `pip install .` brings them (gigabytes)
+	$(MAKE) test TORCH=newest
 
 bench: ## the attention benchmark; ARGS=--help lists its options
 	$(environment) bench

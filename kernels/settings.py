@@ -121,7 +121,17 @@ def within_lengths(window: Window, causal: str, q_len: int, k_len: int) -> Windo
 def _within(side: int | None, length: int) -> int | None:
     if side is None or is_known(side >= length - 1):
         return None
-    return side if side < FAR else torch.sym_min(min(side, FAR**2), length)
+    return side if side < FAR else smallest_of(min(side, FAR**2), length)
+
+
+def smallest_of(x: int, y: int) -> int:
+    """The smaller one, which may be symbolic. torch 2.11 does not compile `torch.sym_min` of numbers."""
+    return min(x, y) if type(x) is int and type(y) is int else torch.sym_min(x, y)
+
+
+def largest_of(x: int, y: int) -> int:
+    """The larger one, likewise."""
+    return max(x, y) if type(x) is int and type(y) is int else torch.sym_max(x, y)
 
 
 def is_known(condition: bool | torch.SymBool) -> bool:

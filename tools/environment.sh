@@ -7,6 +7,9 @@
 # versions in constraints.txt. A stamp in it records what it was filled from; while that still holds, nothing is run at
 # all. A folder without a stamp is somebody else's, and is left alone.
 # VENV is "active": the environment that PYTHON runs in, which gets only what EXTRA asks for and it lacks.
+#
+# The variable TORCH replaces the pinned PyTorch: a release such as "2.14", with the Triton that it requires, or "newest",
+# for which nothing is pinned and pip is asked for newer releases every time.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=$1 python=$2 extra=$3
@@ -33,9 +36,17 @@ if [[ $venv == active ]]; then
 fi
 
 stamp=$venv/cs336_systems.stamp
+constraints=$venv/cs336_systems.constraints
+wanted() {
+    case ${TORCH:-} in
+        "") cat constraints.txt ;;
+        newest) ;;
+        *) grep -vE '^(torch|triton)==' constraints.txt && echo "torch==$TORCH.*" ;;
+    esac
+}
 # Where the checkout lies belongs to it: an editable install points there.
-recipe=$(pwd && cat pyproject.toml constraints.txt)
-[[ -x $venv/bin/python && -f $stamp && $(<"$stamp") == "$recipe" ]] && exit 0
+recipe=$(pwd && cat pyproject.toml && wanted)
+[[ -x $venv/bin/python && -f $stamp && $(<"$stamp") == "$recipe" && ${TORCH:-} != newest ]] && exit 0
 
 [[ ! -e $venv || -f $stamp || -z $(ls -A "$venv") ]] ||
     fail "expected $venv to be missing, empty or made by make; got a folder of somebody else's" \
@@ -56,7 +67,9 @@ fi
 
 echo "installing into $venv what pyproject.toml asks for"
 : >"$stamp" # until all is there
-install=("$venv/bin/python" -m pip --disable-pip-version-check install --constraint constraints.txt)
+wanted >"$constraints"
+install=("$venv/bin/python" -m pip --disable-pip-version-check install --constraint "$constraints")
+[[ ${TORCH:-} != newest ]] || install+=(--upgrade --upgrade-strategy eager)
 # The build backend comes first, so that the editable install needs no second environment of its own to build in.
 "${install[@]}" setuptools
 "${install[@]}" --no-build-isolation --editable '.[dev]'

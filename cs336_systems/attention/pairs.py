@@ -16,6 +16,8 @@ from ..kernels.diagonals import diagonal_sums
 from ..kernels.places import in_sequences
 from ..kernels.rules import AXES, DISTANCE, OPERATORS, Leaf, Mask, leaves, registry, tensors_of
 from ..kernels.settings import THRESHOLD_BITS
+from ..kernels.torch_names import exporting
+from .ops import NAMESPACE, library
 from .spec import AttentionSpec
 from .traced import Traced, trace
 
@@ -209,10 +211,30 @@ def scores_and_slopes(
 def kept_pairs(spec: AttentionSpec, pairs: Pairs, seed: Tensor) -> Tensor:
     """Whether dropout keeps the weight of each pair; the kernels draw the same numbers."""
     matrix = pairs.batch * pairs.heads + pairs.head
-    number = philox(seed, pairs.column // 4, pairs.row, matrix, torch.zeros_like(pairs.row))
-    word = pairs.column % 4
+    # Inductor takes minutes for its ten rounds, and drew other numbers on a GPU (torch 2.11, Triton 3.9).
+    opaque = torch.compiler.is_compiling() and not exporting()
+    draw = torch.ops.cs336_systems.dropout_mask if opaque else _dropout_mask
+    kept: Tensor = draw(seed, matrix, pairs.row, pairs.column, spec.as_settings.dropout_threshold)
+    return kept
+
+
+def _dropout_mask(seed: Tensor, matrix: Tensor, row: Tensor, column: Tensor, threshold: int) -> Tensor:
+    number = philox(seed, column // 4, row, matrix, torch.zeros_like(row))
+    word = column % 4
     chosen = torch.where(word < 2, torch.where(word == 0, *number[:2]), torch.where(word == 2, *number[2:]))
-    return chosen >> (32 - THRESHOLD_BITS) >= spec.as_settings.dropout_threshold
+    return chosen >> (32 - THRESHOLD_BITS) >= threshold
+
+
+library.define(
+    "dropout_mask(Tensor seed, Tensor matrix, Tensor row, Tensor column, int threshold) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+library.impl("dropout_mask", _dropout_mask, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake(f"{NAMESPACE}::dropout_mask", lib=library)  # type: ignore[untyped-decorator]
+def _fake_dropout_mask(seed: Tensor, matrix: Tensor, row: Tensor, column: Tensor, threshold: int) -> Tensor:
+    return torch.empty_like(matrix + row + column, dtype=torch.bool)
 
 
 def _by_mask(mask: Mask, pairs: Pairs, rest: Iterator[Tensor]) -> Tensor:

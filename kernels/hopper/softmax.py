@@ -102,11 +102,11 @@ class Softmax:
     def normaliser_and_lse(self, scale):
         """What an output row is multiplied by at last, and the natural log-sum-exp of its scaled scores.
 
-        They are 0 and -inf where it saw nothing.
+        They are 0 and -inf where it saw nothing, or scores that are -inf after their scale alone.
         """
         totals = self.totals()
-        empty = totals == 0.0
         largest = finite(self.pivot) * scale
+        empty = (totals == 0.0) | (largest == float("-inf"))
         # A score of +inf makes the weights NaN, of which the log-sum-exp, unlike the output, needs none.
         lse = gl.where(largest == float("inf"), largest, (largest + gl.log2(totals)) * LN_2)
         return gl.where(empty, 0.0, 1.0 / totals), gl.where(empty, float("-inf"), lse)

@@ -49,8 +49,9 @@ def softmax_step(state, products, scale, SHIFT: tl.constexpr, FUSED: tl.constexp
     """Take in a tile of scores ``products * scale``: the new state, the tile's weights, and the factor for older ones.
 
     ``scale`` is positive and includes log2(e). Hidden products are -inf. A row that has seen nothing keeps a maximum of
-    -inf; its pivot is 0, because -inf - -inf would be NaN. Weights are 2**SHIFT times too large, which costs nothing
-    and keeps the small ones out of float16's subnormal numbers. FUSED says whether multiplications and additions are.
+    -inf; its pivot is 0, because -inf - -inf would be NaN. Weights are 2**SHIFT times too large, which costs nothing:
+    it keeps small ones out of float16's subnormal numbers, and sums of bfloat16's largest values finite. FUSED says
+    whether multiplications and additions are.
     """
     product = tl.maximum(state.product, tl.max(products, 1))
     largest = product * scale

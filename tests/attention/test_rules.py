@@ -18,6 +18,7 @@ from cs336_systems.attention.variants.relative_bias import _relative_bias
 from cs336_systems.attention.variants.softcap import _softcap
 from cs336_systems.kernels import rules
 from cs336_systems.kernels.language import at, in_torch, jit, tanh, tl
+from cs336_systems.kernels.versions import compile_options
 from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs
 
 SHAPES = Shapes.of(2, q_len=9, k_len=11, d=8, q_heads=2, kv_heads=1)
@@ -203,7 +204,7 @@ def test_tanh_is_exact_to_a_few_roundings(flash_device):
     numbers = torch.cat([-magnitudes, magnitudes, torch.tensor([0.0, float("inf")]), near]).to(flash_device)
     numbers = torch.nn.functional.pad(numbers, (0, 4096 - len(numbers)))
     answers = torch.empty_like(numbers)
-    tanh_kernel[(1,)](numbers, answers, 4096)
+    tanh_kernel[(1,)](numbers, answers, 4096, **compile_options())
     exact = torch.tanh(numbers.double())
     assert ((answers.double() - exact).abs() <= 4 * torch.finfo(torch.float32).eps * exact.abs()).all()
     assert torch.equal(in_torch(bend, WIDE)(numbers.double()), exact)

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from cs336_systems.kernels.portable.addresses import matrix, tile_pointers
 from cs336_systems.kernels.portable.sequences import Span
+from cs336_systems.kernels.versions import compile_options
 
 ROWS = COLUMNS = 16
 FAR = 2**30 + 24  # twice this fits no 32 bits, once it does
@@ -52,7 +53,9 @@ def test_distances_within_a_tensor(flash_device, sizes, strides, first, first_ro
     x = torch.empty(1, dtype=torch.float16, device=flash_device)
     index = 6
     distances = torch.empty(ROWS, COLUMNS, dtype=torch.int64, device=flash_device)
-    distances_kernel[(1,)](x, distances, index, (0, *sizes[1:]), strides, first, first_row, unit, ROWS, COLUMNS)
+    distances_kernel[(1,)](
+        x, distances, index, (0, *sizes[1:]), strides, first, first_row, unit, ROWS, COLUMNS, **compile_options()
+    )
     where = 0
     for size, stride in zip(reversed(sizes), reversed(strides[:-2]), strict=True):
         index, position = divmod(index, size)

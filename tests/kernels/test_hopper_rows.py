@@ -9,6 +9,7 @@ import torch
 
 from cs336_systems.kernels.hopper.describe import Packed, Rows, describe_finish, describe_prepare, tiles_of
 from cs336_systems.kernels.hopper.rows import finish_kernel, prepare_kernel
+from cs336_systems.kernels.versions import compile_options
 from cs336_systems.testing import starts_of
 
 BATCH, HEADS, ROWS, TILE = 2, 3, 100, 64
@@ -56,6 +57,7 @@ def test_rows_are_prepared(flash_device, width, with_dlse):
             strides(dout),
         ),
         *(HEADS, ROWS, PADDED, 0, width, 16, TILE, FILLED_UP),
+        **compile_options(),
     )
     expected = (out.double() * dout.double()).sum(-1) - (dlse.double() if with_dlse else 0.0)
     torch.testing.assert_close(delta.view(BATCH, HEADS, PADDED)[..., :ROWS].double(), expected, atol=2e-6, rtol=2e-6)
@@ -89,7 +91,9 @@ def test_sums_become_gradients(flash_device, width, part):
     sums = torch.cat([as_added(piece) for tile in tiles for piece in tile.split(part, 1)]).to(flash_device)
     dq = torch.full((BATCH, ROWS, HEADS, width), math.nan, device=flash_device, dtype=torch.float16).transpose(1, 2)
     grid = (BATCH * HEADS * PADDED // TILE,)
-    finish_kernel[grid](sums, dq, None, strides(dq), HEADS, ROWS, PADDED, 0, 0.5, width, 16, part, TILE, FILLED_UP)
+    finish_kernel[grid](
+        sums, dq, None, strides(dq), HEADS, ROWS, PADDED, 0, 0.5, width, 16, part, TILE, FILLED_UP, **compile_options()
+    )
     expected = (rows.view(BATCH, HEADS, PADDED, 16)[..., :ROWS, :width] * 0.5).half()
     torch.testing.assert_close(dq.cpu(), expected)
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from cs336_systems.kernels.portable.masks import key_ranges, query_ranges, visible
+from cs336_systems.kernels.versions import compile_options
 
 TILES = 3
 LENGTHS = (1, 16, 41)
@@ -54,7 +55,9 @@ def sees(row, column, left, right):
 def ranges_of(kernel, device, length, band, rows, columns):
     left, right = band
     target = torch.full((TILES, 3, 2), -1, dtype=torch.int32, device=device)
-    kernel[(TILES,)](target, length, left or 0, right or 0, rows, columns, left is not None, right is not None)
+    kernel[(TILES,)](
+        target, length, left or 0, right or 0, rows, columns, left is not None, right is not None, **compile_options()
+    )
     return target.tolist()
 
 
@@ -78,7 +81,9 @@ def check_ranges(ranges, step, length, seen_by_any, seen_by_all, key):
 def test_visible_is_the_band(flash_device, edges):
     for left, right in EDGES[edges][::7]:
         seen = torch.empty(16, 16, dtype=torch.int32, device=flash_device)
-        visible_kernel[(1,)](seen, 13, left or 0, right or 0, 16, left is not None, right is not None)
+        visible_kernel[(1,)](
+            seen, 13, left or 0, right or 0, 16, left is not None, right is not None, **compile_options()
+        )
         expected = [[column < 13 and sees(row, column, left, right) for column in range(16)] for row in range(16)]
         assert seen.bool().tolist() == expected
 

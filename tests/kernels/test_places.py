@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cs336_systems.kernels.hopper.describe import tiles_of
 from cs336_systems.kernels.portable.sequences import sequence_of, slot_of, span_of
+from cs336_systems.kernels.versions import compile_options
 from cs336_systems.testing import starts_of
 
 
@@ -38,7 +39,7 @@ def test_every_row_is_in_one_tile(flash_device, tile, lengths, beyond):
     rows = sum(lengths) + beyond
     tiles = tiles_of(rows, tile, len(lengths))
     places = torch.zeros(tiles, 3, dtype=torch.int32, device=flash_device)
-    places_kernel[(tiles,)](starts, len(lengths), rows, places, tile)
+    places_kernel[(tiles,)](starts, len(lengths), rows, places, tile, **compile_options())
     expected = [number for number, length in enumerate([*lengths, beyond]) for _ in range(length)]
     found = [-1] * rows
     for sequence, first, stop in places.tolist():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...kernels.settings import largest_of, smallest_of
+
 MOST = 2**30
 """No position is as far as this from another, and sums of two such numbers fit 32 bits."""
 
@@ -20,7 +22,7 @@ def integer(name: str, value: int, least: int | None = None) -> int:
 
 def rows(name: str, value: int, least: int | None = None) -> int:
     """The value, if it is an integer, or the nearest that means the same of positions, which are counted in 32 bits."""
-    return torch.sym_max(torch.sym_min(integer(name, value, least), MOST), -MOST)
+    return largest_of(smallest_of(integer(name, value, least), MOST), -MOST)
 
 
 def tensor(name: str, value: Tensor) -> Tensor:
