@@ -31,6 +31,7 @@ check_python() {
 }
 
 if [[ $venv == active ]]; then
+    [[ -z ${TORCH:-} ]] || fail "expected no TORCH with VENV=active, whose PyTorch stays; got TORCH=$TORCH"
     check_python
     exec "$python" tools/missing.py "$extra"
 fi

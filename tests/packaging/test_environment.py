@@ -41,11 +41,12 @@ class Project:
         without_pip = '[ "$1 $2" = "-m venv" ] && shift 2 && set -- -m venv --without-pip "$@"'
         self.python = self.program("python", f'{without_pip}\nexec "{sys.executable}" "$@"')
 
-    def environment(self, *, venv: str = ".venv", python: str | None = None, pip_status: int = 0):
+    def environment(self, *, venv: str = ".venv", python: str | None = None, pip_status: int = 0, torch: str = ""):
         variables = {
             "PYTHONPATH": str(self.root / "stand-in"),
             "PIP_LOG": str(self.pip_log),
             "PIP_STATUS": str(pip_status),
+            "TORCH": torch,
         }
         return subprocess.run(
             ["bash", self.root / "tools/environment.sh", venv, python or self.python, "test"],
@@ -95,6 +96,31 @@ def test_installs_again_when_a_pin_changes(project):
         constraints.write("colorama==0.4.6\n")
     assert project.environment().returncode == 0
     assert project.installs() == ["setuptools", ".[dev]"]
+
+
+def test_another_pytorch_brings_its_own_triton(project):
+    assert project.environment(torch="2.14").returncode == 0
+    pins = (project.venv / "cs336_systems.constraints").read_text().splitlines()
+    assert [pin for pin in pins if pin.startswith(("torch==", "triton=="))] == ["torch==2.14.*"]
+    assert any(pin.startswith("pytest==") for pin in pins)
+    assert len(project.installs()) == 2
+    assert project.environment(torch="2.14").returncode == 0
+    assert project.installs() == []
+
+
+def test_the_newest_pytorch_is_asked_for_every_time(project):
+    for _ in range(2):
+        assert project.environment(torch="newest").returncode == 0
+        assert (project.venv / "cs336_systems.constraints").read_text() == ""
+        assert "--upgrade --upgrade-strategy eager" in project.pip_log.read_text()
+        assert len(project.installs()) == 2
+
+
+def test_the_pytorch_of_an_active_environment_stays(project):
+    done = project.environment(venv="active", torch="2.14")
+    assert done.returncode == 1
+    assert "expected no TORCH with VENV=active, whose PyTorch stays; got TORCH=2.14" in done.stderr
+    assert project.installs() == []
 
 
 def test_a_failed_install_is_tried_again(project):
