@@ -121,7 +121,9 @@ def cached_kernel(
         q_tile = negated(q_tile)
     own_columns = tl.program_id(1) * BLOCK_DV
     places = ((first_row + tl.arange(0, TILE_Q)) % new)[:, None]
-    state = softmax_start(TILE_Q, None, 0, TOP)
+    # Other dtypes have small weights as they are, and values so large that more than their sum would overflow.
+    SHIFT: tl.constexpr = TOP if v.dtype.element_ty == tl.float16 else 0
+    state = softmax_start(TILE_Q, None, 0, SHIFT)
     accumulator = tl.zeros([TILE_Q, BLOCK_DV], tl.float32)
     # A zero scale makes all scores equal; the smallest normal number does too, and -inf times it stays -inf.
     scale = tl.where(scale > SMALLEST, scale, SMALLEST)
@@ -138,11 +140,11 @@ def cached_kernel(
         slots = first_slot + tl.arange(0, TILE_K)[None, :]
         seen = visible(places, slots, length, position - before, position, WINDOW, True)
         products = tl.where(seen, products, float("-inf"))
-        state, weights, rescale = softmax_step(state, products, factor, TOP, True)
+        state, weights, rescale = softmax_step(state, products, factor, SHIFT, True)
         v_tile = load_slice(values, first_slot, own_columns, TILE_K, BLOCK_DV, V_HEAD_DIM, True)
         weights = weights.to(v_tile[0].dtype)
         accumulator = tl.dot(weights, v_tile[0], accumulator * rescale[:, None], input_precision=PRECISION)
-    normaliser, row_lse = softmax_finish(state, TOP)
+    normaliser, row_lse = softmax_finish(state, SHIFT)
     first = tl.cast(index, tl.int64) * rows * parts + part
     target = Matrix(out + first * V_HEAD_DIM, tl.cast(parts, tl.int64) * V_HEAD_DIM, 1, rows, ())
     store_slice(target, accumulator * normaliser[:, None], first_row, own_columns, TILE_Q, BLOCK_DV, V_HEAD_DIM)

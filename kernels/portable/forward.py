@@ -64,6 +64,7 @@ def forward_step(
     MASK: tl.constexpr,
     SCORE: tl.constexpr,
     FLIP: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):
     """Fold one tile of keys and values into the running softmax and output.
 
@@ -89,7 +90,7 @@ def forward_step(
     if MASKED:
         seen = seen_pairs(rows, columns, exists, place, LEFT, RIGHT, MASK)
         products = tl.where(seen, products, float("-inf"))
-    state, weights, rescale = softmax_step(state, products, scale, TOP, len(q_tile) == 1)
+    state, weights, rescale = softmax_step(state, products, scale, SHIFT, len(q_tile) == 1)
     if place.seed is not None:
         weights = tl.where(kept_pairs(first_row, first_column, place, TILE_Q, TILE_K, False), weights, 0.0)
     own_columns = tl.program_id(1) * BLOCK_DV
@@ -170,7 +171,9 @@ def forward_kernel(
     if SCORE is None:
         # A zero scale makes all scores equal; the smallest normal number does too, and -inf times it stays -inf.
         scale = tl.where(scale > SMALLEST, scale, SMALLEST)
-    state = softmax_start(TILE_Q, sinks, place.head, TOP)
+    # Other dtypes have small weights as they are, and values so large that more than their sum would overflow.
+    SHIFT: tl.constexpr = TOP if v.dtype.element_ty == tl.float16 else 0
+    state = softmax_start(TILE_Q, sinks, place.head, SHIFT)
     accumulator = tl.zeros([TILE_Q, BLOCK_DV], tl.float32)
     k_rows = length_for(packed, first_row, own.q, own.columns)
     ranges = key_ranges(first_row, k_rows, place.left, place.right, TILE_Q, TILE_K, LEFT, RIGHT)
@@ -192,9 +195,9 @@ def forward_kernel(
             state, accumulator, ahead = forward_step(
                 state, accumulator, ahead, q_tile, queries, keys, values, first_row, first_column, place, scale,
                 HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, TILE_Q, TILE_K, LEFT, RIGHT, part != 1, MASK, SCORE,
-                FLIP,
+                FLIP, SHIFT,
             )  # fmt: skip
-    normaliser, row_lse = softmax_finish(state, TOP)
+    normaliser, row_lse = softmax_finish(state, SHIFT)
     normaliser *= unit_of(v_statistics, kv_index) * kept_scale
     target = matrix(out, index, q_sizes, out_strides, own.q, (), UNITS[3])
     own_columns = tl.program_id(1) * BLOCK_DV

@@ -11,9 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.attention import attention
+from cs336_systems.attention import attention, attention_with_cache
 from cs336_systems.kernels import tuning
-from cs336_systems.testing import Inputs, Results, compare, difference, evaluate, naive_results, oracle, terms
+from cs336_systems.testing import (
+    Inputs,
+    Results,
+    assert_cached_within_budget,
+    compare,
+    difference,
+    evaluate,
+    make_cache,
+    naive_results,
+    oracle,
+    terms,
+)
 
 from .adversarial import CASES, Case
 
@@ -149,3 +160,10 @@ def torch_s(case: Case, inputs: Inputs, exact: Results) -> list[str]:
 def test_every_case_has_a_name_of_its_own():
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_of_a_cache_whose_sum_is_near_the_largest(flash_device, dtype):
+    cache = make_cache([100, 64], capacity=100, q_heads=2, kv_heads=1, d=16, dtype=dtype, device=flash_device)
+    cache = cache._replace(v=cache.v.clamp(-2, 2) * (torch.finfo(dtype).max / 200))
+    assert_cached_within_budget(*attention_with_cache(*cache, impl="flash", return_lse=True), cache)

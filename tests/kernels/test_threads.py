@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def test_a_launcher_is_called_while_another_thread_describes_its_first_launch(mo
 
     runner = (lambda *arguments: launched.append(arguments)), lambda descriptor, number: [descriptor.base.data_ptr()]
     monkeypatch.setattr("cs336_systems.kernels.hopper.launcher.runner_of", during("runner_of", runner))
-    described = SimpleNamespace(
+    described: Any = SimpleNamespace(
         of=during("of", None), tensors=(), grid=(1,), after_tensors=during("after_tensors", ("numbers",))
     )
     launcher = TiledLauncher(None)
