@@ -105,7 +105,8 @@ def cached_kernel(
     first_row = program % tiles * TILE_Q
     part = program // tiles % parts
     index = program // tiles // parts
-    length = tl.minimum(tl.maximum(tl.load(lengths + index // heads).to(tl.int32), 0), capacity)
+    # Before it is cast: what is beyond 32 bits is beyond the capacity.
+    length = tl.minimum(tl.maximum(tl.load(lengths + index // heads), 0), capacity).to(tl.int32)
     # Of the first of the new queries; it may be negative, where a sequence has fewer slots than there are queries.
     position = length - new
     first_seen = position * 0

@@ -11,9 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.attention import attention
+from cs336_systems.attention import attention, attention_with_cache
 from cs336_systems.kernels import tuning
-from cs336_systems.testing import Inputs, Results, compare, difference, evaluate, naive_results, oracle, terms
+from cs336_systems.testing import (
+    Inputs,
+    Results,
+    assert_cached_within_budget,
+    compare,
+    difference,
+    evaluate,
+    make_cache,
+    naive_results,
+    oracle,
+    terms,
+)
 
 from .adversarial import CASES, Case
 
@@ -76,7 +87,12 @@ def assert_like_float64(case: Case, inputs: Inputs, results: Results, *, spoils:
     """
     expected = rounded(case.expected(oracle, inputs, "lse" in results), inputs.q.dtype)
     spoils = spoils and case.name.startswith("inf-")
-    problems = [name for name, x in results.items() if not has_the_same_kinds(name, x, expected[name], spoils)]
+    rows = {"lse": (), "dk": (-1,), "dv": (-1,)}
+    if case.name.startswith(("nan-", "inf-")):
+        rows |= {"dk": (-2, -1), "dv": (-2, -1)}
+    problems = [
+        name for name, x in results.items() if not has_the_same_kinds(x, expected[name], rows.get(name, (-1,)), spoils)
+    ]
     findings = compare(*finite_parts(case, inputs, results, expected))
     if problems or not all(finding.holds for finding in findings):
         lines = [f"infinities or NaN differ: {problems}", *map(str, findings), *torch_s(case, inputs, expected)]
@@ -92,17 +108,16 @@ def rounded(exact: Results, dtype: torch.dtype) -> Results:
     return made
 
 
-def has_the_same_kinds(name: str, x: Tensor, exact: Tensor, spoils: bool) -> bool:
-    """Infinities and NaN of the log-sum-exp are alike; rows of out and dq, matrices of dk and dv, have some or none.
+def has_the_same_kinds(x: Tensor, exact: Tensor, rows: tuple[int, ...], spoils: bool) -> bool:
+    """Infinities and NaN of the log-sum-exp, which has no ``rows``, are alike; rows of others have some or none.
 
-    Which of their elements depends on whether what is hidden counts as 0 times an infinity, or is left out.
-    ``spoils``: more of them may.
+    Which of their elements depends on whether what is hidden counts as 0 times an infinity, or is left out, and so
+    which rows of dk and dv. ``spoils``: more of them may.
     """
-    if name == "lse" and not spoils:
+    if not rows and not spoils:
         kinds = [torch.stack([y.isnan(), y == math.inf, y == -math.inf]) for y in (x, exact)]
         return torch.equal(*kinds)
-    axes = {"lse": (), "dk": (-2, -1), "dv": (-2, -1)}.get(name, (-1,))
-    wrong, got = (~(y.isfinite().all(axes) if axes else y.isfinite()) for y in (exact, x))
+    wrong, got = (~(y.isfinite().all(rows) if rows else y.isfinite()) for y in (exact, x))
     return not bool((wrong & ~got).any()) and (spoils or not bool((got & ~wrong).any()))
 
 
@@ -145,3 +160,10 @@ def torch_s(case: Case, inputs: Inputs, exact: Results) -> list[str]:
 def test_every_case_has_a_name_of_its_own():
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_of_a_cache_whose_sum_is_near_the_largest(flash_device, dtype):
+    cache = make_cache([100, 64], capacity=100, q_heads=2, kv_heads=1, d=16, dtype=dtype, device=flash_device)
+    cache = cache._replace(v=cache.v.clamp(-2, 2) * (torch.finfo(dtype).max / 200))
+    assert_cached_within_budget(*attention_with_cache(*cache, impl="flash", return_lse=True), cache)

@@ -145,6 +145,19 @@ def test_lengths_of_a_cache_that_cannot_be_are_refused_on_a_cpu(impl, numbers):
         attention_with_cache(*cache[:3], torch.tensor(numbers), impl=impl)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16])
+def test_lengths_of_a_cache_that_the_device_alone_knows_are_clamped(flash_device, dtype):
+    """Asking a GPU for them would stop it; what it computes is the same for all that is beyond the capacity."""
+    q, k, v, _ = make_cache([40] * 4, capacity=40, q_heads=2, kv_heads=1, d=16, device=flash_device)
+    least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    wrong = torch.tensor([most, least, -1, min(2**32 + 3, most)], dtype=dtype, device=flash_device)
+    attend = partial(torch.ops.cs336_systems.flash_with_cache, q, k, v)
+    for actual, expected in zip(
+        attend(wrong, 1.0, None, None), attend(wrong.clamp(0, 40), 1.0, None, None), strict=True
+    ):
+        assert torch.equal(actual, expected)
+
+
 @pytest.mark.usefixtures("compile_afresh")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch")
 @pytest.mark.parametrize("impl", ["flash", "naive"])
