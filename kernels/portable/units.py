@@ -14,8 +14,11 @@ import triton.language as tl
 
 TOP: tl.constexpr = tl.constexpr(14)
 """The exponent that the largest element of a rewritten matrix gets, and by which probabilities are scaled up."""
-LOW: tl.constexpr = tl.constexpr(-16)
-"""The exponent of the largest weight where these have float32's range: sums of 2**16 largest numbers stay finite."""
+LOW: tl.constexpr = tl.constexpr(-13)
+"""The exponent of the largest weight where these have float32's range: sums of 2**13 largest numbers stay finite.
+
+Lower ones would lose digits: exponents of weights are rounded with it in them, and from 16 on more coarsely.
+"""
 WEIGHT_UNIT: tl.constexpr = tl.constexpr(2.0**-14)
 """What one step of probabilities scaled up by 2**TOP stands for."""
 
