@@ -107,8 +107,8 @@ def test_an_unknown_version_is_launched_by_public_names(monkeypatch):
 @pytest.mark.parametrize(("version", "given"), [("3.6.0", False), ("3.7.1", False), ("3.8.0", True), ("3.9.0", True)])
 def test_registers_are_allocated_as_ptxas_does_by_itself(monkeypatch, version, given):
     monkeypatch.setattr(triton, "__version__", version)
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    monkeypatch.setattr(triton.knobs.nvidia, "ptxas_options", "--verbose")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("PTXAS_OPTIONS", "--verbose")
     options = versions.compile_options()
     assert options["enable_fp_fusion"] is True
     assert options.get("ptx_options") == ("--regAllocOptLevel=4 --verbose" if given else None)
