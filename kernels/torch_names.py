@@ -107,7 +107,7 @@ def _refusing_level() -> int | None:
     return None
 
 
-# The innermost transform of `torch.func` at work, None if there is none. There is no public name.
+# The innermost active transform of `torch.func`, or None. There is no public name.
 _has_transforms = _has("torch:_C._functorch.maybe_current_level")
 transform_level: Callable[[], int | None] = (
     torch._C._functorch.maybe_current_level if _has_transforms else _refusing_level
@@ -197,7 +197,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _are_told = all(hasattr(nn.Module(), name) for name in HOOKS)
-# Whether calling a module also calls hooks. Where torch does not tell, it does: such modules are called by themselves.
+# Whether calling a module also calls hooks. Where torch does not say, assume so: such modules are not fused.
 has_forward_hooks: Callable[[nn.Module], bool] = _has_forward_hooks if _are_told else lambda module: True
 has_hooks: Callable[[nn.Module], bool] = _has_hooks if _are_told else lambda module: True
 

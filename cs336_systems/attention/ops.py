@@ -85,7 +85,7 @@ def _backward(
     extras: Sequence[Tensor],
     wanted: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    # Under vmap the entries of a batch may share them, and kernels look for those of each row in a place of its own.
+    # vmap may expand them with a stride of 0 along the batch; kernels take the log-sum-exp as contiguous.
     out, lse = out if out.stride(-1) == 1 else out.contiguous(), lse.contiguous()
     return kernels().backward(q, k, v, out, lse, dout, dlse, scale, settings, numbers, extras, wanted)
 
