@@ -2,6 +2,10 @@
 
     git worktree add ../before main
     python benchmarks/compare_trees.py ../before . --passes backward --dims 64 128 --lengths 1024 4096 16384
+    python benchmarks/compare_trees.py . .:../triton-3.9       # or one checkout with two Tritons
+
+After a colon stands a folder of packages that go before the installed ones, as `pip install --target` makes it. The
+pass `decode` is attention of one query a head over a cache.
 
 A process for each checkout computes the same calls, on the same inputs, in turns: for each cell every checkout is
 measured once a round, in rotated order, so that a clock that falls under load falls for all. Results are held to the
@@ -36,6 +40,7 @@ from cs336_systems.profiling.sweep import Row, write_csv
 from cs336_systems.profiling.timing import RoundTimes, TimingMethod, interleave
 
 WORKER = Path(__file__).with_name("tree_worker.py")
+DECODE = "decode"
 COLUMNS = (
     "tree",
     "pass",
@@ -44,6 +49,7 @@ COLUMNS = (
     "length",
     "batch",
     "heads",
+    "groups",
     "median_ms",
     "tflops",
     "over_first",
@@ -56,21 +62,28 @@ class TreeError(RuntimeError):
 
 
 class Cell(NamedTuple):
-    """A call: its pass, head dimension, length and mask, and the tensors' shape."""
+    """A call: its pass, mask, the shape of k and v, and how many heads of q each of their heads serves."""
 
     which: Any
     mask: str
     shape: tuple[int, int, int, int]
+    groups: int = 1
 
     @property
     def flops(self) -> float:
         """Operations of one call."""
         batch, heads, length, head_dim = self.shape
+        heads *= self.groups
+        if self.which == DECODE:
+            return attention_flops(batch, heads, 1, length, head_dim, causal=False, which="forward")
         causal = self.mask == "causal"
         return attention_flops(batch, heads, length, length, head_dim, causal=causal, which=self.which)
 
     def __str__(self) -> str:
-        return f"{self.which}, d {self.shape[3]}, {self.mask}, {self.shape[2]}"
+        grouped = f", {self.groups} heads a group" if self.groups > 1 else ""
+        if self.which == DECODE:
+            return f"decode, d {self.shape[3]}, {self.shape[0]} × {self.shape[2]}{grouped}"
+        return f"{self.which}, d {self.shape[3]}, {self.mask}, {self.shape[2]}{grouped}"
 
 
 class Tree:
@@ -81,7 +94,8 @@ class Tree:
 
     def ask(self, what: str, cell: Cell) -> None:
         """Begin a request, which `answer` ends."""
-        request = {"do": what, "pass": cell.which, "shape": cell.shape, "causal": cell.mask == "causal"}
+        request = {"do": what, "pass": cell.which, "shape": cell.shape, "groups": cell.groups}
+        request["causal"] = cell.mask == "causal"
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request | self._settings) + "\n")
         self._process.stdin.flush()
@@ -102,18 +116,19 @@ class Tree:
 
 
 @contextmanager
-def tree_of(folder: Path, name: str, settings: Row) -> Iterator[Tree]:
+def tree_of(asked: str, settings: Row) -> Iterator[Tree]:
     """The process of a checkout, which ends with the block."""
     environment = dict(os.environ)
+    folder, *packages = (str(Path(part).resolve()) for part in asked.split(os.pathsep))
     before = environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = os.pathsep.join([str(folder.resolve()), *([before] if before else [])])
+    environment["PYTHONPATH"] = os.pathsep.join([*packages, folder, *([before] if before else [])])
     environment["PYTHONSAFEPATH"] = "1"  # nothing comes from the worker's own folder
     command = [sys.executable, str(WORKER)]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=folder
     )
     try:
-        yield Tree(name, process, settings)
+        yield Tree(asked, process, settings)
     finally:
         process.kill()
         process.communicate()
@@ -127,10 +142,15 @@ def all_at_once(trees: Sequence[Tree], what: str, cell: Cell) -> None:
         tree.answer(cell)
 
 
+def shape_of(options: argparse.Namespace, length: int, dim: int) -> tuple[int, int, int, int]:
+    """That of k and v: all have as many tokens, and queries as many channels."""
+    return max(1, options.tokens // length), max(1, options.channels // dim // options.groups), length, dim
+
+
 def cells_of(options: argparse.Namespace) -> list[Cell]:
     """What is measured, in this order."""
     return [
-        Cell(which, mask, (max(1, options.tokens // length), max(1, options.channels // dim), length, dim))
+        Cell(which, mask, shape_of(options, length, dim), options.groups)
         for which, dim, mask, length in itertools.product(options.passes, options.dims, options.masks, options.lengths)
     ]
 
@@ -148,6 +168,7 @@ def rows_of(cell: Cell, times: dict[str, RoundTimes]) -> list[Row]:
             "length": length,
             "batch": batch,
             "heads": heads,
+            "groups": cell.groups,
             "median_ms": own.median,
             "tflops": teraflops_per_second(cell.flops, own.median),
             "over_first": statistics.median(a / b for a, b in zip(first.milliseconds, own.milliseconds, strict=True)),
@@ -162,14 +183,6 @@ def line_of(cell: Cell, rows: Sequence[Row]) -> list[str]:
     return [str(cell), *(f"{format_number(row['tflops'])} ({row['over_first']:.3f})" for row in rows)]
 
 
-def names_of(folders: Sequence[Path]) -> list[str]:
-    """Short names that differ: the folders' last parts, or else with their numbers."""
-    last = [folder.resolve().name for folder in folders]
-    if len(set(last)) == len(last):
-        return last
-    return [f"{number}: {name}" for number, name in enumerate(last, 1)]
-
-
 def measure(options: argparse.Namespace) -> Iterator[tuple[Cell, list[Row]]]:
     """The rows of each cell, as they come. Raises TreeError."""
     method = TimingMethod(rounds=options.rounds)
@@ -177,8 +190,7 @@ def measure(options: argparse.Namespace) -> Iterator[tuple[Cell, list[Row]]]:
     settings = {"device": options.device, "dtype": options.dtype, "impl": options.impl, "method": timing}
     cells = cells_of(options)
     with ExitStack() as stack:
-        named = zip(options.trees, names_of(options.trees), strict=True)
-        trees = [stack.enter_context(tree_of(folder, name, settings)) for folder, name in named]
+        trees = [stack.enter_context(tree_of(asked, settings)) for asked in options.trees]
         for cell in cells:
             all_at_once(trees, "check", cell)
             all_at_once(trees, "prepare", cell)
@@ -193,13 +205,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     gpu = asks_for_gpu(arguments)
     add = parser.add_argument
-    add("trees", nargs="+", type=Path, metavar="TREE", help="checkouts; the others are compared with the first")
-    add("--passes", nargs="+", choices=PASSES, default=["forward", "backward"], help="default: %(default)s")
+    what = "checkouts, each with packages of its own if need be; the others are compared with the first"
+    add("trees", nargs="+", metavar="TREE[:PACKAGES]", help=what)
+    passes = ["forward", "backward"]
+    add("--passes", nargs="+", choices=[*PASSES, DECODE], default=passes, help="default: %(default)s")
     add("--dims", nargs="+", type=positive, default=[64, 128] if gpu else [32], metavar="D", help="%(default)s")
     add("--lengths", nargs="+", type=positive, default=[1024, 4096] if gpu else [128], metavar="N", help="%(default)s")
     add("--masks", nargs="+", choices=MASKS, default=["causal"], help="default: %(default)s")
     add("--tokens", type=positive, default=16384 if gpu else 256, help="batch × length (default: %(default)s)")
-    add("--channels", type=positive, default=2048 if gpu else 64, help="heads × d (default: %(default)s)")
+    add("--channels", type=positive, default=2048 if gpu else 64, help="heads of q × d (default: %(default)s)")
+    add("--groups", type=positive, default=1, help="heads of q for each of k and v (default: %(default)s)")
     add("--dtype", default="bfloat16" if gpu else "float32", choices=[*DTYPES, *DTYPE_ALIASES], help="%(default)s")
     add("--impl", default="flash" if gpu else "tiled", help="of attention() (default: %(default)s)")
     add("--device", default="cuda" if gpu else "cpu", help="default: %(default)s")
@@ -207,9 +222,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--output", type=Path, metavar="FILE", help="a CSV file for all rows")
     options = parser.parse_args(arguments)
     options.dtype = DTYPE_ALIASES.get(options.dtype, options.dtype)
-    for tree in options.trees:
+    for asked in options.trees:
+        tree, *packages = map(Path, asked.split(os.pathsep))
         if not (tree / "cs336_systems" / "__init__.py").is_file():
             parser.error(f"TREE must be a checkout of this library, with a folder cs336_systems; got {tree}")
+        for folder in packages:
+            if not folder.is_dir():
+                parser.error(f"PACKAGES must be a folder, as pip install --target makes it; got {folder}")
+    if len(set(options.trees)) < len(options.trees):
+        parser.error(f"each TREE must be named once; got {' '.join(options.trees)}")
     return options
 
 
@@ -228,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TreeError as error:
         print(f"compare_trees.py: error: {error}", file=sys.stderr)
         return 1
-    print(markdown_table(["TFLOP/s", *names_of(options.trees)], lines))
+    print(markdown_table(["TFLOP/s", *options.trees], lines))
     return 0
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import compare_trees
-from benchmarks.compare_trees import Cell, TreeError, cells_of, names_of, parse, rows_of, tree_of
+from benchmarks.compare_trees import Cell, TreeError, cells_of, parse, rows_of, tree_of
 from cs336_systems.profiling.timing import RoundTimes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,25 +43,29 @@ def test_rows():
     assert compare_trees.line_of(CELL, [before, after])[2].endswith("(2.000)")
 
 
-def test_names_differ():
-    assert names_of([Path("/a/before"), Path("/a/after")]) == ["before", "after"]
-    assert names_of([Path("/a/x"), Path("/b/x")]) == ["1: x", "2: x"]
+def test_decoding_has_one_query_a_head():
+    options = parse([str(ROOT), "--passes", "decode", "--dims", "16", "--lengths", "64", "--groups", "2"])
+    (cell,) = cells_of(options)
+    assert cell == Cell("decode", "causal", (4, 2, 64, 16), groups=2)
+    assert cell.flops == 2 * 4 * 4 * 1 * 64 * (16 + 16)
+    assert str(cell) == "decode, d 16, 4 × 64, 2 heads a group"
 
 
 def test_two_checkouts(tmp_path, capsys):
-    arguments = ["--lengths", "64", "--dims", "16", "--rounds", "2", "--output", str(tmp_path / "rows.csv")]
-    assert compare_trees.main([str(ROOT), str(ROOT), "--passes", "forward", "both", *arguments]) == 0
+    calls = ["--lengths", "64", "--dims", "16", "--groups", "2", "--passes", "forward", "both", "decode"]
+    how = ["--impl", "naive", "--rounds", "2", "--output", str(tmp_path / "rows.csv")]
+    assert compare_trees.main([str(ROOT), f"{ROOT}:{tmp_path}", *calls, *how]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith("| TFLOP/s")
     assert shown[2].startswith("| forward, d 16, causal, 64")
     with (tmp_path / "rows.csv").open() as file:
         rows = [*csv.DictReader(file)]
-    assert [row["pass"] for row in rows] == ["forward", "forward", "both", "both"]
+    assert [row["pass"] for row in rows] == ["forward", "forward", "both", "both", "decode", "decode"]
     assert all(float(row["median_ms"]) > 0 for row in rows)
 
 
 def test_each_computes_with_its_own_library(changed):
-    with tree_of(ROOT, "whole", SETTINGS) as whole, tree_of(changed, "changed", SETTINGS) as other:
+    with tree_of(str(ROOT), SETTINGS) as whole, tree_of(str(changed), SETTINGS) as other:
         for what in ("check", "prepare"):
             whole.ask(what, CELL)
             whole.answer(CELL)
@@ -73,10 +77,26 @@ def test_each_computes_with_its_own_library(changed):
 
 def test_a_checkout_that_fails_ends_the_comparison(changed, capsys):
     assert compare_trees.main([str(ROOT), str(changed), "--lengths", "64", "--dims", "16", "--impl", "naive"]) == 1
-    assert "compare_trees.py: error: changed: forward" in capsys.readouterr().err
+    assert f"compare_trees.py: error: {changed}: forward" in capsys.readouterr().err
 
 
-def test_a_tree_is_a_checkout(tmp_path, capsys):
+def test_packages_go_before_the_installed_ones(tmp_path):
+    (tmp_path / "einops.py").write_text("raise SystemExit(7)")
+    with tree_of(f"{ROOT}:{tmp_path}", SETTINGS) as tree:
+        tree.ask("prepare", CELL)
+        with pytest.raises(TreeError, match="its process ended with 7"):
+            tree.answer(CELL)
+
+
+@pytest.mark.parametrize(
+    ("trees", "said"),
+    [
+        (["/nowhere"], "TREE must be a checkout"),
+        ([f"{ROOT}:/nowhere"], "PACKAGES must be a folder"),
+        ([str(ROOT)] * 2, "named once"),
+    ],
+)
+def test_trees_that_cannot_be_compared(trees, said, capsys):
     with pytest.raises(SystemExit):
-        parse([str(tmp_path)])
-    assert "TREE must be a checkout" in capsys.readouterr().err
+        parse(trees)
+    assert said in capsys.readouterr().err
