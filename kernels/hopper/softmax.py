@@ -140,5 +140,36 @@ def finite(largest):
 
 @gluon.jit
 def partial_sums(weights):
-    """Sums over the columns that a thread holds."""
-    return gl.sum(gl.reshape(weights, [weights.shape[0], weights.shape[1] // 8, 8]), 1)
+    """Sums over the columns that a thread holds, each added after the one before, from the first.
+
+    Since Triton 3.9 `gl.sum` adds pairs, then pairs of sums: the assembler then has most exponentials wait for one
+    another, and adds when they are over, where it could add while they are computed.
+    """
+    return in_turn(gl.permute(gl.reshape(weights, [weights.shape[0], weights.shape[1] // 8, 8]), [0, 2, 1]))
+
+
+@gluon.jit
+def in_turn(numbers):
+    """Sums over the last axis, which a thread holds, of (rows, columns, a power of two)."""
+    if numbers.shape[2] == 1:
+        return gl.reshape(numbers, [numbers.shape[0], numbers.shape[1]])
+    else:
+        first, second = halves(numbers)
+        return added_in_turn(in_turn(first), second)
+
+
+@gluon.jit
+def added_in_turn(total, numbers):
+    """A total to which they are added, one after the other."""
+    if numbers.shape[2] == 1:
+        return total + gl.reshape(numbers, [numbers.shape[0], numbers.shape[1]])
+    else:
+        first, second = halves(numbers)
+        return added_in_turn(added_in_turn(total, first), second)
+
+
+@gluon.jit
+def halves(numbers):
+    """The first and the second half of the last axis."""
+    shape: gl.constexpr = [numbers.shape[0], numbers.shape[1], 2, numbers.shape[2] // 2]
+    return gl.split(gl.permute(gl.reshape(numbers, shape), [0, 1, 3, 2]))
