@@ -103,7 +103,7 @@ def main() -> None:
         try:
             said: dict[str, Any] = {"value": answer(json.loads(line))}
         except Exception as error:
-            said = {"failure": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+            said = {"failure": f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}"}
         print(json.dumps(said), file=answers, flush=True)
 
 
