@@ -123,11 +123,11 @@ def step(
     slopes = (weights * (dweights - delta)).to(dtype)
     slopes_tile = memory.slopes.index(number & 1)
     slopes_tile.slice(MEMBER * GROUP, GROUP, dim=0).store(slopes)
+    zero = zero_of_a_step(number)
     # Begun before, this would hold the warps up until the tensor cores had read all its weights from their registers.
     dv = warpgroup_mma(operand_of_dv, dout_tile, dv, is_async=True)
     fence_async_shared()
     named.meet(named.MET, named.BOTH)
-    zero = zero_of_a_step(number)
     k_tile = as_matrix(memory.k.index(zero), KEYS, HEAD_DIM)
     dq = slopes_product(memory.slopes.index(number + zero & 1), k_tile, MEMBER, HEAD_DIM, TILE_Q)
     operand_of_dk = gl.convert_layout(slopes, operand)
