@@ -87,8 +87,14 @@ def problems(architecture: str, rows) -> list[str]:
     return found
 
 
-ROWS = [("sm_100", "half"), ("sm_100", "float32"), ("sm_90", "half"), ("sm_90", "float32")]
-ROWS += [("sm_80", "half"), ("sm_80", "float32")]
+ROWS = [
+    ("sm_100", "half"),
+    ("sm_100", "float32"),
+    pytest.param("sm_90", "half", marks=pytest.mark.every_triton),
+    pytest.param("sm_90", "float32", marks=pytest.mark.every_triton),
+    ("sm_80", "half"),
+    ("sm_80", "float32"),
+]
 
 
 @pytest.mark.slow
