@@ -13,6 +13,7 @@ from cs336_systems.kernels.versions import why_not_gluon
 SHARED_MEMORY = 227 * 1024
 
 SPILLED = {
+    ("forward", 64): 16,  # with a soft cap, and Triton 3.6
     ("forward", 128): 120,
     ("forward", 192): 130,
     ("forward", 256): 250,
