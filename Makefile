@@ -19,7 +19,7 @@ python := "$(VENV)/bin/python"
 endif
 environment := @bash tools/environment.sh "$(VENV)" "$(PYTHON)"
 
-.PHONY: help test test-newest bench report lint wheel-test
+.PHONY: help test test-newest test-tritons bench report lint wheel-test
 
 help: ## this list
 	@echo "make TARGET [ARGS=...] [VENV=.venv | VENV=active] [PYTHON=python3]"
@@ -32,6 +32,10 @@ test: ## pytest in parallel; on the GPU where there is one, else with the Triton
 
 test-newest: ## the same with the newest PyTorch and its Triton, as `pip install .` brings them (gigabytes)
 	$(MAKE) test TORCH=newest
+
+test-tritons: ## a slice of the tests with each other Triton that the library knows (fetched once: 750 MB)
+	$(environment) test
+	@bash tools/tritons.sh $(python) -n auto --dist loadgroup $(ARGS)
 
 bench: ## the attention benchmark; ARGS=--help lists its options
 	$(environment) bench

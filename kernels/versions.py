@@ -25,6 +25,8 @@ from .torch_names import find
 KNOWN = ("3.6.", "3.7.", "3.8.", "3.9.")
 """Versions of Triton for which every kernel is compiled, inspected and run."""
 
+SINCE_3_8 = KNOWN[2:]
+
 _LIST = ", ".join(f"{version}x" for version in KNOWN)
 
 needed: list[tuple[str, ...]] = []
@@ -131,7 +133,7 @@ def compile_options() -> dict[str, Any]:
     Hopper at head dimension 128. 4 is what ptxas does by itself, and the last of two such options counts.
     """
     options: dict[str, Any] = {"enable_fp_fusion": True}
-    if triton.__version__.startswith(("3.8.", "3.9.")) and not triton.knobs.runtime.interpret:
+    if triton.__version__.startswith(SINCE_3_8) and not triton.knobs.runtime.interpret:
         own = triton.knobs.nvidia.ptxas_options
         options["ptx_options"] = "--regAllocOptLevel=4" + (f" {own}" if own else "")
     return options
@@ -167,7 +169,7 @@ def runner_of(compiled: Any, grid: tuple[int, int]) -> tuple[Callable[..., None]
 
     described: Any = getattr(compiled.metadata, "tensordesc_meta", None)
     # Since 3.8 it takes a third argument, for descriptors that are arguments of the launch, and does not use it.
-    more = (None,) if triton.__version__.startswith(("3.8.", "3.9.")) else ()
+    more = (None,) if triton.__version__.startswith(SINCE_3_8) else ()
 
     def encode(descriptor: Any, number: int) -> list[Any]:
         arguments: list[Any] = _encode(descriptor, described[number], *more)

@@ -47,6 +47,7 @@ CASES = {
 LENGTHS = [75, 0, 1, 33, 64]
 
 
+@pytest.mark.every_triton
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("impl", ["flash"])

@@ -26,7 +26,7 @@ SHAPES = {
     "no_heads": Shapes.of(2, q_len=129, d=16),
 }
 PRECISIONS = [
-    ("highest", "heads", True),
+    pytest.param("highest", "heads", True, marks=pytest.mark.every_triton),
     ("highest", "no_heads", False),
     ("high", "heads", False),
     ("high", "no_heads", True),

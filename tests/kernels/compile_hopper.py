@@ -13,7 +13,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -123,33 +123,37 @@ def counts_of(sass: str) -> dict[str, int]:
     }
 
 
+def cases_of(name: str) -> Iterator[dict[str, Any]]:
+    """What is compiled of a pass, as `compile_one` takes it."""
+    usual = {"name": name, "dtype": torch.bfloat16}
+    for head_dim in config.WIDTHS if name == "forward" else config.BACKWARD:
+        causal = usual | {"head_dim": head_dim, "band": "causal"}
+        yield from (causal, causal | {"band": "none"}, causal | {"softcap": 5.0}, causal | {"is_packed": True})
+    of_128 = usual | {"head_dim": 128}
+    yield from (of_128 | {"band": "window"}, of_128 | {"band": "causal", "dtype": torch.float16})
+    if name == "backward":
+        yield of_128 | {"band": "window", "deterministic": True}
+        return
+    yield usual | {"head_dim": 64, "band": "none", "length": config.SHORT_LENGTH}
+    for head_dim in sorted({width + more for width, more, _ in config.FORWARD_MORE}):
+        yield from (usual | {"head_dim": head_dim, "band": band} for band in ("none", "causal"))
+    yield from (usual | {"head_dim": head_dim, "band": "causal", "is_packed": True} for head_dim in (80, 192))
+
+
 def main(arguments: Iterable[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--passes", nargs="+", choices=("forward", "backward"), default=["forward", "backward"])
     parser.add_argument("--bands", nargs="+", choices=BANDS, default=[*BANDS])
+    parser.add_argument("--head-dims", nargs="+", type=int, help="all, unless given")
+    parser.add_argument("--plain", action="store_true", help="of a head dimension and a band what is most used alone")
     options = parser.parse_args([*arguments])
     compiled = [
-        compile_one(name, head_dim, band, dtype)
+        compile_one(**case)
         for name in options.passes
-        for head_dim in (config.WIDTHS if name == "forward" else config.BACKWARD)
-        for band in options.bands
-        for dtype in (torch.bfloat16, torch.float16)
-        if (band == "causal" or dtype == torch.bfloat16) and (band != "window" or head_dim == 128)
-        if head_dim == 128 or dtype == torch.bfloat16
+        for case in cases_of(name)
+        if case["band"] in options.bands and case["head_dim"] in (options.head_dims or [case["head_dim"]])
+        if not options.plain or (len(case) == 4 and case["dtype"] == torch.bfloat16)
     ]
-    if "forward" in options.passes:
-        compiled.append(compile_one("forward", 64, "none", torch.bfloat16, length=config.SHORT_LENGTH))
-        with_more = sorted({width + more for width, more, _ in config.FORWARD_MORE})
-        compiled += [
-            compile_one("forward", dim, band, torch.bfloat16) for dim in with_more for band in ("none", "causal")
-        ]
-    if "backward" in options.passes:
-        compiled.append(compile_one("backward", 128, "window", torch.bfloat16, deterministic=True))
-    for name in options.passes:
-        dims = config.WIDTHS if name == "forward" else config.BACKWARD
-        compiled += [compile_one(name, head_dim, "causal", torch.bfloat16, 5.0) for head_dim in dims]
-        more = (80, 192) if name == "forward" else ()
-        compiled += [compile_one(name, dim, "causal", torch.bfloat16, is_packed=True) for dim in (*dims, *more)]
     rows = rows_of(compiled)
     print(json.dumps([row | counts_of(report.sass) for row, (_, report) in zip(rows, compiled, strict=True)]))
 

@@ -31,7 +31,7 @@ def problems(row, architecture, together):
     ("architecture", "arithmetic", "widths", "rows", "together"),
     [
         # What `parts_of` relies on: three programs at a time.
-        ("sm_90", "half", ("64", "128"), "4", 3),
+        pytest.param("sm_90", "half", ("64", "128"), "4", 3, marks=pytest.mark.every_triton),
         ("sm_90", "half", ("16", "256"), "32", 1),
         ("sm_90", "float32", ("64", "128", "256"), "4", 1),
         ("sm_86", "half", ("64", "128", "256"), "4", 1),

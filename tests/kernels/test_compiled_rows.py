@@ -7,8 +7,9 @@ import itertools
 import re
 
 import pytest
+import triton
 
-from cs336_systems.kernels import tuning
+from cs336_systems.kernels import tuning, versions
 
 # Bytes a thread that a kernel may spill, stores and loads together: by default, and by architecture, pass, arithmetic
 # and head dimension. More is allowed where the rows that measured fastest spill more, with Triton 3.6 or 3.7, rounded
@@ -46,6 +47,25 @@ MORE_SPILLS_ALLOWED: dict[str, dict[tuple[str, str, int], int]] = {
 SPILLS_ALLOWED_ON_SMALL_GRIDS: dict[str, dict[tuple[str, str, int], int]] = {
     "sm_90": {("forward", "float32", 128): 256, ("dq", "float32", 128): 384, ("dkdv", "float32", 128): 1792},
 }
+
+# What Triton 3.8 and 3.9 may spill where that is more. It comes with their PTX: 3.9's ptxas 13.4 spills no more of what
+# 3.6 compiles, and 3.6's ptxas 12.8 about as much of theirs (but for float32's dkdv at 128: 956 bytes of 1,620). These
+# rows were the fastest with Triton 3.6, with 3.8 and 3.9 none was timed; `tuning.BY_TRITON` has other tiles for some.
+if triton.__version__.startswith(versions.SINCE_3_8):
+    MORE_SPILLS_ALLOWED["sm_80"] |= {("forward", "half", 64): 128, ("dkdv", "float32", 256): 640}
+    MORE_SPILLS_ALLOWED["sm_86"] = {("dkdv", "float32", 128): 128}
+    MORE_SPILLS_ALLOWED["sm_90"] |= {
+        ("dkdv", "half", 64): 1152,
+        ("dkdv", "tf32", 128): 512,
+        ("forward", "float32", 256): 256,
+        ("dq", "float32", 256): 256,
+        ("dkdv", "float32", 128): 1664,
+    }
+    SPILLS_ALLOWED_ON_SMALL_GRIDS["sm_90"] |= {
+        ("dq", "half", 128): 128,
+        ("dq", "float32", 128): 512,
+        ("dkdv", "float32", 128): 2560,
+    }
 
 # What one program may allocate, in KiB, by architecture.
 SHARED_MEMORY = {"sm_80": 163, "sm_86": 99, "sm_90": 227, "sm_100": 227}
@@ -87,8 +107,14 @@ def problems(architecture: str, rows) -> list[str]:
     return found
 
 
-ROWS = [("sm_100", "half"), ("sm_100", "float32"), ("sm_90", "half"), ("sm_90", "float32")]
-ROWS += [("sm_80", "half"), ("sm_80", "float32")]
+ROWS = [
+    ("sm_100", "half"),
+    ("sm_100", "float32"),
+    pytest.param("sm_90", "half", marks=pytest.mark.every_triton),
+    pytest.param("sm_90", "float32", marks=pytest.mark.every_triton),
+    ("sm_80", "half"),
+    ("sm_80", "float32"),
+]
 
 
 @pytest.mark.slow
@@ -167,7 +193,7 @@ def test_problems_are_found():
 
 
 def test_rows_of_small_grids_have_budgets_of_their_own():
-    row = {"pass": "dkdv", "arithmetic": "float32", "head_dim": 128, "shared": 1024, "warnings": [], "spilled": 1500}
+    row = {"pass": "dkdv", "arithmetic": "float32", "head_dim": 128, "shared": 1024, "warnings": [], "spilled": 1700}
     row |= {"multiplies": True, "stores": True, "unset_reads": [], "on_small_chips": False}
     usual, small = (
         [*dataclasses.astuple(tables["sm_90"]["dkdv", "float32", 128])]

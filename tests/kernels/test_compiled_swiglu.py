@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("architecture", ["sm_80", pytest.param("sm_90", marks=pytest.mark.every_triton)])
 def test_kernels_read_and_write_16_bytes_at_a_time(compiled_by, architecture):
     rows = compiled_by("compile_swiglu.py", architecture, "--d-ff", "3072", "25600")
     assert len(rows) == 2 * 3 * 2

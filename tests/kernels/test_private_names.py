@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.every_triton
+
 ROOT = Path(__file__).parents[2]
 NAMES = {"kernels/torch_names.py", "kernels/versions.py"}
 """Modules that may have them."""

@@ -7,8 +7,9 @@ from typing import get_args
 
 import pytest
 import torch
+import triton
 
-from cs336_systems.kernels import tuning
+from cs336_systems.kernels import tuning, versions
 from cs336_systems.kernels.tuning import TileConfig
 
 PASSES = get_args(tuning.Pass)
@@ -135,3 +136,10 @@ def test_the_version_changes_with_every_pin():
         versions.append(tuning.version())
     versions.append(tuning.version())
     assert len(set(versions)) == len(versions)
+
+
+@pytest.mark.every_triton
+def test_the_installed_triton_has_its_tiles():
+    assert tuning.BY_TRITON.keys() <= {*versions.KNOWN}
+    own = tuning.BY_TRITON.get(triton.__version__[:4], {})
+    assert tuning.TABLES["sm_90"] == tuning.TABLES["sm_90"] | own

@@ -16,6 +16,8 @@ from cs336_systems.kernels import torch_names, versions
 
 from .anew import loaded_anew
 
+pytestmark = pytest.mark.every_triton
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Runs the tests marked `every_triton` with each Triton that the library knows and constraints.txt does not pin:
+#
+#     tools/tritons.sh PYTHON [ARGUMENTS OF PYTEST]
+#
+# Each lies in a folder of a cache, from which it takes the place of the environment's own; what is missing is fetched,
+# 200 to 290 MB each. The exit status is 0 only if the tests passed with all of them.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=$1
+shift
+
+# Each with what it needs beside it: the interpreter of 3.6 fails with NumPy 2.4.
+tritons=("triton==3.6.0 numpy<2.4" triton==3.8.0 triton==3.9.0)
+
+tag=$("$python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])') || exit 1
+cache=${XDG_CACHE_HOME:-$HOME/.cache}/cs336_systems
+
+fetch() { # FOLDER REQUIREMENT...; it gets its name when it is whole
+    local folder=$1 unfinished
+    shift
+    [[ ! -d $folder ]] || return 0
+    echo "fetching $* into $folder"
+    mkdir -p "$cache" && unfinished=$(mktemp -d "$folder.XXXXXX") || return 1
+    if "$python" -m pip --disable-pip-version-check install --no-deps --target "$unfinished" "$@" &&
+        mv -T "$unfinished" "$folder"; then
+        return 0
+    fi
+    rm -rf "$unfinished"
+    [[ -d $folder ]] # another run may have been faster
+}
+
+run() { # FOLDER VERSION ARGUMENT...
+    local PYTHONPATH=$1:$PWD${PYTHONPATH:+:$PYTHONPATH} version=$2
+    export PYTHONPATH
+    shift 2
+    "$python" -c "import triton; assert triton.__version__ == '$version', triton" &&
+        "$python" -m pytest -m every_triton "$@" | tee "$log"
+}
+
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+summary=()
+status=0
+for triton in "${tritons[@]}"; do
+    read -ra requirements <<<"$triton"
+    version=${requirements[0]#triton==}
+    printf '\n===== triton %s\n' "$version"
+    : >"$log"
+    if ! fetch "$cache/triton-$version-$tag" "${requirements[@]}"; then
+        result="FAILED: it could not be fetched"
+    elif run "$cache/triton-$version-$tag" "$version" "$@"; then
+        result=passed
+    else
+        result=FAILED
+    fi
+    [[ $result == passed ]] || status=1
+    summary+=("triton $version $result $(grep -E '[0-9]+ (passed|failed|errors?).* in [0-9.]+s' "$log" | tail -n 1 | tr -d '=')")
+done
+printf '\n'
+printf '%s\n' "${summary[@]}"
+exit "$status"
