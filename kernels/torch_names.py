@@ -114,6 +114,14 @@ transform_level: Callable[[], int | None] = (
 )
 
 
+# Whether a gradient is a batch, as `torch.autograd.grad` makes it with ``is_grads_batched``. There is no public name.
+# Without it a backward raises what torch does: that it has no storage, or that an operator knows no batches.
+_has_batches = _has("torch:_C._functorch.is_legacy_batchedtensor")
+is_batch_of_autograd: Callable[[torch.Tensor], bool] = (
+    torch._C._functorch.is_legacy_batchedtensor if _has_batches else lambda tensor: False
+)
+
+
 def _exporting_flag() -> bool:
     return torch.compiler._is_exporting_flag
 

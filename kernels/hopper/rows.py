@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ..portable.sequences import sequence_of, slot_of, span_of
-from ..portable.softmax import LOG2_E
+from ..portable.softmax import LOG2_E, lowered
 
 
 @triton.jit
@@ -54,9 +54,9 @@ def prepare_kernel(
 ):
     """Grid: a program for each ROWS rows of each matrix of q; ``padded``, a multiple of ROWS, is how many a matrix has.
 
-    Writes the log-sum-exp in exponents of 2, +inf for rows that see nothing or do not exist, so that their weights are
-    0; delta, the sum of out * dout less the gradient of the log-sum-exp; zeros to the (padded, WIDTH) rows of dQ, and
-    that nobody has added to them. Rows after the last of packed sequences count as ones that do not exist.
+    Writes the `lowered` log-sum-exp in exponents of 2, +inf for rows that see nothing or do not exist, so that their
+    weights are 0; delta, the sum of out * dout less the gradient of the log-sum-exp; zeros to the (padded, WIDTH) rows
+    of dQ, and that nobody has added to them. Rows after the last of packed sequences count as ones that do not exist.
     """
     matrix, filled_up, rows, _, exist = rows_of_program(starts, sequences, q_len, padded, ROWS, FILLED_UP)
     columns = tl.arange(0, WIDTH)[None, :]
@@ -75,7 +75,7 @@ def prepare_kernel(
         total -= tl.load(dlse + own, mask=exist, other=0.0)
     target = tl.cast(matrix, tl.int64) * padded + filled_up
     # Rows that see nothing, or are none, have no weights, and those with a score of +inf have NaN.
-    exponent = tl.where(row_lse == float("inf"), float("nan"), row_lse * LOG2_E)
+    exponent = tl.where(row_lse == float("inf"), float("nan"), lowered(row_lse) * LOG2_E)
     tl.store(exponents + target, tl.where(row_lse == float("-inf"), float("inf"), exponent))
     tl.store(delta + target, total)
     tl.store(dq + target[:, None] * WIDTH + columns, tl.zeros([ROWS, WIDTH], tl.float32))

@@ -37,6 +37,7 @@ class BackwardTensors(NamedTuple):
     out: Tensor
     dlse: Tensor | None
     lse: Tensor
+    lowered_lse: Tensor
     delta: Tensor
     dlse_bound: Tensor | None
     dq: Tensor
@@ -110,7 +111,7 @@ def describe_dq(
     geometry = Geometry.of(q, k, v)
     work = geometry.q_len, geometry.q_matrices
     config = tuning.lookup("dq", arithmetic, geometry.block, q.device, *work, variation.with_rules)
-    rows = (tensors.dlse, tensors.lse, tensors.delta)
+    rows = (tensors.dlse, tensors.lse, tensors.lowered_lse, tensors.delta)
     strides, units = in_units([q, k, v, tensors.out, dout, tensors.dq])
     return Launch(
         (config.programs("dq", *work, variation.sequences(extras)[0]), geometry.slices(arithmetic, geometry.head_dim)),
@@ -151,7 +152,7 @@ def describe_dkdv(
         ),
         (
             *_read(inputs, tensors),
-            *(dout, tensors.lse, tensors.delta, tensors.dk, tensors.dv, tensors.sums.tensors("column")),
+            *(dout, tensors.lowered_lse, tensors.delta, tensors.dk, tensors.dv, tensors.sums.tensors("column")),
             *(variation.seed(extras), variation.captured(extras), variation.blocks(extras, extras, "columns")),
             variation.packed(extras),
         ),
@@ -195,7 +196,7 @@ def describe_pairs(
         (batches * heads * tiles, 1),
         (
             *_read(inputs, tensors),
-            *(dout, tensors.lse, tensors.delta, target, variation.seed(extras), variation.captured(extras)),
+            *(dout, tensors.lowered_lse, tensors.delta, target, variation.seed(extras), variation.captured(extras)),
             variation.packed(extras),
         ),
         (*_backward_arguments(geometry, inputs, [*strides, target.stride()[:4]], variation, sequences, scale), *shared),

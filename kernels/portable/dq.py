@@ -1,4 +1,4 @@
-"""The backward's pass over tiles of query rows: it gathers dQ, and delta on the way."""
+"""The backward's pass over tiles of query rows: it gathers dQ, and on the way what the other passes read of rows."""
 
 import triton
 import triton.language as tl
@@ -10,6 +10,7 @@ from .operands import product, split
 from .pairs import Place, kept_pairs
 from .sequences import NUMBERS, length_for, sequences_of, tile_of_program
 from .slices import load_slice, products_of_rows, row_sums_of_products, store_slice
+from .softmax import lowered
 from .units import TOP, scales_of, unit_of
 
 
@@ -80,6 +81,7 @@ def dq_kernel(
     dout,
     dlse,
     lse,
+    lowered_lse,
     delta,
     dq,
     sums,
@@ -126,7 +128,7 @@ def dq_kernel(
 ):
     """Grid: one program for each (matrix of q, tile of its rows), and slice of its columns (see `slices`).
 
-    Also writes delta, which the other passes read.
+    Also writes delta and the `lowered` log-sum-exps, which the other passes read.
 
     delta is rowsum(dout * out) - dlse: a gradient of the log-sum-exp reaches every score in proportion to its weight.
     ``score_scale`` is ``scale`` * log2(e); ``distances`` lead from q, k, v and dout to their further parts. ``sums``
@@ -158,7 +160,10 @@ def dq_kernel(
     if dlse is not None:
         row_delta -= tl.load(dlse + row_offsets + rows, mask=rows < own.q.length, other=0.0)
     tl.store(delta + row_offsets + rows, row_delta, mask=rows < own.q.length)
-    row_lse = row_lse_of(lse + row_offsets, rows, own.q.length)
+    row_lse = lowered(row_lse_of(lse + row_offsets, rows, own.q.length))
+    unseeing = row_lse == float("inf")
+    low = tl.where(unseeing, float("-inf"), row_lse)
+    tl.store(lowered_lse + row_offsets + rows, low, mask=rows < own.q.length)
     q_tile = load_slice(queries, first_row, 0, TILE_Q, BLOCK_D, HEAD_DIM, True)
     dq_tile = tl.zeros([TILE_Q, BLOCK_D], tl.float32)
     row_sums = zeros_for(TILE_Q, SUMMED)

@@ -156,13 +156,13 @@ def backward(
     )
     variation = plan.variation
     dq, dk, dv = (layout.empty(dtype, device) for layout in (plan.dq, plan.dk, plan.dv))
-    delta = plan.row.empty(torch.float32, device)
+    delta, lowered_lse = (plan.row.empty(torch.float32, device) for _ in range(2))
     if plan.nothing_seen:
         return dq.zero_(), dk.zero_(), dv.zero_(), _gradients_of_nothing(variation, lse, dlse, delta, extras, wanted)
     inputs = as_inputs([q, k, v, dout], plan.parts)
     bound = None if dlse is None or arithmetic == "half" else dlse.view(math.prod(k.shape[:-2]), -1).abs().amax(1)
     sums = Sums.of(variation, q, k, extras) if wanted else NO_SUMS
-    tensors = BackwardTensors(out, dlse, lse, delta, bound, dq, dk, dv, sums)
+    tensors = BackwardTensors(out, dlse, lse, lowered_lse, delta, bound, dq, dk, dv, sums)
     varied = by_rows = by_columns = NOTHING_FURTHER[1:]
     if plan.varied:
         addresses = [extra.data_ptr() for extra in extras]
@@ -172,20 +172,23 @@ def backward(
         )
     *qkv, dout_address = inputs.addresses
     read = (*qkv, *inputs.statistics, address_of(bound))
-    rows = (address_of(dlse), lse.data_ptr(), delta.data_ptr())
+    rows = (lowered_lse.data_ptr(), delta.data_ptr())
     of_call = (variation, extras, scale, arithmetic)
     plan.dq_launcher(
-        (*read, out.data_ptr(), dout_address, *rows, dq.data_ptr(), sums.addresses("row"), *by_rows),
+        (
+            *(*read, out.data_ptr(), dout_address, address_of(dlse), lse.data_ptr(), *rows, dq.data_ptr()),
+            *(sums.addresses("row"), *by_rows),
+        ),
         lambda: describe_dq(inputs.describe(), tensors, *of_call),
     )
     plan.dkdv_launcher(
-        (*read, dout_address, *rows[1:], dk.data_ptr(), dv.data_ptr(), sums.addresses("column"), *by_columns),
+        (*read, dout_address, *rows, dk.data_ptr(), dv.data_ptr(), sums.addresses("column"), *by_columns),
         lambda: describe_dkdv(inputs.describe(), tensors, *of_call),
     )
     for launcher, term in zip(plan.pair_launchers, variation.gathered, strict=True):
         target = sums.target(term, extras[variation.differentiated[term].position], plan.band_size)
         launcher(
-            (*read, dout_address, *rows[1:], target.data_ptr(), *varied),
+            (*read, dout_address, *rows, target.data_ptr(), *varied),
             lambda term=term, target=target: describe_pairs(inputs.describe(), tensors, term, target, *of_call),  # type: ignore[misc]
         )
     gradients = [

@@ -20,6 +20,11 @@ BELOW: tl.constexpr = tl.constexpr(1.0 - 2.0**-23)
 HUGE: tl.constexpr = tl.constexpr(2.0**28)
 """Scores from which rounding the largest one could make all weights 0; those next to it have a weight below 2**-8."""
 
+LARGE: tl.constexpr = tl.constexpr(2.0**10)
+"""Log-sum-exps from which their rounding makes weights wrong by 1e-4 and more."""
+SLACK: tl.constexpr = tl.constexpr(2.0**-21)
+"""The share of itself by which such a one is `lowered`: 4 * 2**-23, where all that rounds adds up to 3.6 * 2**-23."""
+
 
 class Softmax(NamedTuple):
     """Per row: the largest score so far, and the sum of exp2(score - that maximum + shift).
@@ -88,6 +93,17 @@ def softmax_finish(state, SHIFT: tl.constexpr):
     # A score of +inf makes the weights NaN, of which the log-sum-exp, unlike the output, needs none.
     lse = tl.where(state.maximum == float("inf"), float("inf"), lse)
     return tl.where(blind, 0.0, 1.0 / total), tl.where(blind, float("-inf"), lse)
+
+
+@triton.jit
+def lowered(lse):
+    """Natural log-sum-exps, those that are large so far below that no weight of 1 comes out smaller.
+
+    They are rounded, in base e and again in base 2, and scores are added up in another order than before. For scores in
+    the millions such differences are whole numbers. `weights_again` limits the weights that are then too large.
+    """
+    size = tl.abs(lse)
+    return tl.where((size >= LARGE) & (size < float("inf")), lse - size * SLACK, lse)
 
 
 @triton.jit

@@ -26,7 +26,7 @@ from cs336_systems.testing import (
     terms,
 )
 
-from .adversarial import CASES, Case
+from .adversarial import CASES, Case, D
 
 ON_GPU = torch.cuda.is_available()
 
@@ -155,6 +155,38 @@ def torch_s(case: Case, inputs: Inputs, exact: Results) -> list[str]:
     results = evaluate(partial(attention, **case.settings, impl="sdpa"), inputs)
     errors = {name: difference(x, exact[name]).abs().max().item() for name, x in results.items()}
     return [f"torch's {name:4} error {error:.3g}" for name, error in errors.items()]
+
+
+def weights_of_the_backward(scores: float, keys: list[int], dtype: torch.dtype, device: torch.device) -> Results:
+    """The log-sum-exps, and the probabilities of ``keys``, which have the largest score of every row, from dv.
+
+    Scores are random, ``scores`` to twice that; those of all other keys are 0. dout is the unit matrix.
+    """
+    q, k, v = (torch.zeros(4, 1, length, D) for length in (D, 150, 150))
+    q[..., 0] = math.sqrt(scores / 0.7) * (1 + torch.rand(4, 1, D))
+    k[..., keys, 0] = math.sqrt(scores / 0.7)
+    dout = torch.eye(D).expand(4, 1, D, D)
+    inputs = Inputs(*[x.to(device) for x in (q, k, v, dout, torch.zeros(4, 1, D))]).to(dtype)
+    results = evaluate(partial(attention, scale=0.7, impl="flash", return_lse=True), inputs)
+    return {"lse": results["lse"].cpu(), "weights": results["dv"][..., keys, :].float().cpu()}
+
+
+@pytest.mark.parametrize("portable", [False, *[True] * ON_GPU])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scores", [3e3, 1e5, 1e7, 5e8])
+def test_the_backward_has_a_weight_of_one_where_the_forward_has(flash_device, dtype, scores, portable):
+    with tuning.portable() if portable else nullcontext():
+        weights = weights_of_the_backward(scores, [17], dtype, flash_device)["weights"]
+    torch.testing.assert_close(weights, torch.ones_like(weights), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("scores", [3e3, 1e5, 1e7, 5e8])
+def test_weights_of_ties_are_within_the_documented_bound(flash_device, scores):
+    """Of large scores the log-sum-exp does not say how many share them: docs/kernels.md says what becomes of them."""
+    lse, weights = weights_of_the_backward(scores, [17, 100], torch.float32, flash_device).values()
+    most = (0.5 * torch.exp(8e-7 * lse[..., None, :].double())).clamp(max=1.0)
+    assert (weights >= 0.5 * (1 - 1e-6)).all()
+    assert (weights <= most * (1 + 1e-6)).all()
 
 
 def test_every_case_has_a_name_of_its_own():

@@ -173,6 +173,13 @@ class TestOneLargeRow:
         error = self.others((results["out"] - exact["out"]).abs()).max()
         assert error < 2 * scores * inputs.v.abs().max()
 
+    def test_of_k(self, flash_device, matmul_precision, d):
+        inputs, results, exact = self.made("k", 1e8, d, flash_device)
+        scores = 1e8 * self.SMALLEST * inputs.q.abs().sum(-1).max() / d**0.5
+        for name in ("out", "dq", "dk", "dv"):
+            error = (results[name] - exact[name]).abs().max()
+            assert error < 2 * scores * exact[name].abs().max(), name
+
     def test_of_dout(self, flash_device, matmul_precision, d):
         inputs, results, exact = self.made("dout", 1e6, d, flash_device)
         score_gradient = 2 * inputs.dout.norm(dim=-1).max() * inputs.v.norm(dim=-1).max() * self.SMALLEST

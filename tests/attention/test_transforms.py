@@ -61,3 +61,19 @@ def test_a_jacobian(device, impl):
     jacobian = torch.func.jacrev(of_q)(q)
     expected = torch.autograd.functional.jacobian(of_q, q)
     torch.testing.assert_close(jacobian, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("impl", ["flash", "tiled"])
+def test_a_batch_of_gradients(device, impl):
+    """autograd's own batches are refused with what to do instead, which gives what naive does of them."""
+    q, k, v = (x[0].requires_grad_() for x in entries(device))
+    gradients = torch.randn(3, *q.shape, device=device)
+    call = partial(attention, causal=True, impl=impl)
+    with pytest.raises(RuntimeError, match=r"use torch\.vmap of what torch\.func\.vjp returns"):
+        torch.autograd.grad(call(q, k, v), q, gradients, is_grads_batched=True)
+    with pytest.raises(RuntimeError, match=r"or torch\.func\.jacrev"):
+        torch.autograd.functional.jacobian(lambda q: call(q, k, v).sum((0, 1)), q, vectorize=True)
+    _, pull = torch.func.vjp(call, q, k, v)
+    naive = attention(q, k, v, causal=True, impl="naive")
+    expected = torch.autograd.grad(naive, (q, k, v), gradients, is_grads_batched=True)
+    torch.testing.assert_close(torch.vmap(pull)(gradients), expected)

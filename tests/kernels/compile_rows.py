@@ -58,7 +58,7 @@ def launch_of(name: str, arithmetic: tuning.Arithmetic, head_dim: int, v_head_di
         return portable.describe_forward(inputs, v_written, row, variation, (), scale, arithmetic)
     bound = None if arithmetic == "half" else made(8)
     sums = Sums.of(variation, written, written, ())
-    tensors = portable.BackwardTensors(v_written, row, row, row, bound, written, written, v_written, sums)
+    tensors = portable.BackwardTensors(v_written, row, row, row, row, bound, written, written, v_written, sums)
     describe = portable.describe_dq if name == "dq" else portable.describe_dkdv
     return describe([*inputs, read(v_head_dim)], tensors, variation, (), scale, arithmetic)
 

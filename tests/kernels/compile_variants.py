@@ -105,7 +105,7 @@ def launches(arithmetic: tuning.Arithmetic, width: int, name: str) -> dict[str, 
     written, row = made(2, HEADS, LENGTH, width, dtype=dtype), made(2, HEADS, LENGTH)
     bound = None if arithmetic == "half" else made(8)
     sums = Sums.of(variation, written, written, extras)
-    tensors = portable.BackwardTensors(written, row, row, row, bound, written, written, written, sums)
+    tensors = portable.BackwardTensors(written, row, row, row, row, bound, written, written, written, sums)
     call = (variation, extras, width**-0.5, arithmetic)
     inputs = [read() for _ in range(4)]
     found = {
