@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..versions import async_store, barrier, reinterpret
 from . import named
 from .backward_copying import Memory, add_up, copy_ahead
-from .backward_step import step
+from .backward_step import is_over_waited_for, step
 from .packing import new_packing
 from .queue import NONE, new_queue
 from .ring import NamedRing, new_barriers, new_tiles
@@ -183,9 +183,13 @@ def backward_kernel(
     exponents = Exponents(exponent_scale, steepness, CAPPED)
     dtype: gl.constexpr = q_desc.dtype
     slopes_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * GROUP, TILE_Q], dtype)
+    k_read = new_barriers(1, 2).index(0)
+    over = k_read
+    if is_over_waited_for(TILE_Q, CAPPED):
+        over = new_barriers(1, 1).index(0)
     memory = Memory(
         new_queue(3, packing.PACKED), new_tiles(k_desc, 1), new_tiles(v_desc, 2),
-        new_barriers(1, 2).index(0), new_barriers(1, 2).index(0), new_barriers(1, 1).index(0),
+        k_read, new_barriers(1, 2).index(0), over,
         NamedRing(new_tiles(q_desc, STAGES), new_barriers(STAGES, 1), named.Q_FREE, named.BOTH, STAGES),
         NamedRing(new_tiles(dout_desc, STAGES), new_barriers(STAGES, 1), named.DOUT_FREE, named.BOTH, STAGES),
         new_tiles(lse_desc, STAGES), new_tiles(delta_desc, STAGES),

@@ -19,7 +19,7 @@ class Memory:
     queue: of the tiles of keys that the program computes, one after the other.
     k, v: such a tile, that of v in one piece for each warp group; k comes with the tile's first q, v with its first
     dout. k_read, v_read: barriers that say that they are read no more, and that v's room is not needed for gradients.
-    over: a barrier that nobody comes to, whose last phase is over.
+    over: a barrier that nobody comes to, whose last phase is over, if steps wait for it; else another.
     q, dout, lse, delta: rings; lse comes with q and delta with dout. slopes: the gradients of scores, two tiles of
     (keys, rows of q). more: two such tiles of weights, where groups share keys; else room for each group's part of a
     tile of dQ.

@@ -72,6 +72,12 @@ def zero_of_a_step(number):
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
+@gluon.constexpr_function
+def is_over_waited_for(tile_q, capped):
+    """Whether a step waits for `Memory.over`."""
+    return tile_q == GROUP and not capped
+
+
 @gluon.jit
 def step(
     dk, dv, memory, schedule, columns, number, tile, sums, exponents,
@@ -107,7 +113,7 @@ def step(
         delta = memory.delta.index(stage).load(layout)
     if MASKED:
         weights = gl.where(visible(columns, tile * TILE_Q, schedule, layout, TILE_Q), weights, 0.0)
-    if EARLY and not exponents.CAPPED:
+    if is_over_waited_for(TILE_Q, exponents.CAPPED):
         operand_of_dv = unpacked(packed(weights, dtype, True), dtype, wide, TILE_Q)
         # Without a branch, the assembler moves the wait for the product below above the exponentials.
         mbarrier.wait(memory.over, 1)

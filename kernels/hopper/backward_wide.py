@@ -168,9 +168,10 @@ def backward_wide_kernel(
     exponents = Exponents(exponent_scale, steepness, CAPPED)
     dtype: gl.constexpr = q_desc.dtype
     pairs_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP, TILE_Q], dtype)
+    k_read = new_barriers(1, 2).index(0)
     memory = Memory(
         new_queue(2, packing.PACKED), new_tiles(k_desc, 1), new_tiles(v_desc, 1),
-        new_barriers(1, 2).index(0), new_barriers(1, 2).index(0), new_barriers(1, 1).index(0),
+        k_read, new_barriers(1, 2).index(0), k_read,
         NamedRing(new_tiles(q_desc, STAGES), new_barriers(STAGES, 1), named.Q_FREE, named.BOTH, STAGES),
         NamedRing(new_tiles(dout_desc, STAGES), new_barriers(STAGES, 1), named.DOUT_FREE, named.BOTH, STAGES),
         new_tiles(lse_desc, STAGES), new_tiles(delta_desc, STAGES),

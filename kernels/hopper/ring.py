@@ -122,7 +122,11 @@ class NamedRing:
 
 @gluon.jit
 def new_barriers(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
-    """A barrier for each stage, complete after so many arrivals."""
+    """A barrier for each stage, complete after so many arrivals.
+
+    Each has to be waited for. Triton takes one that is not for dead after this, and puts tiles in its place; the GPU,
+    which takes it for a barrier until the program ends, writes it there again when it turns to another process.
+    """
     barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(barriers.index(stage), count=ARRIVALS)

@@ -123,6 +123,12 @@ def counts_of(sass: str) -> dict[str, int]:
     }
 
 
+def lowest_barrier(ptx: str) -> int:
+    """Where in shared memory the first barrier lies that is set up."""
+    added = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
+    return min(int(added.get(place, 0)) for place in re.findall(r"mbarrier\.init\S*\s+\[(%r\d+)\]", ptx))
+
+
 def cases_of(name: str) -> Iterator[dict[str, Any]]:
     """What is compiled of a pass, as `compile_one` takes it."""
     usual = {"name": name, "dtype": torch.bfloat16}
@@ -155,7 +161,8 @@ def main(arguments: Iterable[str]) -> None:
         if not options.plain or (len(case) == 4 and case["dtype"] == torch.bfloat16)
     ]
     rows = rows_of(compiled)
-    print(json.dumps([row | counts_of(report.sass) for row, (_, report) in zip(rows, compiled, strict=True)]))
+    more = [counts_of(report.sass) | {"lowest_barrier": lowest_barrier(report.ptx)} for _, report in compiled]
+    print(json.dumps([row | own for row, own in zip(rows, more, strict=True)]))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from cs336_systems.kernels.hopper.config import BACKWARD, WIDTHS
 from cs336_systems.kernels.versions import why_not_gluon
 
 SHARED_MEMORY = 227 * 1024
+ROOM_OF_BARRIERS = 512
+"""The last of a kernel's shared memory, in bytes: barriers, and numbers that warps tell each other."""
 
 SPILLED = {
     ("forward", 64): 16,  # with a soft cap, and Triton 3.6
@@ -36,6 +38,8 @@ def problems(rows):
             yield f"{name} spills {row['spilled']} bytes"
         if row["shared"] > SHARED_MEMORY:
             yield f"{name} needs {row['shared']} bytes of shared memory"
+        if row["lowest_barrier"] < row["shared"] - ROOM_OF_BARRIERS:
+            yield f"{name} has a barrier at {row['lowest_barrier']}, where tiles lie: nobody waits for it"
         if not row["multiplies"] or not row["stores"]:
             yield f"{name} computes nothing"
         if row["unset_reads"]:
@@ -89,10 +93,10 @@ def test_problems_are_found():
         "softcap": None,
         "packed": False,
     }
-    row |= {"spilled": 0, "shared": 0, "multiplies": True, "stores": True, "unset_reads": [], "warnings": []}
+    row |= {"spilled": 0, "shared": 1024, "lowest_barrier": SHARED_MEMORY, "multiplies": True, "stores": True, "unset_reads": [], "warnings": []}
     row |= {"exponentials": 64, "exponentials_beside_a_product": 64, "spills_beside_a_product": 0}
     assert not [*problems([row])]
     faults = {"spilled": 121, "shared": SHARED_MEMORY + 1, "multiplies": False, "stores": False, "unset_reads": ["R0"]}
-    faults |= {"warnings": ["(C7512)"], "exponentials_beside_a_product": 0, "spills_beside_a_product": 1}
+    faults |= {"lowest_barrier": 0, "warnings": ["(C7512)"], "exponentials_beside_a_product": 0, "spills_beside_a_product": 1}
     for fault, value in faults.items():
         assert len([*problems([row | {fault: value}])]) == 1, fault
