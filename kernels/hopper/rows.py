@@ -26,7 +26,8 @@ def rows_of_program(starts, sequences, q_len, padded, ROWS: tl.constexpr, FILLED
         within = filled_up - slot_of(starts, sequence, FILLED_UP) * FILLED_UP
         rows = span.first + within
         exist = within < span.length
-        belong = exist & (sequence < sequences)
+        # Triton 3.9's interpreter takes no mask that a comparison of two numbers is a part of.
+        belong = within < tl.where(sequence < sequences, span.length, 0)
     return matrix, filled_up, rows, exist, belong
 
 

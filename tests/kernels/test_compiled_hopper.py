@@ -93,10 +93,23 @@ def test_problems_are_found():
         "softcap": None,
         "packed": False,
     }
-    row |= {"spilled": 0, "shared": 1024, "lowest_barrier": SHARED_MEMORY, "multiplies": True, "stores": True, "unset_reads": [], "warnings": []}
+    row |= {
+        "spilled": 0,
+        "shared": 1024,
+        "lowest_barrier": SHARED_MEMORY,
+        "multiplies": True,
+        "stores": True,
+        "unset_reads": [],
+        "warnings": [],
+    }
     row |= {"exponentials": 64, "exponentials_beside_a_product": 64, "spills_beside_a_product": 0}
     assert not [*problems([row])]
     faults = {"spilled": 121, "shared": SHARED_MEMORY + 1, "multiplies": False, "stores": False, "unset_reads": ["R0"]}
-    faults |= {"lowest_barrier": 0, "warnings": ["(C7512)"], "exponentials_beside_a_product": 0, "spills_beside_a_product": 1}
+    faults |= {
+        "lowest_barrier": 0,
+        "warnings": ["(C7512)"],
+        "exponentials_beside_a_product": 0,
+        "spills_beside_a_product": 1,
+    }
     for fault, value in faults.items():
         assert len([*problems([row | {fault: value}])]) == 1, fault
