@@ -63,7 +63,7 @@ class Launch(NamedTuple):
     @property
     def compile_options(self) -> dict[str, Any]:
         """``options``, and those of every kernel that they leave open."""
-        return {**compile_options(), **self.options}
+        return compile_options(self.options)
 
     def after_tensors(self, kernel: Any) -> tuple[Any, ...]:
         """What a runner of the compiled kernel takes after the tensors: numbers, then constants in their order."""
