@@ -131,14 +131,18 @@ def compile_options(asked: Mapping[str, Any] = MappingProxyType({})) -> dict[str
     Triton 3.9 warns where ``enable_fp_fusion`` is left open, and 3.10 will leave multiplications and additions apart.
     Triton 3.8 and 3.9 pass ``--regAllocOptLevel=2`` to ptxas, to work around a defect of its 13th release. Kernels
     that use all registers then spill several times as much. 4 is what ptxas does by itself, and the last of two such
-    options counts. Those that say how many registers they have (``maxnreg``), the kernels for Hopper, spill little
-    at either, and the backward at head dimension 256 is 1 % faster at 2.
+    options counts.
     """
     options: dict[str, Any] = {"enable_fp_fusion": True}
-    if triton.__version__.startswith(SINCE_3_8) and "maxnreg" not in asked and not triton.knobs.runtime.interpret:
+    if triton.__version__.startswith(SINCE_3_8) and "ptx_options" not in asked and not triton.knobs.runtime.interpret:
         own = triton.knobs.nvidia.ptxas_options
         options["ptx_options"] = "--regAllocOptLevel=4" + (f" {own}" if own else "")
     return {**options, **asked}
+
+
+def with_triton_s_level() -> dict[str, Any]:
+    """What a launch asks for to have ptxas called as Triton calls it, without `compile_options`' level."""
+    return {"ptx_options": triton.knobs.nvidia.ptxas_options}
 
 
 def runner_of(compiled: Any, grid: tuple[int, int]) -> tuple[Callable[..., None], Callable[[Any, int], list[Any]]]:
