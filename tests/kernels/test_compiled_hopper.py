@@ -45,8 +45,10 @@ def problems(rows):
         if row["unset_reads"]:
             yield f"{name} reads registers that nothing has written: {row['unset_reads']}"
         yield from (f"{name}: {warning}" for warning in row["warnings"] if not re.search(HARMLESS, warning))
-        # Two registers of a capped backward's; three at 128 columns, where numbers of rows are read ahead.
-        in_the_loop = 3 if name[:2] == ("backward", 128) else 2 * (row["softcap"] is not None)
+        # Two registers of a capped backward's, and with Triton 3.9 of packed sequences' with columns beyond a tile;
+        # three at 128 columns of the backward, where numbers of rows are read ahead.
+        beyond_a_tile = row["packed"] and row["head_dim"] not in WIDTHS
+        in_the_loop = 3 if name[:2] == ("backward", 128) else 2 * (row["softcap"] is not None or beyond_a_tile)
         if row["spills_beside_a_product"] > in_the_loop:
             yield f"{name} spills in its innermost loop"
         # The assembler moves the wait for a product above them if nothing keeps it, and both then take turns. The
