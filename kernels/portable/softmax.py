@@ -102,8 +102,8 @@ def lowered(lse):
     They are rounded, in base e and again in base 2, and scores are added up in another order than before. For scores in
     the millions such differences are whole numbers. `weights_again` limits the weights that are then too large.
     """
-    size = tl.abs(lse)
-    return tl.where((size >= LARGE) & (size < float("inf")), lse - size * SLACK, lse)
+    # A factor, because an infinity less its share is no number.
+    return lse * tl.where(tl.abs(lse) < LARGE, 1.0, tl.where(lse > 0.0, 1.0 - SLACK, 1.0 + SLACK))
 
 
 @triton.jit
