@@ -94,10 +94,9 @@ class Tree:
 
     def ask(self, what: str, cell: Cell) -> None:
         """Begin a request, which `answer` ends."""
-        request = {"do": what, "pass": cell.which, "shape": cell.shape, "groups": cell.groups}
-        request["causal"] = cell.mask == "causal"
+        call = {"pass": cell.which, "shape": cell.shape, "groups": cell.groups, "causal": cell.mask == "causal"}
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request | self._settings) + "\n")
+        self._process.stdin.write(json.dumps({"do": what} | call | self._settings) + "\n")
         self._process.stdin.flush()
 
     def answer(self, cell: Cell) -> float:
@@ -115,13 +114,18 @@ class Tree:
         return self.answer(cell)
 
 
+def folders_of(asked: str) -> list[Path]:
+    """The checkout's folder, and those of its packages."""
+    return [Path(part).resolve() for part in asked.split(os.pathsep)]
+
+
 @contextmanager
 def tree_of(asked: str, settings: Row) -> Iterator[Tree]:
     """The process of a checkout, which ends with the block."""
     environment = dict(os.environ)
-    folder, *packages = (str(Path(part).resolve()) for part in asked.split(os.pathsep))
+    folder, *packages = folders_of(asked)
     before = environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = os.pathsep.join([*packages, folder, *([before] if before else [])])
+    environment["PYTHONPATH"] = os.pathsep.join([*map(str, packages), str(folder), *([before] if before else [])])
     environment["PYTHONSAFEPATH"] = "1"  # nothing comes from the worker's own folder
     command = [sys.executable, str(WORKER)]
     process = subprocess.Popen(
@@ -205,8 +209,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     gpu = asks_for_gpu(arguments)
     add = parser.add_argument
-    what = "checkouts, each with packages of its own if need be; the others are compared with the first"
-    add("trees", nargs="+", metavar="TREE[:PACKAGES]", help=what)
+    trees = "checkouts, each optionally with a folder of packages; the others are compared with the first"
+    add("trees", nargs="+", metavar="TREE[:PACKAGES]", help=trees)
     passes = ["forward", "backward"]
     add("--passes", nargs="+", choices=[*PASSES, DECODE], default=passes, help="default: %(default)s")
     add("--dims", nargs="+", type=positive, default=[64, 128] if gpu else [32], metavar="D", help="%(default)s")
@@ -223,7 +227,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.dtype = DTYPE_ALIASES.get(options.dtype, options.dtype)
     for asked in options.trees:
-        tree, *packages = map(Path, asked.split(os.pathsep))
+        tree, *packages = folders_of(asked)
         if not (tree / "cs336_systems" / "__init__.py").is_file():
             parser.error(f"TREE must be a checkout of this library, with a folder cs336_systems; got {tree}")
         for folder in packages:

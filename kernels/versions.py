@@ -140,8 +140,8 @@ def compile_options(asked: Mapping[str, Any] = MappingProxyType({})) -> dict[str
     return {**options, **asked}
 
 
-def with_triton_s_level() -> dict[str, Any]:
-    """What a launch asks for to have ptxas called as Triton calls it, without `compile_options`' level."""
+def default_ptx_options() -> dict[str, Any]:
+    """What a launch asks for so that ptxas gets Triton's own options, without the level of `compile_options`."""
     return {"ptx_options": triton.knobs.nvidia.ptxas_options}
 
 

@@ -161,8 +161,8 @@ def dq_kernel(
         row_delta -= tl.load(dlse + row_offsets + rows, mask=rows < own.q.length, other=0.0)
     tl.store(delta + row_offsets + rows, row_delta, mask=rows < own.q.length)
     row_lse = lowered(row_lse_of(lse + row_offsets, rows, own.q.length))
-    unseeing = row_lse == float("inf")
-    low = tl.where(unseeing, float("-inf"), row_lse)
+    # The other passes read it as the forward writes one: -inf for rows that see nothing.
+    low = tl.where(row_lse == float("inf"), float("-inf"), row_lse)
     tl.store(lowered_lse + row_offsets + rows, low, mask=rows < own.q.length)
     q_tile = load_slice(queries, first_row, 0, TILE_Q, BLOCK_D, HEAD_DIM, True)
     dq_tile = tl.zeros([TILE_Q, BLOCK_D], tl.float32)

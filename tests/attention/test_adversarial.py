@@ -182,7 +182,7 @@ def test_the_backward_has_a_weight_of_one_where_the_forward_has(flash_device, dt
 
 @pytest.mark.parametrize("scores", [3e3, 1e5, 1e7, 5e8])
 def test_weights_of_ties_are_within_the_documented_bound(flash_device, scores):
-    """Of large scores the log-sum-exp does not say how many share them: docs/kernels.md says what becomes of them."""
+    """At large scores the log-sum-exp has no digits left to tell how many keys tie; docs/kernels.md has the bound."""
     lse, weights = weights_of_the_backward(scores, [17, 100], torch.float32, flash_device).values()
     most = (0.5 * torch.exp(8e-7 * lse[..., None, :].double())).clamp(max=1.0)
     assert (weights >= 0.5 * (1 - 1e-6)).all()

@@ -114,7 +114,7 @@ def test_registers_are_allocated_as_ptxas_does_by_itself(monkeypatch, version, g
     options = versions.compile_options()
     assert options["enable_fp_fusion"] is True
     assert options.get("ptx_options") == ("--regAllocOptLevel=4 --verbose" if given else None)
-    asked = {"enable_fp_fusion": False, **versions.with_triton_s_level()}
+    asked = {"enable_fp_fusion": False, **versions.default_ptx_options()}
     assert versions.compile_options(asked) == {"enable_fp_fusion": False, "ptx_options": "--verbose"}
 
 
