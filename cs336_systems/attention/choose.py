@@ -46,6 +46,9 @@ ARGUMENTS = 6
 """Of the autograd Functions, before a call's further tensors."""
 
 MOST_HEAD_DIM = 1024
+MOST_DROPOUT = 0.9999
+"""In float32, but for 1. Gradients are parts of 11 bits in float16, whose exponents cannot reach from those of weights
+that are kept, and so 10,000 times as large, to those of a row of which none is."""
 """The widest head that the flash kernels take."""
 
 
@@ -170,6 +173,9 @@ def _why_not_flash(problem: Problem) -> str | None:
     widest = max(problem.head_dim, problem.v_head_dim)
     if widest > MOST_HEAD_DIM:
         return f"its head dimensions go up to {MOST_HEAD_DIM}; got {widest}"
+    dropout = problem.spec.dropout
+    if dropout is not None and MOST_DROPOUT < dropout < 1 and problem.dtype == torch.float32:
+        return f"in float32 its dropout_p goes up to {MOST_DROPOUT}, or is 1; got {dropout}"
     if problem.device.type == "cpu" and interpreting():
         # It multiplies the bit patterns of bfloat16 numbers as if they were integers.
         return "Triton's interpreter computes wrong bfloat16 products" if problem.dtype == torch.bfloat16 else None

@@ -7,7 +7,8 @@ naive in float64. It is FlashAttention's rule. With ``m`` either the Euclidean n
                      + rounding(oracle)       the result is rounded once to its dtype, whose eps this is: by eps / 2 of
                                               the largest element, and of a norm by eps / sqrt(12), that of a sum of
                                               independent roundings
-                     + 2 eps32 m(terms)       sums are rounded in float32, whose eps this is
+                     + 2 eps32 m(terms)       sums are rounded in float32, whose eps this is; on a GPU 8 eps32, see
+                                              `oracle.rounding_on`
                      + smallest m(1)          nothing is resolved below the smallest subnormal number of its dtype,
                                               nor below float32's smallest normal one, unless that is float64
 
@@ -34,7 +35,7 @@ from torch import Tensor
 from .evaluation import Results
 from .features import Features
 from .inputs import Inputs
-from .oracle import ROUNDING, naive_results, oracle, terms, unit_of
+from .oracle import naive_results, oracle, rounding_on, terms, unit_of
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,9 @@ def compare(
         # A float64 gradient among float32 results was computed in float32.
         dtype = torch.float32 if x.dtype == torch.float64 and not all_wide else x.dtype
         info = torch.finfo(dtype)
-        own_eps, rounding = info.eps, ROUNDING if dtype != torch.float64 else 16 * info.eps
+        own_eps, rounding = info.eps, rounding_on(x.device) if dtype != torch.float64 else 16 * info.eps
         if eps is not None and dtype == torch.float32:
-            own_eps, rounding = eps, max(ROUNDING, eps / 2)
+            own_eps, rounding = eps, max(rounding, eps / 2)
         smallest = info.smallest_normal * info.eps
         if dtype != torch.float64:
             smallest = max(smallest, torch.finfo(torch.float32).smallest_normal)

@@ -81,6 +81,13 @@ NEVER = [
         "flash", {"dtype": torch.float64}, {}, "it computes in float16, bfloat16 and float32; got float64", id="double"
     ),
     pytest.param("flash", {"d": 1025}, {}, "its head dimensions go up to 1024; got 1025", id="wide_keys"),
+    pytest.param(
+        "flash",
+        {"d": 16},
+        {"dropout_p": 0.99995, "seed": 0},
+        "in float32 its dropout_p goes up to 0.9999, or is 1; got 0.99995",
+        id="dropout",
+    ),
     pytest.param("flash", {"dv": 1300}, {}, "its head dimensions go up to 1024; got 1300", id="wide_values"),
     pytest.param(
         "sdpa",

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cs336_systems.attention import attention
+from cs336_systems.attention.choose import MOST_DROPOUT
 from cs336_systems.attention.rules import score_rule
 from cs336_systems.attention.variants import block_local, causal, dilated, document, prefix, relative_bias
 from cs336_systems.kernels.language import at, tanh
@@ -218,7 +219,9 @@ MAKERS = {
         methodcaller, st.just("distances"), st.sets(st.sampled_from("bhd")), st.integers(0, 20), st.integers(0, 20)
     ),
     "sinks": st.just(ALONE["sinks"]),
-    "dropout": st.builds(methodcaller, st.just("dropout"), st.floats(0.0, 1.0), st.integers(-(2**63), 2**64 - 1)),
+    "dropout": st.builds(
+        methodcaller, st.just("dropout"), st.floats(0.0, MOST_DROPOUT) | st.just(1.0), st.integers(-(2**63), 2**64 - 1)
+    ),
 }
 
 

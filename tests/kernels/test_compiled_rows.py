@@ -50,7 +50,7 @@ SPILLS_ALLOWED_ON_SMALL_GRIDS: dict[str, dict[tuple[str, str, int], int]] = {
 
 # What Triton 3.8 and 3.9 may spill where that is more. It comes with their PTX: 3.9's ptxas 13.4 spills no more of what
 # 3.6 compiles, and 3.6's ptxas 12.8 about as much of theirs (but for float32's dkdv at 128: 956 bytes of 1,620). These
-# rows were the fastest with Triton 3.6, with 3.8 and 3.9 hardly any was timed; `tuning.BY_TRITON` has other tiles for some.
+# rows were the fastest with Triton 3.6, with 3.8 and 3.9 one was timed; `tuning.BY_TRITON` has other tiles for some.
 if triton.__version__.startswith(versions.SINCE_3_8):
     MORE_SPILLS_ALLOWED["sm_80"] |= {("forward", "half", 64): 128, ("dkdv", "float32", 256): 640}
     MORE_SPILLS_ALLOWED["sm_86"] = {("dkdv", "float32", 128): 128}
