@@ -135,8 +135,9 @@ def step(
     fence_async_shared()
     named.meet(named.MET, named.BOTH)
     k_tile = as_matrix(memory.k.index(zero), KEYS, HEAD_DIM)
-    dq = slopes_product(slopes_tile, k_tile, MEMBER, HEAD_DIM, TILE_Q)
+    dq = slopes_product(memory.slopes.index(number + zero & 1), k_tile, MEMBER, HEAD_DIM, TILE_Q)
     operand_of_dk = gl.convert_layout(slopes, operand)
+    q_tile = as_matrix(memory.q.tile(number + zero), TILE_Q, HEAD_DIM)
     dk = warpgroup_mma(operand_of_dk, q_tile, dk, is_async=True)
     # dQ is handed over while the tensor cores compute the product for dK.
     dq, dv, _ = warpgroup_mma_wait(1, [dq, dv, operand_of_dv])
