@@ -26,16 +26,17 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 16
 	@echo "VENV=active takes the environment that \$$PYTHON runs in, and adds to it only what is missing."
 
+# Neighbours often compile the same kernel: a worker gets them together, and the next finds it in Triton's cache.
 test: ## pytest in parallel; on the GPU where there is one, else with the Triton kernels interpreted
 	$(environment) test
-	$(python) -m pytest -n auto --dist loadgroup $(ARGS)
+	$(python) -m pytest -n auto --dist worksteal $(ARGS)
 
 test-newest: ## the same with the newest PyTorch and its Triton, as `pip install .` brings them (gigabytes)
 	$(MAKE) test TORCH=newest
 
 test-tritons: ## a slice of the tests with each other Triton that the library knows (fetched once: 750 MB)
 	$(environment) test
-	@bash tools/tritons.sh $(python) -n auto --dist loadgroup $(ARGS)
+	@bash tools/tritons.sh $(python) -n auto --dist worksteal $(ARGS)
 
 bench: ## the attention benchmark; ARGS=--help lists its options
 	$(environment) bench

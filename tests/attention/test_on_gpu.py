@@ -240,16 +240,20 @@ def needs_memory(gibibytes):
 
 
 @pytest.fixture
-def _leaves_no_memory_behind():
-    """What this process keeps for its own next tensors, other workers of pytest cannot have."""
-    yield
-    torch.cuda.empty_cache()
+def _alone_with_much_memory(tmp_path_factory):
+    """Waits until no other worker of pytest runs such a test, and leaves none of the memory behind."""
+    import fcntl
+
+    shared_by_workers = tmp_path_factory.getbasetemp().parent
+    with (shared_by_workers / "much_memory.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        yield
+        torch.cuda.empty_cache()
 
 
 def fills_the_gpu(test):
-    """One such test at a time, on one worker of pytest: two together would not find the memory that each needs."""
-    test = pytest.mark.usefixtures("_leaves_no_memory_behind")(test)
-    return pytest.mark.slow(pytest.mark.xdist_group("memory")(test))
+    """One such test at a time: two together would not find the memory that each needs."""
+    return pytest.mark.slow(pytest.mark.usefixtures("_alone_with_much_memory")(test))
 
 
 @fills_the_gpu
