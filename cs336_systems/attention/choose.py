@@ -46,10 +46,14 @@ ARGUMENTS = 6
 """Of the autograd Functions, before a call's further tensors."""
 
 MOST_HEAD_DIM = 1024
-MOST_DROPOUT = 0.9999
-"""In float32, but for 1. Gradients are parts of 11 bits in float16, whose exponents cannot reach from those of weights
-that are kept, and so 10,000 times as large, to those of a row of which none is."""
 """The widest head that the flash kernels take."""
+
+MOST_DROPOUT = 0.9999
+"""The largest ``dropout_p`` below 1 that the flash kernels take in float32.
+
+They split score gradients into float16 numbers under one scale. Where a weight is kept its gradient is multiplied by
+1 / (1 - dropout_p); above this, those of a row without any kept weight then fall below float16's smallest numbers.
+"""
 
 
 @dataclass(frozen=True)

@@ -50,17 +50,13 @@ def oracle(
     return naive_results(inputs.to(torch.float64), features=in_dtype(features or {}, torch.float64), **settings)
 
 
-ROUNDING = 2 * torch.finfo(torch.float32).eps
-"""How far arithmetic in float32 may round each of the terms of a sum."""
-
-
 def rounding_on(device: torch.device) -> float:
-    """The same for a device: four times as far on a GPU.
+    """How far float32 arithmetic on a device may round each term of a sum: by 2 eps, or 8 eps on a GPU.
 
-    Tensor cores cut off what they add up, and do not round it (Fasi et al., Numerical behavior of NVIDIA tensor cores,
-    2021): such errors add up, where roundings cancel. And "flash" multiplies float32 numbers as two parts of 11 bits.
+    Tensor cores truncate their sums (Fasi et al., Numerical behavior of NVIDIA tensor cores, 2021), which is a bias,
+    where rounding errors cancel. And "flash" multiplies float32 numbers as two parts of 11 bits.
     """
-    return 4 * ROUNDING if device.type == "cuda" else ROUNDING
+    return (8 if device.type == "cuda" else 2) * torch.finfo(torch.float32).eps
 
 
 DRAWS = 32
@@ -80,7 +76,7 @@ def terms(
     """For each result, the root of the sum of the squares of what is added up to make it, in some shape.
 
     What is rounded to ``dtype``, that of the inputs unless said otherwise, counts by how much coarser that is than the
-    two roundings to float32 that the budget allows each term.
+    roundings to float32 that the budget allows each term.
     """
     dtype = inputs.q.dtype if dtype is None else dtype
     q, k, v, dout, dlse = inputs.to(torch.float64)
@@ -142,7 +138,7 @@ def terms(
     # Twice, because terms that are added up along a row share the roundings of its delta and its log-sum-exp.
     made |= {name: 2 * by_number[number] for number, name in enumerate(captured) if number in by_number}
     if extras.sinks is not None:
-        # Naive does not round delta, so its error leaves no room for what is more than one standard deviation.
+        # Four standard deviations of delta's rounding: naive does not round delta, so its error allows for none.
         of_sinks = torch.exp(sinks - never) * (
             (1.0 + sink_terms + _finite(lse).abs()) * delta_terms + 4 * rounded_delta
         )

@@ -9,7 +9,7 @@ from operator import methodcaller
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cs336_systems.attention import attention
@@ -219,9 +219,7 @@ MAKERS = {
         methodcaller, st.just("distances"), st.sets(st.sampled_from("bhd")), st.integers(0, 20), st.integers(0, 20)
     ),
     "sinks": st.just(ALONE["sinks"]),
-    "dropout": st.builds(
-        methodcaller, st.just("dropout"), st.floats(0.0, MOST_DROPOUT) | st.just(1.0), st.integers(-(2**63), 2**64 - 1)
-    ),
+    "dropout": st.builds(methodcaller, st.just("dropout"), st.floats(0.0, 1.0), st.integers(-(2**63), 2**64 - 1)),
 }
 
 
@@ -251,6 +249,8 @@ def check_call(impl, device, call):
     inputs = make_inputs(call["shapes"], dtype=call["dtype"], device=device)
     make = Maker(call["shapes"], call["dtype"], device)
     features = together(*[maker(make) for maker in call["makers"].values()])
+    if impl == "flash" and call["dtype"] == torch.float32:
+        assume(not MOST_DROPOUT < features.get("dropout_p", 0.0) < 1)  # refused: test_choice.py
     check(impl, inputs, features, call["causal"])
 
 
