@@ -9,7 +9,7 @@ from .cached import Cache, assert_cached_within_budget, make_cache
 from .evaluation import Attend, Results, evaluate, poisoned_memory
 from .features import Features, in_dtype, leaves_of
 from .inputs import LAYOUTS, Inputs, Shapes, make_inputs
-from .oracle import naive_results, oracle, terms
+from .oracle import naive_results, oracle, roundings, terms
 from .packed import assert_packed_within_budget, make_packed, starts_of
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "naive_results",
     "oracle",
     "poisoned_memory",
+    "roundings",
     "starts_of",
     "terms",
 ]

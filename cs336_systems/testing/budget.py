@@ -12,6 +12,9 @@ naive in float64. It is FlashAttention's rule. With ``m`` either the Euclidean n
                      + smallest m(1)          nothing is resolved below the smallest subnormal number of its dtype,
                                               nor below float32's smallest normal one, unless that is float64
 
+Naive's error is one draw of its roundings, which in a few elements may happen to be small. With σ the deviation that
+`oracle.roundings` expects of each element, it counts as m(σ) + max(σ) at least where 16-bit products round.
+
 ``terms`` is, element for element, the root of the sum of the squares of what is added up to make it. It matters where
 naive happens to be exact, and where terms cancel: with a single key the gradients of q and k are 0, and computed as the
 difference of two roundings of the same number. A score's terms count among its weight's, whose exponent it is. For
@@ -35,7 +38,7 @@ from torch import Tensor
 from .evaluation import Results
 from .features import Features
 from .inputs import Inputs
-from .oracle import naive_results, oracle, rounding_on, terms, unit_of
+from .oracle import naive_results, oracle, rounding_on, roundings, terms, unit_of
 
 
 @dataclass(frozen=True)
@@ -74,14 +77,20 @@ TF32_EPS = 2.0**-10
 
 
 def compare(
-    actual: Results, exact: Results, naive: Results, summed: Results | None = None, *, eps: float | None = None
+    actual: Results,
+    exact: Results,
+    naive: Results,
+    summed: Results | None = None,
+    rounded: Results | None = None,
+    *,
+    eps: float | None = None,
 ) -> list[Finding]:
     """Each result against its budget, in both measures.
 
     Args:
         actual: what is judged.
-        exact, naive, summed: what `oracle`, `naive_results` and `terms` return for the same call. Without ``summed``
-            that part of the budget is 0.
+        exact, naive, summed, rounded: what `oracle`, `naive_results`, `terms` and `roundings` return for the same call.
+            Without one of the last two that part of the budget is 0.
         eps: what to take for float32's, such as `TF32_EPS`.
 
     Raises:
@@ -109,18 +118,22 @@ def compare(
         finite = exact[name].masked_fill(exact[name].isinf(), 0.0)
         largest = _measure(finite)[1]
         by_terms = name == "lse" and any(dtype.itemsize == 2 for dtype in dtypes)
+        deviation = _measure(torch.zeros(()) if rounded is None or name not in rounded else rounded[name])
         sizes = zip(
             _measure(difference(x, exact[name])),
             _measure(difference(naive[name], exact[name])),
             _measure(finite),
             _measure(torch.zeros(()) if summed is None else summed[name]),
             _measure(torch.ones_like(exact[name])),
+            deviation,
             strict=True,
         )
-        for measure, (error, naive_error, size, of_terms, of_ones) in zip(("norm", "largest"), sizes, strict=True):
-            expected = rounding * of_terms if by_terms else 2 * naive_error
-            rounded = own_eps * (size / math.sqrt(12) + largest / 2 if measure == "norm" else size / 2)
-            budget = expected + rounded + rounding * of_terms + smallest * of_ones
+        for measure, (error, naive_error, size, of_terms, of_ones, likely) in zip(
+            ("norm", "largest"), sizes, strict=True
+        ):
+            expected = rounding * of_terms if by_terms else 2 * max(naive_error, likely + deviation[1])
+            once = own_eps * (size / math.sqrt(12) + largest / 2 if measure == "norm" else size / 2)
+            budget = expected + once + rounding * of_terms + smallest * of_ones
             findings.append(Finding(name, measure, error, naive_error, size, budget))
     return findings
 
@@ -140,9 +153,8 @@ def assert_within_budget(
         AssertionError: it is beyond it; the message lists every result.
     """
     settings: dict[str, Any] = {"causal": causal, "scale": scale, "features": features, "return_lse": "lse" in actual}
-    made = [make(inputs, **settings) for make in (oracle, naive_results, terms)]
-    exact, naive, summed = ({name: results[name] for name in actual} for results in made)
-    findings = compare(actual, exact, naive, summed, eps=eps)
+    exact, naive, summed, rounded = (make(inputs, **settings) for make in (oracle, naive_results, terms, roundings))
+    findings = compare(actual, exact, {name: naive[name] for name in actual}, summed, rounded, eps=eps)
     if not all(finding.holds for finding in findings):
         raise AssertionError("\n".join(["the error is beyond the budget", *map(str, findings)]))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .budget import compare
 from .inputs import Inputs
-from .oracle import naive_results, oracle, terms
+from .oracle import naive_results, oracle, roundings, terms
 
 
 class Cache(NamedTuple):
@@ -69,11 +69,8 @@ def assert_cached_within_budget(
         inputs = Inputs(q, k, v, torch.zeros_like(out[one]), torch.zeros_like(lse[one]))
         settings: dict[str, Any] = {"causal": True, "scale": scale, "features": features}
         actual = {"out": out[one], "lse": lse[one]}
-        exact, naive, summed = (
-            {name: results[name] for name in actual}
-            for results in (make(inputs, **settings) for make in (oracle, naive_results, terms))
-        )
-        findings = compare(actual, exact, naive, summed, eps=eps)
+        exact, naive, *sizes = (make(inputs, **settings) for make in (oracle, naive_results, terms, roundings))
+        findings = compare(actual, exact, {name: naive[name] for name in actual}, *sizes, eps=eps)
         if not all(finding.holds for finding in findings):
             said = f"the error of sequence {number}, of {length} slots, is beyond the budget"
             raise AssertionError("\n".join([said, *map(str, findings)]))

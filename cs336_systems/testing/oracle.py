@@ -63,8 +63,26 @@ DRAWS = 32
 """Of random signs, for the size of terms that autograd adds up by itself."""
 
 
+def terms(inputs: Inputs, **settings: Any) -> Results:
+    """For each result, the root of the sum of the squares of what is added up to make it, in some shape.
+
+    What is rounded to ``dtype``, that of the inputs unless said otherwise, counts by how much coarser that is than the
+    roundings to float32 that the budget allows each term. The other settings are those of `oracle`.
+    """
+    return _terms_and_roundings(inputs, **settings)[0]
+
+
+def roundings(inputs: Inputs, **settings: Any) -> Results:
+    """For out, dq, dk and dv, the standard deviation that roundings to the inputs' dtype give each element.
+
+    Products round the weights and the gradients of the scores; delta comes from an output that was rounded. Each is off
+    by eps / sqrt(12) of itself. The settings are those of `oracle`.
+    """
+    return _terms_and_roundings(inputs, **settings)[1]
+
+
 @torch.no_grad()
-def terms(
+def _terms_and_roundings(
     inputs: Inputs,
     *,
     causal: bool | str = False,
@@ -72,12 +90,7 @@ def terms(
     features: Features | None = None,
     return_lse: bool = True,
     dtype: torch.dtype | None = None,
-) -> Results:
-    """For each result, the root of the sum of the squares of what is added up to make it, in some shape.
-
-    What is rounded to ``dtype``, that of the inputs unless said otherwise, counts by how much coarser that is than the
-    roundings to float32 that the budget allows each term.
-    """
+) -> tuple[Results, Results]:
     dtype = inputs.q.dtype if dtype is None else dtype
     q, k, v, dout, dlse = inputs.to(torch.float64)
     asked = in_dtype(features or {}, torch.float64)
@@ -114,10 +127,14 @@ def terms(
     largest = score_terms.amax(-1, keepdim=True) if problem.k_len else 0.0
     # Kernels add up the sums of tiles of 64 keys, one after another.
     counted = ((scores > -math.inf).sum(-1, keepdim=True) / 64).sqrt()
-    delta_terms = torch.linalg.vector_norm(dout * ((weights * kept) @ v), dim=-1, keepdim=True)
+    delta_parts = dout * ((weights * kept) @ v)
+    delta_terms = torch.linalg.vector_norm(delta_parts, dim=-1, keepdim=True)
     # The backward computes delta from an output that was rounded.
-    coarse = max(0.0, torch.finfo(dtype).eps / math.sqrt(12) / rounding_on(q.device) - 1.0)
-    rounded_delta = coarse * delta_terms
+    one_rounding = torch.finfo(dtype).eps / math.sqrt(12)
+    rounded_delta = max(0.0, one_rounding / rounding_on(q.device) - 1.0) * delta_terms
+    delta = delta_parts.sum(-1, keepdim=True) - (dlse if return_lse else 0.0)
+    products_rounded = torch.hypot(weights * ((dout @ v.mT) * kept - delta), weights * delta_terms)
+    products_rounded = products_rounded * abs(spec.scale) * torch.as_tensor(slope).abs()
     if return_lse:
         delta_terms = delta_terms + dlse.abs()
     # Weights inherit the rounding of their scores; in a backward pass that has only the log-sum-exp to start from, its
@@ -145,7 +162,13 @@ def terms(
         heads = 1 if problem.q_heads is None else problem.q_heads
         by_head = of_sinks.reshape(math.prod(problem.batch), heads, problem.q_len)
         made["dsinks"] = torch.linalg.vector_norm(by_head, dim=(0, 2))
-    return made
+    rounded = {
+        "out": _root_sum_square(weights * kept, v),
+        "dq": _root_sum_square(products_rounded, k),
+        "dk": _root_sum_square(_over_group(products_rounded).mT, _over_group(q)),
+        "dv": _root_sum_square(_over_group(weights * kept).mT, _over_group(dout)),
+    }
+    return made, {name: one_rounding * deviation for name, deviation in rounded.items()}
 
 
 def _captured_terms(
