@@ -64,7 +64,7 @@ SINGLE = Shapes(q=(2, 1, 1), k=(2, 1, 1), v=(2, 1, 1))
 
 
 def of_few_elements(seed):
-    """Gradients of two elements each, in which naive happens to be ten times as exact as its roundings are."""
+    """Gradients of k and v have two elements, in which naive happens to be far more exact than its roundings are."""
     made = {"shapes": Shapes(q=(1, 32, 1), k=(1, 2, 1), v=(1, 2, 1)), "dtype": torch.float16, "layout": "contiguous"}
     return {**made, "seed": seed}, {"causal": False, "scale": None}
 
