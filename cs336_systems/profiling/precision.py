@@ -17,7 +17,18 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from cs336_systems.profiling.containers import tensors_in
-from cs336_systems.testing import Attend, Features, Finding, Inputs, Results, evaluate, naive_results, oracle, terms
+from cs336_systems.testing import (
+    Attend,
+    Features,
+    Finding,
+    Inputs,
+    Results,
+    evaluate,
+    naive_results,
+    oracle,
+    roundings,
+    terms,
+)
 from cs336_systems.testing import compare as compare_with_budget
 
 ADDEND = 0.01
@@ -172,12 +183,14 @@ class Reference:
         exact: computed in float64 from these very numbers.
         naive: by the naive implementation in their own dtype.
         summed: the size of the terms that each result is made of.
+        rounded: how far 16-bit roundings in its products are expected to move it.
     """
 
     inputs: Inputs
     exact: Results
     naive: Results
     summed: Results
+    rounded: Results
 
     @classmethod
     def of(
@@ -196,7 +209,7 @@ class Reference:
         settings: dict[str, Any] = {"causal": causal, "scale": scale, "features": features, "return_lse": return_lse}
         wide = Inputs(*(_where_float64_is(x) for x in inputs))
         naive = _results_where_float64_is(naive_results(inputs, **settings))
-        return cls(inputs, oracle(wide, **settings), naive, terms(wide, dtype=inputs.q.dtype, **settings))
+        return cls(inputs, oracle(wide, **settings), naive, terms(wide, **settings), roundings(wide, **settings))
 
     def errors_of(self, attend: Attend, *, eps: float | None = None) -> list[Finding]:
         """How far what ``attend`` computes is from float64: out, lse and the gradients, each by norm and by largest.
@@ -210,7 +223,7 @@ class Reference:
             ValueError: a result is missing, or has another shape or dtype than naive's.
         """
         actual = _results_where_float64_is(evaluate(attend, self.inputs))
-        return compare_with_budget(actual, self.exact, self.naive, self.summed, eps=eps)
+        return compare_with_budget(actual, self.exact, self.naive, self.summed, self.rounded, eps=eps)
 
 
 def _where_float64_is(x: Tensor) -> Tensor:

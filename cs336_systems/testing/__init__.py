@@ -9,8 +9,9 @@ from .cached import Cache, assert_cached_within_budget, make_cache
 from .evaluation import Attend, Results, evaluate, poisoned_memory
 from .features import Features, in_dtype, leaves_of
 from .inputs import LAYOUTS, Inputs, Shapes, make_inputs
-from .oracle import naive_results, oracle, roundings, terms
+from .oracle import naive_results, oracle
 from .packed import assert_packed_within_budget, make_packed, starts_of
+from .terms import roundings, terms
 
 __all__ = [
     "LAYOUTS",

@@ -13,7 +13,7 @@ naive in float64. It is FlashAttention's rule. With ``m`` either the Euclidean n
                                               nor below float32's smallest normal one, unless that is float64
 
 Naive's error is one draw of its roundings, which in a few elements may happen to be small. With σ the deviation that
-`oracle.roundings` expects of each element, it counts as m(σ) + max(σ) at least where 16-bit products round.
+`terms.roundings` expects of each element, it counts as m(σ) + max(σ) at least where 16-bit products round.
 
 ``terms`` is, element for element, the root of the sum of the squares of what is added up to make it. It matters where
 naive happens to be exact, and where terms cancel: with a single key the gradients of q and k are 0, and computed as the
@@ -38,7 +38,8 @@ from torch import Tensor
 from .evaluation import Results
 from .features import Features
 from .inputs import Inputs
-from .oracle import naive_results, oracle, rounding_on, roundings, terms, unit_of
+from .oracle import naive_results, oracle, rounding_on
+from .terms import roundings, terms, unit_of
 
 
 @dataclass(frozen=True)

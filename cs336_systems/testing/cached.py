@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .budget import compare
 from .inputs import Inputs
-from .oracle import naive_results, oracle, roundings, terms
+from .oracle import naive_results, oracle
+from .terms import roundings, terms
 
 
 class Cache(NamedTuple):

@@ -14,7 +14,8 @@ from .budget import Finding, compare
 from .evaluation import Results
 from .features import Features
 from .inputs import Inputs
-from .oracle import naive_results, oracle, roundings, terms
+from .oracle import naive_results, oracle
+from .terms import roundings, terms
 
 Lengths = Sequence[tuple[int, int]]
 """How many queries and keys each sequence has."""

@@ -12,9 +12,8 @@ from cs336_systems.kernels.hopper.config import WIDTHS
 from cs336_systems.kernels.hopper.coverage import why_not_backward
 from cs336_systems.kernels.settings import Settings
 from cs336_systems.kernels.versions import why_not_gluon
-from cs336_systems.testing import Shapes, make_inputs
+from cs336_systems.testing import Shapes, make_inputs, naive_results, oracle, terms
 from cs336_systems.testing.budget import compare
-from cs336_systems.testing.oracle import naive_results, oracle, terms
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,0 +1,260 @@
+"""How large what is added up to make each result is, and how far rounding to 16 bits moves it: parts of the budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from ..attention.features import Features as AskedFeatures
+from ..attention.pairs import Extras, Pairs, Term, kept_pairs, scores_and_slopes, seen_pairs
+from ..attention.spec import AttentionSpec
+from ..attention.traced import Traced
+from ..attention.validation import Problem, check
+from ..kernels.rules import tensors_of
+from .evaluation import Results
+from .features import Features, in_dtype
+from .inputs import Inputs
+from .oracle import rounding_on
+
+DRAWS = 32
+"""Of random signs, for the size of terms that autograd adds up by itself."""
+
+
+@torch.no_grad()
+def terms(
+    inputs: Inputs,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    features: Features | None = None,
+    return_lse: bool = True,
+) -> Results:
+    """For each result, the root of the sum of the squares of what is added up to make it, in some shape.
+
+    What is rounded to the inputs' dtype counts by how much coarser that is than the roundings to float32 that the
+    budget allows each term.
+    """
+    call = _Attended.of(inputs, causal, scale, features, return_lse)
+    lse, weights, dlse = _finite(call.lse).abs(), call.weights, call.dlse
+    sink_terms = _finite(call.sinks).abs()
+    largest = call.score_terms.amax(-1, keepdim=True) if call.problem.k_len else 0.0
+    # Kernels add up the sums of tiles of 64 keys, one after another.
+    counted = ((call.scores > -math.inf).sum(-1, keepdim=True) / 64).sqrt()
+    delta_terms = torch.linalg.vector_norm(call.delta_parts, dim=-1, keepdim=True)
+    # The backward computes delta from an output that was rounded.
+    rounded_delta = max(0.0, one_rounding(inputs) / rounding_on(weights.device) - 1.0) * delta_terms
+    delta_terms = delta_terms + dlse.abs()
+    # Weights inherit the rounding of their scores; in a backward pass that has only the log-sum-exp to start from, its
+    # rounding too.
+    weights_once = weights * (1.0 + call.score_terms)
+    weights_again = weights_once + weights * lse
+    of_values = _root_sum_square(call.dout, call.v.mT) * call.kept
+    score_gradients = weights_again * (of_values + delta_terms) + weights * rounded_delta
+    # A slope is made of terms as large as 1, as that of a cap is, however flat it is.
+    product_gradients = score_gradients * abs(call.problem.spec.scale) * call.slope.abs().clamp(min=1.0)
+    made = call.sums(weights_once, product_gradients, weights_again)
+    made["lse"] = (largest + sink_terms + lse + 1.0 + counted).squeeze(-1)
+    made |= _captured_terms(call, score_gradients)
+    if call.problem.spec.sinks:
+        # Four standard deviations of delta's rounding: naive does not round delta, so its error allows for none.
+        of_sinks = torch.exp(call.sinks - call.never) * ((1.0 + sink_terms + lse) * delta_terms + 4 * rounded_delta)
+        heads = 1 if call.problem.q_heads is None else call.problem.q_heads
+        by_head = of_sinks.reshape(math.prod(call.problem.batch), heads, call.problem.q_len)
+        made["dsinks"] = torch.linalg.vector_norm(by_head, dim=(0, 2))
+    return made
+
+
+@torch.no_grad()
+def roundings(
+    inputs: Inputs,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    features: Features | None = None,
+    return_lse: bool = True,
+) -> Results:
+    """For out, dq, dk and dv, the standard deviation that roundings to the inputs' dtype give each element.
+
+    Products round the weights and the gradients of the scores, and delta comes from an output that was rounded.
+    """
+    call = _Attended.of(inputs, causal, scale, features, return_lse)
+    weights, delta = call.weights, call.delta_parts.sum(-1, keepdim=True) - call.dlse
+    delta_rounding = torch.linalg.vector_norm(call.delta_parts, dim=-1, keepdim=True)
+    score_gradients = weights * ((call.dout @ call.v.mT) * call.kept - delta)
+    product_gradients = torch.hypot(score_gradients, weights * delta_rounding) * call.problem.spec.scale * call.slope
+    made = call.sums(weights, product_gradients, weights)
+    return {name: one_rounding(inputs) * size for name, size in made.items()}
+
+
+def one_rounding(inputs: Inputs) -> float:
+    """The standard deviation of a rounding to the inputs' dtype, at most, as a part of what is rounded."""
+    return torch.finfo(inputs.q.dtype).eps / math.sqrt(12)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attended:
+    """A call in float64: its inputs, and what it computes on its way to its results.
+
+    Scores and weights have the axes (..., kv_heads, group, row, column), and so have the inputs but for the last one.
+    ``slope`` is the derivative of the scores by scale q kᵀ, ``kept`` what dropout multiplies each weight by.
+    """
+
+    problem: Problem
+    pairs: Pairs
+    by_scores: tuple[Tensor, ...]
+    captured: dict[str, Tensor]
+    of_captured: list[Term | Traced]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+    scores: Tensor
+    slope: Tensor
+    score_terms: Tensor
+    sinks: Tensor
+    lse: Tensor
+    kept: Tensor | float
+
+    @classmethod
+    def of(
+        cls, inputs: Inputs, causal: bool | str, scale: float | None, features: Features | None, return_lse: bool
+    ) -> _Attended:
+        """Compute it."""
+        q, k, v, dout, dlse = inputs.to(torch.float64)
+        asked = in_dtype(features or {}, torch.float64)
+        window = asked.pop("window", None)
+        problem = check(q, k, v, causal, scale, return_lse, window, AskedFeatures(**asked))
+        spec, extras = problem.spec, Extras.of(problem.spec, problem.extras)
+        if q.ndim == 2:
+            q, k, v, dout, dlse = (x[None] for x in (q, k, v, dout, dlse))
+        pairs = Pairs.of(spec, extras, q, k, slice(0, problem.q_len), slice(0, problem.k_len))
+        kv = max(1, k.shape[-3])
+        q, dout, dlse = (
+            rearrange(x, "... (kv group) row d -> ... kv group row d", kv=kv) for x in (q, dout, dlse.unsqueeze(-1))
+        )
+        k, v = k.unsqueeze(-3), v.unsqueeze(-3)
+        products, product_terms = (q @ k.mT) * spec.scale, _root_sum_square(q, k.mT) * abs(spec.scale)
+        captured = _captured(asked)
+        wanted = [tensor.requires_grad for tensor in captured.values()]
+        scores, slope, of_captured = scores_and_slopes(spec, products, pairs, extras.by_scores, wanted)
+        score_terms = _score_terms(spec, products, product_terms, pairs, extras.by_scores)
+        seen = seen_pairs(spec, pairs, spec.band(problem.q_len, problem.k_len), extras)
+        if seen is not None:
+            scores = scores.masked_fill(~seen, -math.inf)
+        sinks = scores.new_full((1, 1, 1), -math.inf)
+        if extras.sinks is not None:
+            sinks = extras.sinks.view(1 if problem.q_heads is None else kv, q.shape[-3], 1, 1)
+        return cls(
+            *(problem, pairs, extras.by_scores, captured, of_captured),
+            *(q, k, v, dout, dlse if return_lse else torch.zeros_like(dlse)),
+            *(scores, torch.as_tensor(slope), score_terms.masked_fill(scores == -math.inf, 0.0), sinks),
+            lse=torch.logsumexp(torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1), -1, keepdim=True),
+            kept=1.0 if extras.seed is None else kept_pairs(spec, pairs, extras.seed) * spec.as_settings.kept_scale,
+        )
+
+    @property
+    def never(self) -> Tensor:
+        """The log-sum-exp, inf where a row sees nothing: its weights are exp(scores - inf) = 0."""
+        return self.lse.masked_fill(self.lse == -math.inf, math.inf)
+
+    @functools.cached_property
+    def weights(self) -> Tensor:
+        """What softmax makes of the scores."""
+        return torch.exp(self.scores - self.never)
+
+    @functools.cached_property
+    def delta_parts(self) -> Tensor:
+        """What delta = dout · out adds up."""
+        return self.dout * ((self.weights * self.kept) @ self.v)
+
+    def sums(self, weights: Tensor, product_gradients: Tensor, weights_of_dv: Tensor) -> Results:
+        """The root of the sum of the squares of what makes out, dq, dk and dv."""
+        return {
+            "out": _root_sum_square(weights * self.kept, self.v),
+            "dq": _root_sum_square(product_gradients, self.k),
+            "dk": _root_sum_square(_over_group(product_gradients).mT, _over_group(self.q)),
+            "dv": _root_sum_square(_over_group(weights_of_dv * self.kept).mT, _over_group(self.dout)),
+        }
+
+
+def _captured_terms(call: _Attended, score_gradients: Tensor) -> Results:
+    """The same for what the scores captured and whose gradient is wanted."""
+    rows, columns = slice(0, call.problem.q_len), slice(0, call.problem.k_len)
+    made: dict[int, Tensor] = {}
+    for term in call.of_captured:
+        if isinstance(term, Traced):
+            made |= _traced_terms(term, score_gradients, call.by_scores, call.pairs, rows, columns)
+            continue
+        squares = torch.zeros_like(call.by_scores[term.number])
+        squared = term._replace(term=torch.as_tensor(term.term).square())
+        squared.add_to({term.number: squares}, score_gradients.square(), call.pairs, rows, columns)
+        made[term.number] = squares.sqrt()
+    # Twice, because terms that are added up along a row share the roundings of its delta and its log-sum-exp.
+    return {name: 2 * made[number] for number, name in enumerate(call.captured) if number in made}
+
+
+def _traced_terms(
+    term: Traced, score_gradients: Tensor, captured: Sequence[Tensor], pairs: Pairs, rows: slice, columns: slice
+) -> dict[int, Tensor]:
+    """An estimate: under random signs of its terms the mean square of a sum is the sum of their squares."""
+    generator = torch.Generator(score_gradients.device).manual_seed(0)
+    squares = {number: torch.zeros_like(captured[number]) for number in term.numbers}
+    for _ in range(DRAWS):
+        signs = torch.rand(score_gradients.shape, generator=generator, device=score_gradients.device).sub(0.5).sign()
+        totals = {number: torch.zeros_like(captured[number]) for number in term.numbers}
+        term.add_to(totals, score_gradients * signs, pairs, rows, columns)
+        for number, total in totals.items():
+            squares[number] += total.square() / DRAWS
+    return {number: square.sqrt() for number, square in squares.items()}
+
+
+def _captured(features: Features) -> dict[str, Tensor]:
+    """The tensors that change scores, by the names of their gradients, in the order of `pairs.Extras`."""
+    alone = {f"d{name}": features[name] for name in ("alibi_slopes", "bias") if features.get(name) is not None}
+    by_rules = features["scores"].tensors if features.get("scores") is not None else ()
+    return alone | {f"dscores_{number}": tensor for number, tensor in enumerate(by_rules)}
+
+
+def _score_terms(spec: AttentionSpec, scores: Tensor, size: Tensor, pairs: Pairs, captured: Sequence[Tensor]) -> Tensor:
+    """The size of what is added up to make each score, from that of q kᵀ: a rule is taken for the line that touches it.
+
+    Its slope multiplies what was there, and what the line crosses the axis at is added to it.
+    """
+    rest = iter(captured)
+    for leaf in spec.scores:
+        own = [next(rest) for _ in range(tensors_of(leaf))]
+        rule = dataclasses.replace(spec, scores=(leaf,))
+        changed, slope, _ = scores_and_slopes(rule, scores, pairs, own, [False] * len(own))
+        size = ((slope * size) ** 2 + (changed - slope * scores) ** 2 + changed**2).sqrt()
+        scores = changed
+    return size
+
+
+def _finite(x: Tensor) -> Tensor:
+    return x.masked_fill(x.isinf(), 0.0)
+
+
+def _over_group(x: Tensor) -> Tensor:
+    """The rows of all query heads of a group in one matrix, which is what the gradients of its keys sum over."""
+    return rearrange(x, "... kv group row column -> ... kv 1 (group row) column")
+
+
+def _root_sum_square(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right with the root of the sum of squares in place of the sum."""
+    left_unit, right_unit = unit_of(left), unit_of(right)
+    left, right = left / left_unit, right / right_unit
+    return ((left * left) @ (right * right)).sqrt() * (left_unit * right_unit)
+
+
+def unit_of(x: Tensor) -> Tensor:
+    """The largest finite magnitude, so that squares of what it divides neither overflow nor vanish; 1 in place of 0."""
+    magnitudes = x.abs().nan_to_num(0.0, posinf=0.0)
+    largest = magnitudes.amax() if x.numel() else x.new_zeros(())
+    return torch.where(largest > 0, largest, 1.0)
