@@ -151,13 +151,12 @@ class _Attended:
         sinks = scores.new_full((1, 1, 1), -math.inf)
         if extras.sinks is not None:
             sinks = extras.sinks.view(1 if problem.q_heads is None else kv, q.shape[-3], 1, 1)
-        return cls(
-            *(problem, pairs, extras.by_scores, captured, of_captured),
-            *(q, k, v, dout, dlse if return_lse else torch.zeros_like(dlse)),
-            *(scores, torch.as_tensor(slope), score_terms.masked_fill(scores == -math.inf, 0.0), sinks),
-            lse=torch.logsumexp(torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1), -1, keepdim=True),
-            kept=1.0 if extras.seed is None else kept_pairs(spec, pairs, extras.seed) * spec.as_settings.kept_scale,
-        )
+        lse = torch.logsumexp(torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1), -1, keepdim=True)
+        kept = 1.0 if extras.seed is None else kept_pairs(spec, pairs, extras.seed) * spec.as_settings.kept_scale
+        slope, dlse = torch.as_tensor(slope), dlse if return_lse else torch.zeros_like(dlse)
+        score_terms = score_terms.masked_fill(scores == -math.inf, 0.0)
+        made = (captured, of_captured, q, k, v, dout, dlse, scores, slope, score_terms, sinks, lse, kept)
+        return cls(problem, pairs, extras.by_scores, *made)
 
     @property
     def never(self) -> Tensor:
