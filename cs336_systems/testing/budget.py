@@ -12,8 +12,9 @@ naive in float64. It is FlashAttention's rule. With ``m`` either the Euclidean n
                      + smallest m(1)          nothing is resolved below the smallest subnormal number of its dtype,
                                               nor below float32's smallest normal one, unless that is float64
 
-Naive's error is one draw of its roundings, which in a few elements may happen to be small. With σ the deviation that
-`terms.roundings` expects of each element, it counts as m(σ) + max(σ) at least where 16-bit products round.
+Naive's error is one sample of its rounding errors, which in a result of few elements can be small by chance. With
+16-bit inputs it therefore counts as at least m(σ) + max(σ), where σ is the standard deviation of each element's
+rounding error (`terms.roundings`).
 
 ``terms`` is, element for element, the root of the sum of the squares of what is added up to make it. It matters where
 naive happens to be exact, and where terms cancel: with a single key the gradients of q and k are 0, and computed as the
@@ -129,12 +130,12 @@ def compare(
             deviation,
             strict=True,
         )
-        for measure, (error, naive_error, size, of_terms, of_ones, likely) in zip(
+        for measure, (error, naive_error, size, of_terms, of_ones, of_roundings) in zip(
             ("norm", "largest"), sizes, strict=True
         ):
-            expected = rounding * of_terms if by_terms else 2 * max(naive_error, likely + deviation[1])
-            once = own_eps * (size / math.sqrt(12) + largest / 2 if measure == "norm" else size / 2)
-            budget = expected + once + rounding * of_terms + smallest * of_ones
+            expected = rounding * of_terms if by_terms else 2 * max(naive_error, of_roundings + deviation[1])
+            at_the_end = own_eps * (size / math.sqrt(12) + largest / 2 if measure == "norm" else size / 2)
+            budget = expected + at_the_end + rounding * of_terms + smallest * of_ones
             findings.append(Finding(name, measure, error, naive_error, size, budget))
     return findings
 

@@ -40,16 +40,15 @@ def terms(
     What is rounded to the inputs' dtype counts by how much coarser that is than the roundings to float32 that the
     budget allows each term.
     """
-    call = _Attended.of(inputs, causal, scale, features, return_lse)
+    call = _Call.of(inputs, causal, scale, features, return_lse)
     lse, weights, dlse = _finite(call.lse).abs(), call.weights, call.dlse
     sink_terms = _finite(call.sinks).abs()
     largest = call.score_terms.amax(-1, keepdim=True) if call.problem.k_len else 0.0
     # Kernels add up the sums of tiles of 64 keys, one after another.
     counted = ((call.scores > -math.inf).sum(-1, keepdim=True) / 64).sqrt()
-    delta_terms = torch.linalg.vector_norm(call.delta_parts, dim=-1, keepdim=True)
     # The backward computes delta from an output that was rounded.
-    rounded_delta = max(0.0, one_rounding(inputs) / rounding_on(weights.device) - 1.0) * delta_terms
-    delta_terms = delta_terms + dlse.abs()
+    rounded_delta = max(0.0, one_rounding(inputs) / rounding_on(weights.device) - 1.0) * call.delta_terms
+    delta_terms = call.delta_terms + dlse.abs()
     # Weights inherit the rounding of their scores; in a backward pass that has only the log-sum-exp to start from, its
     # rounding too.
     weights_once = weights * (1.0 + call.score_terms)
@@ -63,7 +62,9 @@ def terms(
     made |= _captured_terms(call, score_gradients)
     if call.problem.spec.sinks:
         # Four standard deviations of delta's rounding: naive does not round delta, so its error allows for none.
-        of_sinks = torch.exp(call.sinks - call.never) * ((1.0 + sink_terms + lse) * delta_terms + 4 * rounded_delta)
+        of_sinks = torch.exp(call.sinks - call.lse_or_inf) * (
+            (1.0 + sink_terms + lse) * delta_terms + 4 * rounded_delta
+        )
         heads = 1 if call.problem.q_heads is None else call.problem.q_heads
         by_head = of_sinks.reshape(math.prod(call.problem.batch), heads, call.problem.q_len)
         made["dsinks"] = torch.linalg.vector_norm(by_head, dim=(0, 2))
@@ -79,27 +80,28 @@ def roundings(
     features: Features | None = None,
     return_lse: bool = True,
 ) -> Results:
-    """For out, dq, dk and dv, the standard deviation that roundings to the inputs' dtype give each element.
+    """For out, dq, dk and dv, the standard deviation that rounding to 16 bits gives each element; {} for wider inputs.
 
-    Products round the weights and the gradients of the scores, and delta comes from an output that was rounded.
+    The matrix products round P and dS to the inputs' dtype, and delta is computed from an output rounded to it.
     """
-    call = _Attended.of(inputs, causal, scale, features, return_lse)
+    if inputs.q.dtype.itemsize != 2:
+        return {}
+    call = _Call.of(inputs, causal, scale, features, return_lse)
     weights, delta = call.weights, call.delta_parts.sum(-1, keepdim=True) - call.dlse
-    delta_rounding = torch.linalg.vector_norm(call.delta_parts, dim=-1, keepdim=True)
     score_gradients = weights * ((call.dout @ call.v.mT) * call.kept - delta)
-    product_gradients = torch.hypot(score_gradients, weights * delta_rounding) * call.problem.spec.scale * call.slope
+    product_gradients = torch.hypot(score_gradients, weights * call.delta_terms) * call.problem.spec.scale * call.slope
     made = call.sums(weights, product_gradients, weights)
     return {name: one_rounding(inputs) * size for name, size in made.items()}
 
 
 def one_rounding(inputs: Inputs) -> float:
-    """The standard deviation of a rounding to the inputs' dtype, at most, as a part of what is rounded."""
+    """The largest standard deviation of the relative error of one rounding to the inputs' dtype."""
     return torch.finfo(inputs.q.dtype).eps / math.sqrt(12)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Attended:
-    """A call in float64: its inputs, and what it computes on its way to its results.
+class _Call:
+    """A call in float64: its inputs, and the scores, weights and other values between them and its results.
 
     Scores and weights have the axes (..., kv_heads, group, row, column), and so have the inputs but for the last one.
     ``slope`` is the derivative of the scores by scale q kᵀ, ``kept`` what dropout multiplies each weight by.
@@ -125,7 +127,7 @@ class _Attended:
     @classmethod
     def of(
         cls, inputs: Inputs, causal: bool | str, scale: float | None, features: Features | None, return_lse: bool
-    ) -> _Attended:
+    ) -> _Call:
         """Compute it."""
         q, k, v, dout, dlse = inputs.to(torch.float64)
         asked = in_dtype(features or {}, torch.float64)
@@ -159,19 +161,24 @@ class _Attended:
         return cls(problem, pairs, extras.by_scores, *made)
 
     @property
-    def never(self) -> Tensor:
+    def lse_or_inf(self) -> Tensor:
         """The log-sum-exp, inf where a row sees nothing: its weights are exp(scores - inf) = 0."""
         return self.lse.masked_fill(self.lse == -math.inf, math.inf)
 
     @functools.cached_property
     def weights(self) -> Tensor:
         """What softmax makes of the scores."""
-        return torch.exp(self.scores - self.never)
+        return torch.exp(self.scores - self.lse_or_inf)
 
     @functools.cached_property
     def delta_parts(self) -> Tensor:
-        """What delta = dout · out adds up."""
+        """The products that delta = dout · out adds up."""
         return self.dout * ((self.weights * self.kept) @ self.v)
+
+    @property
+    def delta_terms(self) -> Tensor:
+        """The root of the sum of their squares."""
+        return torch.linalg.vector_norm(self.delta_parts, dim=-1, keepdim=True)
 
     def sums(self, weights: Tensor, product_gradients: Tensor, weights_of_dv: Tensor) -> Results:
         """The root of the sum of the squares of what makes out, dq, dk and dv."""
@@ -183,7 +190,7 @@ class _Attended:
         }
 
 
-def _captured_terms(call: _Attended, score_gradients: Tensor) -> Results:
+def _captured_terms(call: _Call, score_gradients: Tensor) -> Results:
     """The same for what the scores captured and whose gradient is wanted."""
     rows, columns = slice(0, call.problem.q_len), slice(0, call.problem.k_len)
     made: dict[int, Tensor] = {}

@@ -249,7 +249,7 @@ def check_call(impl, device, call):
     inputs = make_inputs(call["shapes"], dtype=call["dtype"], device=device)
     make = Maker(call["shapes"], call["dtype"], device)
     features = together(*[maker(make) for maker in call["makers"].values()])
-    # Float32 flash refuses more (test_choice.py); naive, the budget's measure, overflows in float16.
+    # In float32 flash refuses more (test_choice.py). In float16 naive overflows, whose error the budget is made of.
     most_dropout = {torch.float32: MOST_DROPOUT, torch.float16: 0.999}.get(call["dtype"], 1.0)
     assume(impl != "flash" or not most_dropout < features.get("dropout_p", 0.0) < 1)
     check(impl, inputs, features, call["causal"])
