@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.tune_candidates import Row
 from cs336_systems.attention import attention, variants
 from cs336_systems.kernels import tuning
-from cs336_systems.kernels.portable import launch
+from cs336_systems.kernels.triton import launch
 from cs336_systems.kernels.settings import Settings
 from cs336_systems.kernels.tuning import TileConfig
 from cs336_systems.profiling.timing import TimingMethod, measure_ms

@@ -23,7 +23,7 @@ def sums_of_bands(bands: Tensor, q_len: int, k_len: int) -> Tensor:
 
     Args:
         bands: (..., bands, 2, size), for each diagonal of square tiles, from the lower left one on, the sums of the
-            diagonals below, and of the others; see `portable.pair_gradients`.
+            diagonals below, and of the others; see `triton.pair_gradients`.
     """
     size = bands.shape[-1]
     # The distances of a band's second half are those of the next band's first.

@@ -237,7 +237,7 @@ ops.library.define(f"flash_with_cache{FORWARD}", tags=(torch.Tag.pt2_compliant_t
 
 
 def _kernels() -> ModuleType:
-    from ..kernels.portable import cached_launch
+    from ..kernels.triton import cached_launch
 
     return cached_launch
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.hopper import coverage
+from ..kernels.sm90 import coverage
 from . import ops
 from .choose import ARGUMENTS, Explanation, Implementation, spec_for
 from .derivatives import differentiable_once

@@ -155,7 +155,7 @@ def test_queries_laid_out_as_a_projection_leaves_them(device, impl):
 
 
 def test_parts_are_divided_among_processors():
-    from cs336_systems.kernels.portable.cached_launch import AT_A_TIME, MOST_PARTS, TILES_A_PART, WANTED, parts_of
+    from cs336_systems.kernels.triton.cached_launch import AT_A_TIME, MOST_PARTS, TILES_A_PART, WANTED, parts_of
 
     assert parts_of(1, 1, 132) == 1  # there is one tile
     assert parts_of(10_000, 1000, 132) == 1  # whole sequences keep all processors busy

@@ -22,8 +22,8 @@ from torch import Tensor
 from cs336_systems.kernels import tuning
 from cs336_systems.kernels.inspection import compile_for, rows_of
 from cs336_systems.kernels.launching import Launch
-from cs336_systems.kernels.portable import cached, cached_launch
-from cs336_systems.kernels.portable.cached_launch import Call
+from cs336_systems.kernels.triton import cached, cached_launch
+from cs336_systems.kernels.triton.cached_launch import Call
 
 BATCH, HEADS, CAPACITY, PARTS = 2, 4, 512, 5
 

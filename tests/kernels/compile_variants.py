@@ -23,10 +23,10 @@ from cs336_systems.attention import variants
 from cs336_systems.kernels import tuning
 from cs336_systems.kernels.inspection import compile_for, rows_of
 from cs336_systems.kernels.launching import Launch
-from cs336_systems.kernels.portable import describe as portable
-from cs336_systems.kernels.portable.inputs import Input, row_of_parts
-from cs336_systems.kernels.portable.sums import Sums
-from cs336_systems.kernels.portable.variation import Variation, fixed_extras
+from cs336_systems.kernels.triton import describe as portable
+from cs336_systems.kernels.triton.inputs import Input, row_of_parts
+from cs336_systems.kernels.triton.sums import Sums
+from cs336_systems.kernels.triton.variation import Variation, fixed_extras
 from cs336_systems.kernels.settings import Settings
 
 HEADS, LENGTH = 4, 512

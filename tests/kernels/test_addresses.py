@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from cs336_systems.kernels.portable.addresses import matrix, tile_pointers
-from cs336_systems.kernels.portable.sequences import Span
+from cs336_systems.kernels.triton.addresses import matrix, tile_pointers
+from cs336_systems.kernels.triton.sequences import Span
 from cs336_systems.kernels.versions import compile_options
 
 ROWS = COLUMNS = 16

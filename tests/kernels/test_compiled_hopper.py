@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from cs336_systems.kernels.hopper.config import BACKWARD, WIDTHS
+from cs336_systems.kernels.sm90.config import BACKWARD, WIDTHS
 from cs336_systems.kernels.versions import why_not_gluon
 
 SHARED_MEMORY = 227 * 1024

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cs336_systems.attention.variants import softcap
-from cs336_systems.kernels.hopper.config import WIDTHS
-from cs336_systems.kernels.hopper.coverage import why_not_backward
+from cs336_systems.kernels.sm90.config import WIDTHS
+from cs336_systems.kernels.sm90.coverage import why_not_backward
 from cs336_systems.kernels.settings import Settings
 from cs336_systems.kernels.versions import why_not_gluon
 from cs336_systems.testing import Shapes, make_inputs, naive_results, oracle, terms
@@ -47,7 +47,7 @@ def inputs_of(shapes, width, dtype, layout="contiguous", v_width=None):
 
 def results(inputs, causal, window, cap=None, *, deterministic=False):
     """Values and gradients."""
-    from cs336_systems.kernels.hopper import launch
+    from cs336_systems.kernels.sm90 import launch
 
     q, k, v, dout, dlse = inputs
     scale = q.shape[-1] ** -0.5
@@ -162,7 +162,7 @@ def test_gradients_are_the_same_every_time_if_asked_for(width, shape, band):
 
 
 def test_a_captured_graph_can_be_replayed():
-    from cs336_systems.kernels.hopper import launch
+    from cs336_systems.kernels.sm90 import launch
 
     inputs = inputs_of(SHAPES["many_tiles"], 128, torch.bfloat16)
     arguments = (*inputs[:3], 128**-0.5, Settings(causal="bottom_right").text)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cs336_systems.attention.variants import softcap
-from cs336_systems.kernels.hopper.config import WIDTHS
-from cs336_systems.kernels.hopper.coverage import why_not_backward
+from cs336_systems.kernels.sm90.config import WIDTHS
+from cs336_systems.kernels.sm90.coverage import why_not_backward
 from cs336_systems.kernels.settings import Settings
 from cs336_systems.kernels.versions import why_not_gluon
 from cs336_systems.testing import assert_packed_within_budget, make_packed, poisoned_memory, starts_of
@@ -46,7 +46,7 @@ def made(lengths, width, dtype=torch.bfloat16, v_width=None, beyond=5):
 
 def results(inputs, lengths, band="causal", cap=None, integers=torch.int32, numbers=None):
     """Values and gradients, with rows before heads."""
-    from cs336_systems.kernels.hopper import launch
+    from cs336_systems.kernels.sm90 import launch
 
     q, k, v, dout = (x.transpose(0, 1)[None] for x in inputs[:4])
     starts = [starts_of(column, "cuda").to(integers) for column in zip(*lengths, strict=True)]
@@ -166,9 +166,9 @@ def test_numbers_out_of_order_leave_the_next_call_as_it_is(width):
 
 
 def test_nothing_waits_for_the_device_and_nothing_is_compiled_anew(waiting_forbidden):
-    from cs336_systems.kernels.hopper.backward import backward_kernel
-    from cs336_systems.kernels.hopper.forward import forward_kernel
-    from cs336_systems.kernels.hopper.rows import finish_kernel, prepare_kernel
+    from cs336_systems.kernels.sm90.backward import backward_kernel
+    from cs336_systems.kernels.sm90.forward import forward_kernel
+    from cs336_systems.kernels.sm90.rows import finish_kernel, prepare_kernel
 
     def call(lengths):
         both = [(length, length) for length in lengths]
@@ -179,7 +179,7 @@ def test_nothing_waits_for_the_device_and_nothing_is_compiled_anew(waiting_forbi
             attend(inputs, starts)
 
     def attend(inputs, starts):
-        from cs336_systems.kernels.hopper import launch
+        from cs336_systems.kernels.sm90 import launch
 
         q, k, v, dout = (x.transpose(0, 1)[None] for x in inputs[:4])
         settings = Settings("bottom_right", packed=(None, None))
@@ -197,7 +197,7 @@ def test_nothing_waits_for_the_device_and_nothing_is_compiled_anew(waiting_forbi
 
 
 def test_a_captured_graph_can_be_replayed_with_other_lengths():
-    from cs336_systems.kernels.hopper import launch
+    from cs336_systems.kernels.sm90 import launch
 
     lengths = [(x, x) for x in (300, 5, 0, 600)]
     inputs = made(lengths, 128)

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from cs336_systems.kernels.hopper.describe import Packed, Rows, describe_finish, describe_prepare, tiles_of
-from cs336_systems.kernels.hopper.rows import finish_kernel, prepare_kernel
+from cs336_systems.kernels.sm90.describe import Packed, Rows, describe_finish, describe_prepare, tiles_of
+from cs336_systems.kernels.sm90.rows import finish_kernel, prepare_kernel
 from cs336_systems.kernels.versions import compile_options
 from cs336_systems.testing import starts_of
 

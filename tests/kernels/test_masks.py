@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cs336_systems.kernels.portable.masks import key_ranges, query_ranges, visible
+from cs336_systems.kernels.triton.masks import key_ranges, query_ranges, visible
 from cs336_systems.kernels.versions import compile_options
 
 TILES = 3

@@ -9,8 +9,8 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cs336_systems.kernels.hopper.describe import tiles_of
-from cs336_systems.kernels.portable.sequences import sequence_of, slot_of, span_of
+from cs336_systems.kernels.sm90.describe import tiles_of
+from cs336_systems.kernels.triton.sequences import sequence_of, slot_of, span_of
 from cs336_systems.kernels.versions import compile_options
 from cs336_systems.testing import starts_of
 

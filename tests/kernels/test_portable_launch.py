@@ -11,11 +11,11 @@ import triton
 from cs336_systems.attention import attention
 from cs336_systems.attention.variants import dilated
 from cs336_systems.kernels import launching, tuning
-from cs336_systems.kernels.portable import launch as portable
-from cs336_systems.kernels.portable.describe import describe_forward
-from cs336_systems.kernels.portable.geometry import in_pipeline, in_units
-from cs336_systems.kernels.portable.inputs import Input, row_of_parts
-from cs336_systems.kernels.portable.variation import Variation
+from cs336_systems.kernels.triton import launch as portable
+from cs336_systems.kernels.triton.describe import describe_forward
+from cs336_systems.kernels.triton.geometry import in_pipeline, in_units
+from cs336_systems.kernels.triton.inputs import Input, row_of_parts
+from cs336_systems.kernels.triton.variation import Variation
 from cs336_systems.kernels.settings import Settings
 from cs336_systems.kernels.tuning import TileConfig
 from cs336_systems.testing import LAYOUTS, TF32_EPS, Shapes, assert_within_budget, evaluate, make_inputs

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cs336_systems.attention import attention
-from cs336_systems.kernels.portable import inputs as portable_inputs
-from cs336_systems.kernels.portable import launch
+from cs336_systems.kernels.triton import inputs as portable_inputs
+from cs336_systems.kernels.triton import launch
 from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs, poisoned_memory
 
 SHAPES = Shapes.of(2, q_len=75, k_len=49, d=16, dv=20, q_heads=2, kv_heads=1)

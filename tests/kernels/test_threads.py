@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from cs336_systems.kernels import rules
-from cs336_systems.kernels.hopper import launch
-from cs336_systems.kernels.hopper.launcher import TiledLauncher
+from cs336_systems.kernels.sm90 import launch
+from cs336_systems.kernels.sm90.launcher import TiledLauncher
 
 
 def in_another_thread(function):
@@ -35,7 +35,7 @@ def test_a_launcher_is_called_while_another_thread_describes_its_first_launch(mo
         return made
 
     runner = (lambda *arguments: launched.append(arguments)), lambda descriptor, number: [descriptor.base.data_ptr()]
-    monkeypatch.setattr("cs336_systems.kernels.hopper.launcher.runner_of", during("runner_of", runner))
+    monkeypatch.setattr("cs336_systems.kernels.sm90.launcher.runner_of", during("runner_of", runner))
     described: Any = SimpleNamespace(
         of=during("of", None), tensors=(), grid=(1,), after_tensors=during("after_tensors", ("numbers",))
     )

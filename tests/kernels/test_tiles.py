@@ -9,7 +9,7 @@ import torch
 
 from cs336_systems.attention import attention
 from cs336_systems.kernels import tuning
-from cs336_systems.kernels.portable import launch
+from cs336_systems.kernels.triton import launch
 from cs336_systems.kernels.tuning import TileConfig
 from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs, poisoned_memory
 

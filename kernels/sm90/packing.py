@@ -8,7 +8,7 @@ are one row apart, and BOUND steps along the first axis lead back by BOUND rows,
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..portable.sequences import sequence_of, slot_of, span_of
+from ..triton.sequences import sequence_of, slot_of, span_of
 from ..versions import aggregate
 
 BOUND = gl.constexpr(1 << 30)
@@ -22,7 +22,7 @@ FILLED_UP = gl.constexpr(128)
 class Packing:
     """Where packed sequences are listed, how many, and which one a tile is of, if they are PACKED.
 
-    q_starts, k_starts: see `portable.sequences`. q_start, k_start: the first rows of the ``number``-th sequence.
+    q_starts, k_starts: see `triton.sequences`. q_start, k_start: the first rows of the ``number``-th sequence.
     TO_THE_END: whether a sequence's last row's own column is its last, rather than the first row's the first.
     """
 

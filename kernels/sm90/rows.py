@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from ..portable.sequences import sequence_of, slot_of, span_of
-from ..portable.softmax import LOG2_E, lowered
+from ..triton.sequences import sequence_of, slot_of, span_of
+from ..triton.softmax import LOG2_E, lowered
 
 
 @triton.jit

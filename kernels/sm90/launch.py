@@ -1,6 +1,6 @@
 """Forward and backward by the kernels for Hopper where they cover a call, and by the portable ones where they do not.
 
-Arguments are taken as validated, as `portable.launch` takes them.
+Arguments are taken as validated, as `triton.launch` takes them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..launching import Launcher, Plans, address_of, is_elsewhere
 from ..layout import Layout, one_a_row, rows_like
-from ..portable import launch as portable
-from ..portable.launch import PLAIN, metadata_of
+from ..triton import launch as portable
+from ..triton.launch import PLAIN, metadata_of
 from ..settings import Settings, Window
 from ..torch_names import raw_stream
 from ..tuning import processors_of

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..launching import Launch
-from ..portable.softmax import LOG2_E
+from ..triton.softmax import LOG2_E
 from ..settings import Window
 from ..versions import default_ptx_options
 from .backward_copying import NUMBERS_A_ROW
