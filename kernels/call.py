@@ -5,14 +5,14 @@ Imports no Triton: every backend needs it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .rules import Mask, Scores
+from .rules import SOFTCAP, Mask, Scores
 
 Band = tuple[int | None, int | None]
 """Query i sees the keys from i + left to i + right; None where there is no limit."""
@@ -67,6 +67,11 @@ class Options(NamedTuple):
         return self.window_left is None and (self.window_right is None or self.window_right == 0) and not changed
 
     @property
+    def score_rules(self) -> Scores:
+        """All rules that change scores, the soft cap first."""
+        return self.scores if self.softcap is None else ((SOFTCAP, (self.softcap,)), *self.scores)
+
+    @property
     def dropout_threshold(self) -> int:
         """Dropout drops a probability whose random number of `DROPOUT_BITS` bits is below this."""
         return round(self.dropout_p * 2**DROPOUT_BITS)
@@ -105,14 +110,36 @@ class Aux(NamedTuple):
     mask_aux: tuple[Tensor, ...] = ()
     score_aux: tuple[Tensor, ...] = ()
 
-    def tensors(self) -> Iterator[Tensor]:
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
         """Those that are given, in order."""
-        yield from (x for x in self[:7] if isinstance(x, Tensor))
-        yield from self.mask_aux
-        yield from self.score_aux
+        return (*[x for x in self[:7] if isinstance(x, Tensor)], *self.mask_aux, *self.score_aux)
 
 
 NO_AUX = Aux()
+
+
+class AuxLayout(NamedTuple):
+    """Which tensors an `Aux` has: what autograd keeps beside a flat list of them."""
+
+    given: tuple[bool, ...]
+    num_mask_aux: int
+
+    @staticmethod
+    def of(aux: Aux) -> AuxLayout:
+        """The layout of these tensors."""
+        return AuxLayout(tuple([x is not None for x in aux[:7]]), len(aux.mask_aux))
+
+    def num_score_aux(self, num_tensors: int) -> int:
+        """How many of so many tensors are score_aux."""
+        return num_tensors - sum(self.given) - self.num_mask_aux
+
+    def restore(self, tensors: Sequence[Tensor]) -> Aux:
+        """The `Aux` whose `tensors` are these."""
+        rest = iter(tensors)
+        named = [next(rest) if given else None for given in self.given]
+        others = [*rest]
+        return Aux(*named, tuple(others[: self.num_mask_aux]), tuple(others[self.num_mask_aux :]))
 
 
 class Gradients(NamedTuple):
@@ -145,6 +172,16 @@ class Call:
     v: Tensor
     options: Options
     aux: Aux = NO_AUX
+    return_lse: bool = False
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """All that a plan depends on."""
+        q, k, v = self.q, self.k, self.v
+        aux = NO_AUX if self.aux is NO_AUX else tuple([_metadata(x) for x in self.aux])
+        precision = torch.get_float32_matmul_precision() if q.dtype is torch.float32 else None
+        tensors = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, self.is_aligned
+        return *tensors, precision, self.options, aux
 
     @property
     def q_len(self) -> int:
@@ -195,7 +232,8 @@ class Call:
     def hides_rows(self) -> bool:
         """Whether some query may see no key at all: its output is 0 and its log-sum-exp -inf, or its sink."""
         options = self.options
-        if self.is_packed or options.mask is not None or len(options.scores) > 0 or self.k_len == 0:
+        changed = options.mask is not None or len(options.scores) > 0
+        if self.is_packed or self.aux.cache_lengths is not None or changed or self.k_len == 0:
             return True
         left, right = self.band
         before_all = right is not None and right < 0
@@ -214,3 +252,9 @@ def is_aligned(*addresses: int) -> bool:
     for address in addresses:
         together |= address
     return together % ALIGNMENT == 0
+
+
+def _metadata(x: Tensor | tuple[Tensor, ...] | None) -> Hashable:
+    if x is None:
+        return None
+    return tuple([_metadata(item) for item in x]) if isinstance(x, tuple) else (x.shape, x.stride(), x.dtype)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import linecache
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,7 +23,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .language import in_torch, jit
+from .language import in_torch, jit, tanh
+from .torch_names import constant_when_traced
+
+NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+"""Numbers that rules capture; those of a traced call are symbolic."""
 
 Leaf = tuple[str, tuple[float | None, ...]]
 Mask = tuple[Any, ...]
@@ -105,6 +110,45 @@ def register(name: str, make: Callable[[str], Code]) -> str:
             unused = f"{name}_{number}"
         registry[unused] = make(unused)
     return unused
+
+
+def structure_of(fields: Any) -> Any:
+    """Nested tuples with 0 in place of every number: what kernels are compiled for."""
+    if isinstance(fields, tuple):
+        return tuple([structure_of(field) for field in fields])
+    if isinstance(fields, (float, torch.SymFloat)):
+        return 0.0
+    return 0 if isinstance(fields, (int, torch.SymInt)) and not isinstance(fields, bool) else fields
+
+
+def numbers_of(fields: Any) -> list[Any]:
+    """The numbers in nested tuples, in order."""
+    if isinstance(fields, tuple):
+        return [number for field in fields for number in numbers_of(field)]
+    return [fields] if isinstance(fields, NUMBERS) and not isinstance(fields, bool) else []
+
+
+def with_numbers(structure: Any, numbers: Iterator[float]) -> Any:
+    """The nested tuples that have this `structure_of` and these `numbers_of`."""
+    if isinstance(structure, tuple):
+        return tuple([with_numbers(field, numbers) for field in structure])
+    if isinstance(structure, float):
+        number = next(numbers)
+        return number if isinstance(number, (float, torch.SymFloat)) else float_of(number)
+    return int(next(numbers)) if isinstance(structure, int) and not isinstance(structure, bool) else structure
+
+
+@constant_when_traced
+def bits_of(number: float) -> int:
+    """The bits of a float, as an integer."""
+    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
+    return bits
+
+
+def float_of(bits: int) -> float:
+    """The float with these bits."""
+    number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return number
 
 
 def leaves(mask: Mask | None) -> Iterator[Leaf]:
@@ -231,3 +275,21 @@ class _Writer:
 
 
 _numbers = itertools.count()
+
+
+SOFTCAP = "softcap"
+"""The name of the rule cap * tanh(score / cap) in score expressions."""
+
+
+@jit
+def _softcap(score, batch, head, row, column, cap):
+    return cap * tanh(score / cap)
+
+
+@jit
+def _softcap_derivative(score, batch, head, row, column, cap):
+    ratio = tanh(score / cap)
+    return 1.0 - ratio * ratio
+
+
+register(SOFTCAP, lambda name: Code(_softcap, _softcap_derivative, derivative_in_torch=in_both(_softcap_derivative)))

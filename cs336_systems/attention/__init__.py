@@ -1,14 +1,14 @@
-"""Attention, exact, in several implementations behind one function.
+"""Attention, exact, by several implementations behind one function.
 
-`attention` chooses an implementation or takes the one named; `explain` says what it would choose and why. Each
-implementation is also an nn.Module, and the two FlashAttention-2 ones are autograd Functions. `attention_with_cache` is
-for the new tokens of generation.
+`attention` chooses a backend or takes the implementation named; `explain` says what it would choose and why. Each
+implementation is also an nn.Module, and the two FlashAttention-2 ones are autograd Functions. `attention_varlen` takes
+packed sequences, `attention_with_cache` the new tokens of generation.
 """
 
 from .api import attention, explain
-from .cached import attention_with_cache, explain_with_cache
-from .choose import Explanation, Implementation
-from .flash import FlashAttentionFunction
+from .decode import attention_with_cache, explain_with_cache
+from .dispatch import Explanation, Implementation, use_backends
+from .functions import FlashAttentionFunction, TiledAttentionFunction
 from .modules import (
     Attention,
     CompiledAttention,
@@ -17,14 +17,10 @@ from .modules import (
     SDPAAttention,
     TiledAttention,
 )
-from .spec import AttentionSpec, Causal
-from .tiled import TiledAttentionFunction
 from .varlen import attention_varlen, explain_varlen
 
 __all__ = [
     "Attention",
-    "AttentionSpec",
-    "Causal",
     "CompiledAttention",
     "Explanation",
     "FlashAttention",
@@ -40,4 +36,5 @@ __all__ = [
     "explain",
     "explain_varlen",
     "explain_with_cache",
+    "use_backends",
 ]

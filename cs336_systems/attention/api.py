@@ -1,45 +1,66 @@
-"""The functions that a user calls: validate, choose, call."""
+"""`attention` and `explain`, and how every public function runs a call."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from collections.abc import Hashable
+from typing import Any, Literal, TypedDict, overload
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..kernels.settings import Window
-from . import choose
-from .choose import Explanation, Implementation
-from .features import Features
-from .flash import with_kernels
+from ..kernels.call import NO_AUX, Aux, is_aligned
+from . import dispatch
+from .call import Arguments, make_call, sizes_of
+from .dispatch import Explanation, Implementation
+from .features import bind
+from .op import must_dispatch
 from .precision import autocast_inputs
 from .rules import Mask, Scores
-from .run import RUN, Options, Run
-from .spec import AttentionSpec
-from .validation import check
-from .varlen import nested_attention
+from .sizes import Packed
+from .validation import Window
 
-MOST_REMEMBERED = 4096
-_remembered: dict[tuple[Any, ...], tuple[Run, AttentionSpec, tuple[Tensor, ...]]] = {}
+
+class TensorOptions(TypedDict, total=False):
+    """The keyword arguments of `attention` that are tensors or hold some."""
+
+    alibi_slopes: Tensor | None
+    bias: Tensor | None
+    scores: Scores | None
+    mask: Tensor | Mask | None
+    sinks: Tensor | None
+    seed: int | Tensor | None
+    generator: torch.Generator | None
+
+
+class AttentionOptions(TensorOptions, total=False):
+    """The keyword arguments of `attention` but ``return_lse``."""
+
+    causal: bool | str
+    window: Window | None
+    scale: float | None
+    softcap: float | None
+    dropout_p: float
+    deterministic: bool | None
+    impl: str | Implementation
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[Options]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[AttentionOptions]
 ) -> Tensor: ...
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[Options]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[AttentionOptions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -73,32 +94,32 @@ def attention(
     Args:
         q: queries (*batch, q_heads, q_len, d), in float16, bfloat16, float32 or float64. Three dimensions mean no head
             axis, (batch, q_len, d); two mean (q_len, d). Any strides. Or q, k, v and the results are nested tensors
-            (batch, heads, *, d) of layout torch.jagged; then see `attention_varlen`, which computes that.
+            (batch, heads, *, d) of layout torch.jagged, which `attention_varlen` computes.
         k: keys (*batch, kv_heads, k_len, d); kv_heads divides q_heads, and each serves a group of query heads.
         v: values (*batch, kv_heads, k_len, dv).
-        causal: True or "bottom_right" hides what comes after a query, the last query aligned with the last key;
+        causal: True or "bottom_right" hides the keys after a query, the last query aligned with the last key;
             "top_left" aligns the first ones, as torch's ``is_causal`` does.
         window: (before, after), how many keys before and after its own position a query sees; None for all. Positions
-            are aligned as ``causal`` says, and at the ends where that is False.
-        scale: what scores are multiplied by; 1 / sqrt(d) if None.
-        softcap: bounds scores by softcap * tanh(score / softcap). First of what changes scores, which is in this order:
-        alibi_slopes: (q_heads,) or (batch, q_heads); a slope times the distance of a key is taken from its score. On a
-            CPU they are checked to be finite.
-        bias: is added to scores; of any shape that broadcasts to (*batch, q_heads, q_len, k_len).
-        scores: changes of one's own; see `cs336_systems.attention.rules`.
+            are aligned as ``causal`` says, bottom-right if it is False.
+        scale: factor of the scores; 1 / sqrt(d) if None.
+        softcap: bounds scores by softcap * tanh(score / softcap), before the other changes, which follow in this order:
+        alibi_slopes: (q_heads,) or (batch, q_heads); slope * distance is subtracted from each score. On a CPU they are
+            checked to be finite.
+        bias: is added to the scores; any shape that broadcasts to (*batch, q_heads, q_len, k_len).
+        scores: score changes of your own; see `cs336_systems.attention.rules`.
         mask: True where a query sees a key: a bool tensor of any shape that broadcasts to (*batch, q_heads, q_len,
             k_len), or a mask made of rules. What causal and window hide stays hidden.
-        sinks: (q_heads,), a logit for each head that takes part in the softmax without a value.
-        dropout_p: the probability that a weight is set to 0, the others being divided by what is left of 1. A weight's
-            fate follows from the seed, its batch entry, head, row and column alone.
-        seed: of dropout, an int or an int64 tensor of one element; drawn from ``generator``, or from the device's, if
-            None.
-        deterministic: whether results have to be the same to the bit on every run; None follows
-            ``torch.are_deterministic_algorithms_enabled()``. Without it the kernels for Hopper add up the gradient of
-            q in whatever order their programs come; everything else of this library always repeats to the bit.
+        sinks: (q_heads,), a logit for each head that joins the softmax without a value.
+        dropout_p: the probability that a weight of the softmax becomes 0; the others are divided by 1 - dropout_p.
+            Which ones follows from the seed and a weight's batch entry, head, row and column alone.
+        seed: of dropout, an int or an int64 tensor of one element; drawn from ``generator``, or from the device's
+            generator, if None.
+        deterministic: results must be bitwise the same on every run; None follows
+            ``torch.are_deterministic_algorithms_enabled()``. Without it the Hopper kernels add up the gradient of q in
+            any order; everything else of this library always repeats.
         impl: "flash" (Triton), "sdpa" (torch's own), "compiled", "tiled", "naive", or "auto" to choose. A named one
             never falls back to another.
-        return_lse: also return the log-sum-exp of each query's scores, and its sink's, which is differentiable.
+        return_lse: also return the log-sum-exp of each query's scores, its sink included. It is differentiable.
 
     q, k, v, alibi_slopes, bias, sinks and what ``scores`` captured may need gradients.
 
@@ -115,96 +136,89 @@ def attention(
     and the query heads that it serves, so a row about 1e5 times as large as the others costs these precision: see
     docs/kernels.md. Under autocast inputs are cast to its dtype.
     """
+    arguments = Arguments(
+        causal, window, scale, softcap, dropout_p, deterministic, return_lse,
+        alibi_slopes, bias, scores, mask, sinks, seed, generator,
+    )  # fmt: skip
     if getattr(q, "is_nested", False):
-        options: Options = {
-            "causal": causal,
-            "window": window,
-            "scale": scale,
-            "softcap": softcap,
-            "alibi_slopes": alibi_slopes,
-            "bias": bias,
-            "scores": scores,
-            "mask": mask,
-            "sinks": sinks,
-            "dropout_p": dropout_p,
-            "seed": seed,
-            "generator": generator,
-            "deterministic": deterministic,
-            "impl": impl,
-        }
-        return nested_attention(q, k, v, return_lse, options)
+        from .varlen import nested_attention
+
+        return nested_attention(q, k, v, arguments, impl)
     q, k, v = autocast_inputs(q, k, v)
-    features = None
-    # Written out, because it is part of the host time of every call.
-    of_scores = softcap is not None or alibi_slopes is not None or bias is not None or scores is not None
-    drops = dropout_p != 0 or isinstance(dropout_p, bool) or seed is not None or generator is not None
-    if of_scores or drops or mask is not None or sinks is not None:
-        features = Features(mask, bias, softcap, alibi_slopes, scores, sinks, dropout_p, seed, generator)
-    run, spec, extras = _prepare(q, k, v, causal, scale, impl, return_lse, window, features, deterministic)
-    if q.ndim == 2:
-        out, lse = run(q[None], k[None], v[None], spec, return_lse, extras)
-        out, lse = out[0], None if lse is None else lse[0]
-    else:
-        out, lse = run(q, k, v, spec, return_lse, extras)
+    out, lse = run(q, k, v, arguments, impl)
     return out if lse is None else (out, lse)
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[Options]) -> Explanation:
-    """Which implementation `attention` would use for these arguments, and why not each other one. Computes nothing."""
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **options: Unpack[AttentionOptions]
+) -> Explanation:
+    """Which backend `attention` would use for these arguments, and why not each other one. Computes nothing."""
     q, k, v = autocast_inputs(q, k, v)
-    given: dict[str, Any] = {**options}
-    causal, scale, impl = given.pop("causal", False), given.pop("scale", None), given.pop("impl", "auto")
-    window, deterministic = given.pop("window", None), given.pop("deterministic", None)
-    features = Features(**given) if given else None
-    problem = check(q, k, v, causal, scale, return_lse, window, features, deterministic)
-    return with_kernels(choose.explain(problem, impl), q, k, v, problem.spec)
+    arguments: dict[str, Any] = {**options}
+    impl = arguments.pop("impl", "auto")
+    return dispatch.explain(make_call(q, k, v, Arguments(**arguments, return_lse=return_lse)), impl)
 
 
-def _prepare(
+def run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    causal: bool | str,
-    scale: float | None,
+    arguments: Arguments,
     impl: str | Implementation,
-    return_lse: bool,
-    window: Window | None,
-    features: Features | None,
-    deterministic: bool | None,
-) -> tuple[Run, AttentionSpec, tuple[Tensor, ...]]:
-    """What will run, on which spec and extras: validated and chosen once for each new combination of metadata."""
-    others = (causal, scale, impl, return_lse, window, deterministic)
-    if features is not None or torch.compiler.is_compiling():
-        return _choose(q, k, v, *others, features)
+    packed: Packed | None = None,
+    cache_lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """out and, if asked for, log-sum-exp. Validated and planned once for each new combination of metadata.
+
+    With ``packed``, q is (1, heads, all rows, d), and so on; with ``cache_lengths``, k and v are a KV cache.
+    """
+    key, plan = _known_plan(q, k, v, arguments, impl, packed, cache_lengths)
+    if plan is None:
+        call = make_call(q, k, v, arguments, packed, cache_lengths)
+        plan, aux = dispatch.choose(call, impl).plan(call), call.aux
+        if key is not None:
+            dispatch.remember(key, plan)
+    elif cache_lengths is not None:
+        aux = Aux(cache_lengths=cache_lengths)
+    elif packed is not None or arguments.has_tensors:
+        aux = bind(arguments, sizes_of(q, k, packed), arguments.causal != "top_left", q.device)
+    else:
+        aux = NO_AUX
+    if q.ndim > 2:
+        return plan(q, k, v, aux)
+    out, lse = plan(q[None], k[None], v[None], aux)
+    return out[0], None if lse is None else lse[0]
+
+
+def _known_plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    arguments: Arguments,
+    impl: str | Implementation,
+    packed: Packed | None,
+    cache_lengths: Tensor | None,
+) -> tuple[Hashable, dispatch.Run | None]:
+    """All that a plan depends on, and the plan if there is one.
+
+    The key is None where the call is traced, or where its arguments cannot be right and validation says why.
+    """
     try:
-        tensors = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
-        # The types tell 1 from True, and what is no dense tensor from what is.
-        types = (type(causal), type(scale), type(return_lse), type(deterministic), q.layout, k.layout, v.layout)
-        follows_torch = deterministic is None and torch.are_deterministic_algorithms_enabled()
-        key = (*tensors, *others, *types, window and tuple(map(type, window)), follows_torch)
-        known = _remembered.get(key)
+        if must_dispatch(q, k, v):
+            return None, None
+        follows_torch = arguments.deterministic is None and torch.are_deterministic_algorithms_enabled()
+        precision = torch.get_float32_matmul_precision() if q.dtype is torch.float32 else None
+        key: tuple[Any, ...] = (
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+            q.device, k.device, v.device, is_aligned(q.data_ptr(), k.data_ptr(), v.data_ptr()),
+            arguments.key(), impl, follows_torch, precision, torch.is_grad_enabled(),
+        )  # fmt: skip
+        if packed is not None:
+            q_starts, k_starts, *lengths = packed
+            key += (q_starts.shape, q_starts.dtype, q_starts.device, k_starts.shape, k_starts.dtype, k_starts.device)
+            key += (*lengths, *map(type, lengths))
+        if cache_lengths is not None:
+            key += (cache_lengths.shape, cache_lengths.stride(), cache_lengths.dtype, cache_lengths.device)
+        return key, dispatch.plans.get(key)
     except (AttributeError, TypeError, RuntimeError):
-        # Not tensors, ragged ones, or not hashable: validation says what is wrong with them.
-        return _choose(q, k, v, *others, None)
-    if known is None:
-        known = _choose(q, k, v, *others, None)
-        if len(_remembered) >= MOST_REMEMBERED:
-            _remembered.clear()
-        _remembered[key] = known
-    return known
-
-
-def _choose(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool | str,
-    scale: float | None,
-    impl: str | Implementation,
-    return_lse: bool,
-    window: Window | None,
-    deterministic: bool | None,
-    features: Features | None,
-) -> tuple[Run, AttentionSpec, tuple[Tensor, ...]]:
-    problem = check(q, k, v, causal, scale, return_lse, window, features, deterministic)
-    return RUN[choose.choose(problem, impl)], problem.spec, problem.extras
+        return None, None

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels.call import BLOCK, Options
 from ..kernels.rules import Mask, leaves
-from ..kernels.settings import BLOCK, Window
 from .captured import check_captured, size_along
-from .pairs import Extras, Pairs, seen_pairs
+from .pairs import Pairs, seen_pairs
 from .sizes import Sizes
-from .spec import AttentionSpec, check_spec, window_of
+from .validation import Window, check_causal, check_window, window_sides
 
 HIDDEN, PARTIAL, WHOLE = 0, 1, 2
 """Of a block: no pair is visible, some are, all are."""
@@ -33,8 +32,9 @@ class Blocks(NamedTuple):
     columns: Tensor
     q_len: int
     k_len: int
-    causal: str
-    window: Window
+    window_left: int | None
+    window_right: int | None
+    bottom_right: bool
     batch: int | None
     heads: int | None
 
@@ -62,24 +62,23 @@ def find_blocks(
     if device is None:
         device = tensors[0].device if tensors else torch.get_default_device()
     device = torch.empty(0, device=device).device  # "cuda" with its number
-    spec = dataclasses.replace(check_spec(causal, 1.0, 1), window=window_of(window), mask=mask)
-    spec = spec.within(q_len, k_len)
-    extras = Extras(None, None, None, tensors, ())
-    batch, heads = _told_apart(spec, extras, numbers, device)
+    sides = window_sides(check_causal(causal), check_window(window), q_len, k_len)
+    options = Options(1.0, *sides, mask=mask)
+    batch, heads = _told_apart(options, tensors, numbers, device)
     of_call = Sizes(((numbers[0] or 1) if batch is None else batch,), heads or numbers[1] or 1, q_len, k_len)
     check_captured("mask", leaves(mask), tensors, of_call, device)
-    band, found = spec.band(q_len, k_len), []
+    band, found = options.band(q_len, k_len), []
     for start in range(0, q_len, BLOCK):
         row = torch.arange(start, min(start + BLOCK, q_len), device=device)[:, None]
         pairs = _pairs(torch.arange(batch or 1), torch.arange(heads or 1), row, torch.arange(k_len), device)
-        seen = seen_pairs(spec, pairs, band, extras)
+        seen = seen_pairs(options, pairs, band, tensors)
         assert seen is not None
         seen = seen.expand(torch.broadcast_shapes(seen.shape, (1, 1, len(row), k_len)))
         some = F.pad(seen.any(-2), (0, -k_len % BLOCK)).unflatten(-1, (-1, BLOCK)).any(-1)
         every = F.pad(seen.all(-2), (0, -k_len % BLOCK)).unflatten(-1, (-1, BLOCK)).all(-1)
         found.append(some.to(torch.int32) + every.to(torch.int32))
     kinds = torch.stack(found, -2)
-    return Blocks(_listed(kinds), _listed(kinds.mT), q_len, k_len, spec.causal.value, spec.window, batch, heads)
+    return Blocks(_listed(kinds), _listed(kinds.mT), q_len, k_len, *sides, batch, heads)
 
 
 def _check_count(name: str, value: int | None) -> None:
@@ -95,20 +94,20 @@ def _pairs(batch: Tensor, head: Tensor, row: Tensor, column: Tensor, device: tor
 
 
 def _told_apart(
-    spec: AttentionSpec, extras: Extras, numbers: tuple[int | None, int | None], device: torch.device
+    options: Options, tensors: tuple[Tensor, ...], numbers: tuple[int | None, int | None], device: torch.device
 ) -> tuple[int | None, int | None]:
     """How many batch entries and heads a mask tells apart; None where what it says does not depend on the number.
 
     What depends on a number has an axis for it, also where that number is 0 twice.
     """
     twice, first = torch.zeros(2, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
-    seen = seen_pairs(spec, _pairs(twice, twice, first, first[0], device), (None, None), extras)
+    seen = seen_pairs(options, _pairs(twice, twice, first, first[0], device), (None, None), tensors)
     assert seen is not None
     batch, heads, *_ = torch.broadcast_shapes(seen.shape, (1, 1, 1, 1))
     told: list[int | None] = [None, None]
     for place, (axis, name, size) in enumerate((("batch", "batch", batch), ("head", "heads", heads))):
         if size > 1:
-            told[place] = numbers[place] or size_along(axis, leaves(spec.mask), extras.by_mask)
+            told[place] = numbers[place] or size_along(axis, leaves(options.mask), tensors)
             if told[place] is None:
                 raise ValueError(
                     f"{name} must be given, because the rules of mask read more along this axis than they declare "

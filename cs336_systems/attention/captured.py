@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import rules as expressions
-from .sizes import Sizes, unsaid
+from .sizes import Sizes
 
 
 def check_captured(
@@ -22,7 +22,7 @@ def check_captured(
     """
     full = {
         "batch": math.prod(sizes.batch),
-        "head": sizes.matrices,
+        "head": sizes.num_heads,
         "row": sizes.q_len,
         "column": sizes.k_len,
         expressions.DISTANCE: sizes.q_len + sizes.k_len - 1,
@@ -47,7 +47,7 @@ def check_captured(
                 shape = f"{expected} at least" if longer else f"{expected}"
                 raise ValueError(
                     f"what {name} captured must have shape {shape}, for {' '.join(axes)}, or 1 there; got {own}"
-                    f"{unsaid(sizes)}"
+                    f"{sizes.note}"
                 )
             if slot in code.origins and own[-1] != 1:
                 _check_origin(name, own[-1], code.origin(slot, leaf[1]), sizes)
@@ -55,7 +55,7 @@ def check_captured(
 
 def _check_origin(name: str, length: int, origin: int, sizes: Sizes) -> None:
     """An axis that is read at column - row + origin has to reach as far as the call's distances, both ways."""
-    if unsaid(sizes):
+    if sizes.note:
         raise ValueError(
             f"max_seqlen_q and max_seqlen_k must be given for what {name} captured for distances; got None"
         )

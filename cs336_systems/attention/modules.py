@@ -7,15 +7,12 @@ from typing import ClassVar, TypedDict
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from ..kernels.settings import Window
-from .api import attention
-from .choose import Implementation, parse
-from .features import positive, probability
-from .run import TensorFeatures
-from .spec import check_spec, window_of
+from .api import TensorOptions, attention
+from .dispatch import Implementation, parse
+from .validation import Window, check_causal, check_scale, check_window, positive, probability
 
 
-class Settings(TypedDict, total=False):
+class ModuleOptions(TypedDict, total=False):
     """The keyword arguments of `Attention`, but for ``impl``."""
 
     causal: bool | str
@@ -52,8 +49,9 @@ class Attention(nn.Module):
         impl: str | Implementation = "auto",
     ) -> None:
         super().__init__()
-        check_spec(causal, scale, head_dim=1)
-        window_of(window)
+        check_causal(causal)
+        check_scale(scale)
+        check_window(window)
         positive("softcap", softcap)
         probability(dropout_p)
         parse(impl)
@@ -66,11 +64,11 @@ class Attention(nn.Module):
         self.impl = impl
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **features: Unpack[TensorFeatures]
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **tensors: Unpack[TensorOptions]
     ) -> Tensor | tuple[Tensor, Tensor]:
         """out, or (out, lse), of q, k and v, shaped as `attention` takes them.
 
-        ``features`` are those of its arguments that are tensors or hold some: mask, bias, alibi_slopes, scores, sinks,
+        ``tensors`` are its arguments that are tensors or hold some: mask, bias, alibi_slopes, scores, sinks,
         seed and generator.
         """
         return attention(
@@ -85,7 +83,7 @@ class Attention(nn.Module):
             deterministic=self.deterministic,
             impl=self.impl,
             return_lse=return_lse,
-            **features,
+            **tensors,
         )
 
     def extra_repr(self) -> str:
@@ -104,8 +102,8 @@ class _Fixed(Attention):
 
     implementation: ClassVar[Implementation]
 
-    def __init__(self, **settings: Unpack[Settings]) -> None:
-        super().__init__(**settings, impl=self.implementation)
+    def __init__(self, **options: Unpack[ModuleOptions]) -> None:
+        super().__init__(**options, impl=self.implementation)
 
 
 class NaiveAttention(_Fixed):
@@ -127,7 +125,7 @@ class TiledAttention(_Fixed):
 
 
 class FlashAttention(_Fixed):
-    """FlashAttention-2 in Triton. See `cs336_systems.attention.flash`."""
+    """FlashAttention-2 in Triton. See `cs336_systems.attention.functions`."""
 
     implementation = Implementation.FLASH
 

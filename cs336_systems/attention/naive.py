@@ -12,11 +12,11 @@ from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from ..kernels.call import NO_AUX, Aux, Call, Options
 from ..kernels.torch_names import exporting, recompiled
 from ..parts import part
-from .pairs import Extras, Pairs, by_group, changed_scores, kept_pairs, seen_pairs
+from .pairs import Pairs, by_group, changed_scores, kept_pairs, seen_pairs
 from .precision import without_autocast
-from .spec import AttentionSpec, Causal
 
 MOST_VARIANTS = 256
 _one_at_a_time = threading.Lock()
@@ -26,42 +26,48 @@ def naive(
     q: Float[Tensor, "*batch q_heads q_len d"],
     k: Float[Tensor, "*batch kv_heads k_len d"],
     v: Float[Tensor, "*batch kv_heads k_len dv"],
-    spec: AttentionSpec,
+    options: Options,
     return_lse: bool,
-    extras: tuple[Tensor, ...] = (),
+    aux: Aux = NO_AUX,
 ) -> tuple[Float[Tensor, "*batch q_heads q_len dv"], Float[Tensor, "*batch q_heads q_len"] | None]:
     """softmax(q kᵀ · scale) v with every score in memory (Vaswani et al., "Attention is all you need", 2017).
 
     Works on any device and dtype, and is differentiable any number of times. Tensors without a head axis pass one of
-    size 1. The log-sum-exp is float32 (float64 for float64 inputs), and None unless asked for. ``extras`` are the
-    tensors that the spec asks for.
+    size 1. The log-sum-exp is float32 (float64 for float64 inputs), and None unless asked for. With ``aux.cache_lengths``
+    k and v are a KV cache.
     """
     with without_autocast(q.device):
-        return _naive(q, k, v, spec, return_lse, Extras.of(spec, extras))
+        return _naive(q, k, v, options, return_lse, aux)
 
 
 def _naive(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool, extras: Extras
+    q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, aux: Aux
 ) -> tuple[Tensor, Tensor | None]:
-    q_len, k_len = q.shape[-2], k.shape[-2]
+    call = Call(q, k, v, options, aux)
+    q_len, k_len = call.q_len, call.k_len
     # Each key and value head serves a group of query heads; einsum broadcasts it without a copy.
     grouped = rearrange(q, "... (kv group) row d -> ... kv group row d", kv=max(1, k.shape[-3]))
     with part("attention: scores"):
-        scores = einsum(grouped, k, "... kv group row d, ... kv column d -> ... kv group row column") * spec.scale
-        pairs = Pairs.of(spec, extras, q, k, slice(0, q_len), slice(0, k_len))
-        scores = changed_scores(spec, scores, pairs, extras.by_scores)
+        scores = einsum(grouped, k, "... kv group row d, ... kv column d -> ... kv group row column") * options.scale
+        pairs = Pairs.of(options, aux, q, k, slice(0, q_len), slice(0, k_len))
+        scores = changed_scores(options, scores, pairs, aux.score_aux)
     with part("attention: mask"):
-        seen = seen_pairs(spec, pairs, spec.band(q_len, k_len), extras)
+        seen = seen_pairs(options, pairs, call.band, aux.mask_aux)
+        if aux.cache_lengths is not None:
+            filled = aux.cache_lengths.to(torch.int64).clamp(0, k_len)[:, None, None, None, None]
+            seen = _seen_in_cache(filled, pairs, q_len, options.window_left)
+            # 0 times anything finite is 0, but slots that were never written may hold NaN.
+            v = v.masked_fill((pairs.column >= filled)[:, :, 0].mT, 0.0)
         if seen is not None:
             scores = scores.masked_fill(~seen, float("-inf"))
-    if extras.sinks is not None:
+    if aux.sinks is not None:
         # A key that every query sees, without a value.
-        sinks = by_group(extras.sinks.to(scores.dtype), k)[..., None]
+        sinks = by_group(aux.sinks.to(scores.dtype), k)[..., None]
         scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
     blind = None
     # An exported program is one for all lengths, also those for which a query sees nothing.
-    any_lengths = exporting() and not (spec.causal is Causal.NONE and spec.is_plain)
-    if any_lengths or spec.hides_rows(q_len, k_len):
+    any_lengths = exporting() and not (options.window_right is None and options.is_causal_or_full)
+    if any_lengths or call.hides_rows:
         # A softmax over nothing is NaN, and so would be its gradient: such rows get scores of 0 and weights of 0.
         blind = (scores == float("-inf")).all(-1, keepdim=True)
         scores = scores.masked_fill(blind, 0.0)
@@ -69,9 +75,9 @@ def _naive(
         weights = torch.softmax(scores, dim=-1) if scores.shape[-1] > 0 else scores
     weights = weights if blind is None else weights.masked_fill(blind, 0.0)
     weights = weights[..., :k_len]
-    if extras.seed is not None:
-        kept = kept_pairs(spec, pairs, extras.seed)
-        weights = weights.masked_fill(~kept, 0.0) * spec.as_settings.kept_scale
+    if aux.seed is not None:
+        kept = kept_pairs(options, pairs, aux.seed)
+        weights = weights.masked_fill(~kept, 0.0) * options.keep_scale
     with part("attention: values"):
         out = einsum(weights, v, "... kv group row column, ... kv column d -> ... kv group row d")
     out = rearrange(out, "... kv group row d -> ... (kv group) row d")
@@ -82,19 +88,26 @@ def _naive(
     return out, rearrange(lse, "... kv group row -> ... (kv group) row")
 
 
+def _seen_in_cache(filled: Tensor, pairs: Pairs, new: int, window_left: int | None) -> Tensor:
+    """Which slots the last ``new`` tokens see, of which the last is in slot filled - 1: (batch, 1, 1, new, capacity)."""
+    distance = filled - new + pairs.row - pairs.column
+    seen = distance >= 0
+    return seen if window_left is None else seen & (distance <= window_left)
+
+
 @functools.cache
 def _compiler() -> tuple[Callable[..., tuple[Tensor, Tensor | None]], AbstractContextManager[object]]:
-    # A program may well use more than 8 combinations of shapes and specs, where torch.compile would give up. It takes
+    # A program may well use more than 8 combinations of shapes and options, where torch.compile would give up. It takes
     # seconds to import what it needs, so that waits for the first use.
     patience = recompiled(MOST_VARIANTS)
     return torch.compile(naive, fullgraph=patience is not None), patience or nullcontext()
 
 
 def compiled(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool, extras: tuple[Tensor, ...] = ()
+    q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, aux: Aux = NO_AUX
 ) -> tuple[Tensor, Tensor | None]:
     """`naive` through ``torch.compile``: the same memory, fewer passes over it."""
     function, patience = _compiler()
     # A lock, because the limit is one for all threads in some versions of torch.
     with _one_at_a_time, patience:
-        return function(q, k, v, spec, return_lse, extras)
+        return function(q, k, v, options, return_lse, aux)

@@ -12,42 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.call import DROPOUT_BITS, Aux, Band, Options
 from ..kernels.diagonals import diagonal_sums
 from ..kernels.places import in_sequences
-from ..kernels.rules import AXES, DISTANCE, OPERATORS, Leaf, Mask, leaves, registry, tensors_of
-from ..kernels.settings import THRESHOLD_BITS
+from ..kernels.rules import AXES, DISTANCE, OPERATORS, Leaf, Mask, registry
 from ..kernels.torch_names import exporting
-from .ops import NAMESPACE, library
-from .spec import AttentionSpec
+from .op import NAMESPACE, library
 from .traced import Traced, trace
-
-
-class Extras(NamedTuple):
-    """The further tensors of a call, by what they are for, and in this order; lists of blocks come after the seed.
-
-    starts: where packed sequences of q and of k begin.
-    """
-
-    sinks: Tensor | None
-    seed: Tensor | None
-    starts: tuple[Tensor, Tensor] | None
-    by_mask: tuple[Tensor, ...]
-    by_scores: tuple[Tensor, ...]
-
-    @classmethod
-    def of(cls, spec: AttentionSpec, extras: Sequence[Tensor]) -> Extras:
-        """Of the tensors of a call with this spec."""
-        rest = iter(extras)
-        sinks = next(rest) if spec.sinks else None
-        seed = next(rest) if spec.dropout is not None else None
-        for _ in range(2 * spec.blocks):
-            next(rest)
-        starts = None if spec.packed is None else (next(rest), next(rest))
-        by_mask = [next(rest) for leaf in leaves(spec.mask) for _ in range(tensors_of(leaf))]
-        return cls(sinks, seed, starts, tuple(by_mask), tuple(rest))
-
-
-NO_EXTRAS = Extras(None, None, None, (), ())
 
 
 class Pairs(NamedTuple):
@@ -67,26 +38,27 @@ class Pairs(NamedTuple):
     shift: Tensor | int = 0
 
     @classmethod
-    def of(cls, spec: AttentionSpec, extras: Extras, q: Tensor, k: Tensor, rows: slice, columns: slice) -> Pairs:
+    def of(cls, options: Options, aux: Aux, q: Tensor, k: Tensor, rows: slice, columns: slice) -> Pairs:
         """The pairs of queries ``rows`` and keys ``columns`` of q (*batch, [heads,] q_len, d) and k."""
         pairs = cls.of_matrices(q, k, rows, columns)
-        return pairs if extras.starts is None else pairs.packed(spec, *extras.starts)
+        if aux.cu_seqlens_q is None or aux.cu_seqlens_k is None:
+            return pairs
+        return pairs.packed(options, aux.cu_seqlens_q, aux.cu_seqlens_k)
 
-    def packed(self, spec: AttentionSpec, q_starts: Tensor, k_starts: Tensor) -> Pairs:
+    def packed(self, options: Options, q_starts: Tensor, k_starts: Tensor) -> Pairs:
         """The same pairs of sequences that begin at these rows and columns."""
-        assert spec.packed is not None
         q_sequence, row = in_sequences(q_starts, self.row)
         k_sequence, column = in_sequences(k_starts, self.column)
         last = q_starts.numel() - 2
         same = (q_sequence == k_sequence) & (q_sequence <= last)
-        for place, most in ((row, spec.packed[0]), (column, spec.packed[1])):
+        for place, most in ((row, options.max_seqlen_q), (column, options.max_seqlen_k)):
             if most is not None:
                 same = same & (place < most)
         batch = q_sequence.clamp(max=last)
         shifts = k_starts.diff() - q_starts.diff()
         # Rules may be asked about other pairs too, and read what they captured there.
         row, column = (torch.where(same, place, 0) for place in (row, column))
-        shift = shifts[batch] if spec.as_settings.to_the_end else 0
+        shift = shifts[batch] if options.bottom_right else 0
         return self._replace(batch=batch, row=row, column=column, same=same, shift=shift)
 
     @classmethod
@@ -110,7 +82,7 @@ def by_group(sinks: Tensor, k: Tensor) -> Tensor:
     return sinks.view(max(1, k.shape[-3]) if k.ndim > 3 else 1, -1, 1)
 
 
-def seen_pairs(spec: AttentionSpec, pairs: Pairs, band: tuple[int | None, int | None], extras: Extras) -> Tensor | None:
+def seen_pairs(options: Options, pairs: Pairs, band: Band, mask_aux: Sequence[Tensor]) -> Tensor | None:
     """Which pairs are visible, in a shape that broadcasts to the scores'; None if all are."""
     left, right = band
     seen = pairs.same
@@ -120,16 +92,16 @@ def seen_pairs(spec: AttentionSpec, pairs: Pairs, band: tuple[int | None, int | 
     if left is not None:
         after = pairs.column >= pairs.row + pairs.shift + left
         seen = after if seen is None else seen & after
-    if spec.mask is not None:
-        by_rules = _by_mask(spec.mask, pairs, iter(extras.by_mask))
+    if options.mask is not None:
+        by_rules = _by_mask(options.mask, pairs, iter(mask_aux))
         seen = by_rules if seen is None else seen & by_rules
     return seen
 
 
-def changed_scores(spec: AttentionSpec, scores: Tensor, pairs: Pairs, captured: Sequence[Tensor]) -> Tensor:
+def changed_scores(options: Options, scores: Tensor, pairs: Pairs, captured: Sequence[Tensor]) -> Tensor:
     """The scores as the rules leave them."""
     rest = iter(captured)
-    for leaf in spec.scores:
+    for leaf in options.score_rules:
         function = registry[leaf[0]].in_torch[torch.promote_types(scores.dtype, torch.float32)]
         changed = function(scores, pairs.batch, pairs.head, pairs.row, pairs.column, *_captured(leaf, rest))
         scores = changed.to(scores.dtype)
@@ -173,7 +145,7 @@ class Term(NamedTuple):
 
 
 def scores_and_slopes(
-    spec: AttentionSpec, scores: Tensor, pairs: Pairs, captured: Sequence[Tensor], wanted: Sequence[bool]
+    options: Options, scores: Tensor, pairs: Pairs, captured: Sequence[Tensor], wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor | float, list[Term | Traced]]:
     """The scores as the rules leave them, their derivative, and terms for the captured tensors ``wanted``.
 
@@ -182,7 +154,7 @@ def scores_and_slopes(
     places, rest, first = (pairs.batch, pairs.head, pairs.row, pairs.column), iter(captured), 0
     steps = []
     wide = scores.dtype
-    for leaf in spec.scores:
+    for leaf in options.score_rules:
         code, arguments, pull = registry[leaf[0]], (scores, *places, *_captured(leaf, rest)), None
         slots = [slot for slot, item in enumerate(leaf[1]) if item is None]
         asked = {slot: number for number, slot in enumerate(slots, first) if wanted[number]}
@@ -208,13 +180,13 @@ def scores_and_slopes(
     return scores, slope, terms
 
 
-def kept_pairs(spec: AttentionSpec, pairs: Pairs, seed: Tensor) -> Tensor:
+def kept_pairs(options: Options, pairs: Pairs, seed: Tensor) -> Tensor:
     """Whether dropout keeps the weight of each pair; the kernels draw the same numbers."""
     matrix = pairs.batch * pairs.heads + pairs.head
     # Inductor takes minutes for its ten rounds, and drew other numbers on a GPU (torch 2.11, Triton 3.9).
     opaque = torch.compiler.is_compiling() and not exporting()
     draw = torch.ops.cs336_systems.dropout_mask if opaque else _dropout_mask
-    kept: Tensor = draw(seed, matrix, pairs.row, pairs.column, spec.as_settings.dropout_threshold)
+    kept: Tensor = draw(seed, matrix, pairs.row, pairs.column, options.dropout_threshold)
     return kept
 
 
@@ -222,7 +194,7 @@ def _dropout_mask(seed: Tensor, matrix: Tensor, row: Tensor, column: Tensor, thr
     number = philox(seed, column // 4, row, matrix, torch.zeros_like(row))
     word = column % 4
     chosen = torch.where(word < 2, torch.where(word == 0, *number[:2]), torch.where(word == 2, *number[2:]))
-    return chosen >> (32 - THRESHOLD_BITS) >= threshold
+    return chosen >> (32 - DROPOUT_BITS) >= threshold
 
 
 library.define(

@@ -33,9 +33,9 @@ from torch import Tensor
 
 from ..kernels import rules
 from ..kernels.language import jit
-from ..kernels.rules import AXES, DISTANCE, Code, Gradient
-from ..kernels.settings import NUMBERS, Window
+from ..kernels.rules import AXES, DISTANCE, NUMBERS, Code, Gradient
 from .blocks import Blocks, find_blocks
+from .validation import Window
 
 Captured = Tensor | float
 _PLACES = ("batch", "head", "row", "column")

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from .ops import must_dispatch
-from .pairs import NO_EXTRAS, Pairs, seen_pairs
-from .spec import AttentionSpec, Causal
+from ..kernels.call import Call, Options
+from .op import must_dispatch
+from .pairs import Pairs, seen_pairs
 
 ANY_SCALE = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 ANY_ADDRESS = [SDPBackend.FLASH_ATTENTION, *ANY_SCALE]
@@ -24,9 +24,22 @@ _CUDNN_ALIGNMENT = 16
 """Bytes."""
 
 
-def sdpa(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, return_lse: bool, extras: tuple[Tensor, ...] = ()
-) -> tuple[Tensor, None]:
+def supports(call: Call) -> str | None:
+    """Why torch cannot compute a call as the other implementations do, or None if it can."""
+    if call.aux.tensors or not call.options.is_causal_or_full:
+        return "torch's kernels are asked for causal masks alone"
+    if call.options.deterministic and call.device.type == "cuda":
+        return "not all of torch's kernels are deterministic"
+    if call.return_lse:
+        return "torch's scaled_dot_product_attention does not return the log-sum-exp"
+    if call.is_empty:
+        return "torch's kernels disagree on empty inputs"
+    if call.hides_rows:
+        return "torch's kernels disagree on queries that see no key"
+    return None
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
     """torch's ``scaled_dot_product_attention``, whose fused kernels take four dimensions."""
     q4, k4, v4 = q, k, v
     if q.ndim == 3:
@@ -35,13 +48,13 @@ def sdpa(
         q4, k4, v4 = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
     q_len, k_len = q.shape[-2], k.shape[-2]
     mask = None
-    if spec.causal is Causal.BOTTOM_RIGHT and q_len != k_len:
+    is_causal = options.window_right is not None
+    if is_causal and options.bottom_right and q_len != k_len:
         if torch.compiler.is_compiling() or F.scaled_dot_product_attention is not scaled_dot_product_attention:
             # The subclass, which lets the fused kernels skip what is hidden, is more than torch.compile can trace, and
             # it calls what F has under this name, which may be this library (see `cs336_systems.compat.sdpa`).
-            mask = seen_pairs(
-                spec, Pairs.of_matrices(q, k, slice(0, q_len), slice(0, k_len)), spec.band(q_len, k_len), NO_EXTRAS
-            )
+            pairs = Pairs.of_matrices(q, k, slice(0, q_len), slice(0, k_len))
+            mask = seen_pairs(options, pairs, options.band(q_len, k_len), ())
         else:
             # Here, because it imports all of torch.compile, which takes as long as torch itself.
             from torch.nn.attention.bias import causal_lower_right
@@ -49,17 +62,17 @@ def sdpa(
             mask = causal_lower_right(q_len, k_len)
     # Asked in an `if`, the comparison is a bool also where torch.compile keeps sizes symbolic.
     grouped = {"enable_gqa": True} if q4.shape[1] != k4.shape[1] else {}
-    with _right_backends(q4, k4, v4, spec.scale):
+    with _right_backends(q4, k4, v4, options.scale):
         out = scaled_dot_product_attention(
             q4,
             k4,
             v4,
             attn_mask=mask,
-            is_causal=spec.causal is not Causal.NONE and mask is None,
-            scale=spec.scale,
+            is_causal=is_causal and mask is None,
+            scale=options.scale,
             **grouped,
         )
-    return out if q.ndim == 4 else out.reshape(*q.shape[:-1], v.shape[-1]), None
+    return out if q.ndim == 4 else out.reshape(*q.shape[:-1], v.shape[-1])
 
 
 def _right_backends(q: Tensor, k: Tensor, v: Tensor, scale: float) -> AbstractContextManager[object]:

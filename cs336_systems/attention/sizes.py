@@ -1,4 +1,4 @@
-"""How large the scores of a call are, which masks, biases and what rules captured have to fit."""
+"""The sizes of the scores of a call, which masks, biases and captured tensors have to fit."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from torch import Tensor
 
 
 class Packed(NamedTuple):
-    """Packed sequences: where those of q and of k begin, (sequences + 1,) each, and how long none of them exceeds."""
+    """Packed sequences: cu_seqlens of q and of k, (sequences + 1,) each, and bounds on the lengths."""
 
-    q_starts: Tensor
-    k_starts: Tensor
-    q_most: int | None
-    k_most: int | None
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
 
 
 class Sizes(NamedTuple):
-    """Of the scores. ``heads`` is None where tensors have no head axis.
+    """(*batch, heads, q_len, k_len). ``heads`` is None for tensors without a head axis.
 
-    Packed sequences are entries of the batch; lengths that are not known are 1, which is all that tensors may have.
+    Packed sequences are the batch. Their lengths are max_seqlen_q and max_seqlen_k, or 1 if these are not given: then
+    no tensor may have an axis of rows or columns.
     """
 
     batch: tuple[int, ...]
@@ -29,27 +30,27 @@ class Sizes(NamedTuple):
     packed: Packed | None = None
 
     @property
-    def matrices(self) -> int:
-        """Of each batch entry: its heads, or 1 where tensors have no head axis."""
+    def num_heads(self) -> int:
+        """Heads, 1 for tensors without a head axis."""
         return 1 if self.heads is None else self.heads
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(*batch, heads, q_len, k_len), as masks and biases broadcast to it."""
+        """What masks and biases broadcast to."""
         return (*self.batch, *(() if self.heads is None else (self.heads,)), self.q_len, self.k_len)
 
+    @property
+    def note(self) -> str:
+        """What to add to a message about rows or columns where their number was not given."""
+        if self.packed is None or None not in self.packed[2:]:
+            return ""
+        return ", without max_seqlen_q and max_seqlen_k, which bound rows and columns"
 
-def shift_of(sizes: Sizes, causal: str) -> int | Tensor:
-    """How far the position of query i among the keys is from i: of all sequences, or (sequences,) of each."""
-    if causal == "top_left":
+
+def diagonal_shift(sizes: Sizes, bottom_right: bool) -> int | Tensor:
+    """The position of query 0 among the keys; (sequences,) of them for packed sequences."""
+    if not bottom_right:
         return 0
     if sizes.packed is None:
         return sizes.k_len - sizes.q_len
-    return sizes.packed.k_starts.diff() - sizes.packed.q_starts.diff()
-
-
-def unsaid(sizes: Sizes) -> str:
-    """What to add to a message about rows or columns where their number was not said."""
-    if sizes.packed is None or None not in sizes.packed[2:]:
-        return ""
-    return ", without max_seqlen_q and max_seqlen_k, which bound rows and columns"
+    return sizes.packed.cu_seqlens_k.diff() - sizes.packed.cu_seqlens_q.diff()

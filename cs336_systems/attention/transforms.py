@@ -1,40 +1,38 @@
-"""Attention under torch.func: grad, vjp, jacrev and vmap, and what they make of one another.
+"""Attention under torch.func: grad, vjp, jacrev and vmap, and their compositions.
 
-The Functions of `flash` and `tiled` keep the log-sum-exp without returning it, which torch.func does not take. These
-return it, and are made of the operators, which have rules for vmap.
+torch.func takes neither the Functions of `functions`, which keep the log-sum-exp without returning it, nor the gradient
+formula of an operator. These Functions return all that they keep, and call the operators, which have vmap rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..kernels.call import AuxLayout, Call, Options, Wanted
+from . import op
 from .derivatives import TWICE
-from .spec import AttentionSpec
 
 FORWARD_MODE = "this implementation of attention has no forward-mode derivatives; impl='naive' has"
-_ARGUMENTS = 5
-"""Of `_Forward`, before the further tensors of a call."""
-
-
-def _operator(kind: str, way: str) -> Any:
-    return getattr(torch.ops.cs336_systems, f"{kind}_{way}")
+NUM_ARGUMENTS = 3
+"""Arguments of `_Forward` before its tensors."""
 
 
 class _Backward(torch.autograd.Function):
-    """The gradients of q, k and v, and of the extras ``wanted``; they cannot be differentiated."""
+    """The gradients of q, k and v, and those wanted; they cannot be differentiated."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(kind: str, spec: AttentionSpec, wanted: Sequence[int], *tensors: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, out, lse, dout, dlse, *extras = tensors
-        operands = *spec.operands, extras, wanted
-        *gradients, of_extras = _operator(kind, "backward")(q, k, v, out, lse, dout, dlse, *operands)
-        return *gradients, *of_extras
+    def forward(
+        implementation: str, options: Options, layout: AuxLayout, wanted: Wanted, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        q, k, v, out, lse, dout, dlse, *aux = tensors
+        call = Call(q, k, v, options, layout.restore(aux))
+        dq, dk, dv, sinks, score_aux = op.backward(implementation, call, out, lse, dout, dlse, wanted)
+        return dq, dk, dv, *[x for x in (sinks, *score_aux) if x is not None]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -55,31 +53,35 @@ class _Forward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        kind: str, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *extras: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return _operator(kind, "forward")(q, k, v, *spec.operands, list(extras))
+    def forward(implementation: str, options: Options, layout: AuxLayout, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v, *aux = tensors
+        return op.forward(implementation, Call(q, k, v, options, layout.restore(aux)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.kind, ctx.spec, *tensors = inputs
-        ctx.save_for_backward(*tensors, *output)
+        *ctx.arguments, ctx.layout = inputs[:NUM_ARGUMENTS]
+        ctx.save_for_backward(*output, *inputs[NUM_ARGUMENTS:])
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, *extras, out, lse = ctx.saved_tensors
-        wanted = [position for position, needed in enumerate(ctx.needs_input_grad[_ARGUMENTS:]) if needed]
-        dq, dk, dv, *of_wanted = _Backward.apply(ctx.kind, ctx.spec, wanted, q, k, v, out, lse, dout, dlse, *extras)
-        of_extras = dict(zip(wanted, of_wanted, strict=True))
-        return None, None, dq, dk, dv, *[of_extras.get(position) for position in range(len(extras))]
+        out, lse, q, k, v, *aux = ctx.saved_tensors
+        needed = ctx.needs_input_grad[NUM_ARGUMENTS + 3 :]
+        first = len(needed) - ctx.layout.num_score_aux(len(aux))
+        wanted = Wanted(ctx.layout.given[0] and needed[0], needed[first:])
+        arguments = *ctx.arguments, ctx.layout, wanted
+        dq, dk, dv, *others = _Backward.apply(*arguments, q, k, v, out, lse, dout, dlse, *aux)
+        rest = iter(others)
+        sinks = next(rest) if wanted.sinks else None
+        score_aux = [next(rest) if want else None for want in wanted.score_aux]
+        between = [None] * (first - ctx.layout.given[0])
+        return *[None] * NUM_ARGUMENTS, dq, dk, dv, *[sinks] * ctx.layout.given[0], *between, *score_aux
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> Any:
         raise RuntimeError(FORWARD_MODE)
 
 
-def transformed(
-    kind: str, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """out and log-sum-exp by the operators of ``kind``, "flash" or "tiled"."""
-    return _Forward.apply(kind, spec, q, k, v, *extras)
+def transformed(implementation: str, call: Call) -> tuple[Tensor, Tensor]:
+    """out and log-sum-exp by the operators of an implementation, "flash" or "tiled"."""
+    arguments = implementation, call.options, AuxLayout.of(call.aux)
+    return _Forward.apply(*arguments, call.q, call.k, call.v, *call.aux.tensors)

@@ -10,17 +10,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import Unpack
 
-from . import choose
-from .choose import Explanation
-from .features import Features
-from .flash import with_kernels
-from .ops import must_dispatch
+from . import dispatch
+from .api import AttentionOptions, run
+from .call import Arguments, make_call
+from .dispatch import Explanation, Implementation
+from .op import must_dispatch
 from .precision import autocast_inputs
-from .run import RUN, Options
 from .sizes import Packed
-from .validation import Problem, check, check_tensors, shape_of
-
-INTEGERS = (torch.int32, torch.int64)
+from .validation import INTEGERS, check_tensors, shape_of
 
 
 @overload
@@ -34,7 +31,7 @@ def attention_varlen(
     max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ...,
     return_lse: Literal[False] = ...,
-    **options: Unpack[Options],
+    **options: Unpack[AttentionOptions],
 ) -> Tensor: ...
 
 
@@ -49,7 +46,7 @@ def attention_varlen(
     max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ...,
     return_lse: Literal[True],
-    **options: Unpack[Options],
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -64,7 +61,7 @@ def attention_varlen(
     max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ...,
     return_lse: bool,
-    **options: Unpack[Options],
+    **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -78,7 +75,7 @@ def attention_varlen(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     return_lse: bool = False,
-    **options: Unpack[Options],
+    **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` of packed sequences: each query sees keys of its own sequence alone, as if it were called for each.
 
@@ -110,10 +107,10 @@ def attention_varlen(
         ValueError: shapes, devices or values do not fit, or the implementation named cannot compute the call.
     """
     q, k, v = autocast_inputs(q, k, v)
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    problem = _check(q, k, v, *lengths, return_lse, {**options})
-    run = RUN[choose.choose(problem, options.get("impl", "auto"))]
-    out, lse = run(*_as_matrices(q, k, v), problem.spec, return_lse, problem.extras)
+    arguments: dict[str, Any] = {**options}
+    impl = arguments.pop("impl", "auto")
+    packed = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    out, lse = run(*_as_heads(q, k, v), Arguments(**arguments, return_lse=return_lse), impl, packed)
     out = out[0].transpose(0, 1)
     return out if lse is None else (out, lse[0])
 
@@ -128,17 +125,20 @@ def explain_varlen(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     return_lse: bool = False,
-    **options: Unpack[Options],
+    **options: Unpack[AttentionOptions],
 ) -> Explanation:
-    """Which implementation `attention_varlen` would use, and why not each other one. Computes nothing."""
+    """Which backend `attention_varlen` would use, and why not each other one. Computes nothing."""
     q, k, v = autocast_inputs(q, k, v)
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    problem = _check(q, k, v, *lengths, return_lse, {**options})
-    explanation = choose.explain(problem, options.get("impl", "auto"))
-    return with_kernels(explanation, *_as_matrices(q, k, v), problem.spec)
+    arguments: dict[str, Any] = {**options}
+    impl = arguments.pop("impl", "auto")
+    packed = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    call = make_call(*_as_heads(q, k, v), Arguments(**arguments, return_lse=return_lse), packed)
+    return dispatch.explain(call, impl)
 
 
-def nested_attention(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, options: Options) -> Any:
+def nested_attention(
+    q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, impl: str | Implementation
+) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` of nested tensors with the layout torch.jagged, (batch, heads, length, d), and of nothing else."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor) or not tensor.is_nested or tensor.layout is not torch.jagged:
@@ -152,7 +152,7 @@ def nested_attention(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, options:
     if by_length[1].shape[1] != by_length[2].shape[1]:
         raise ValueError("v must have the lengths of k, from the same offsets; got others")
     values = [tensor.values() for tensor in by_length]
-    result = attention_varlen(*values, *starts[:2], return_lse=return_lse, **options)
+    result = attention_varlen(*values, *starts[:2], **arguments._asdict(), impl=impl)
     if isinstance(result, Tensor):
         return _nested(result, starts[0])
     out, lse = result
@@ -164,38 +164,32 @@ def _nested(packed: Tensor, starts: Tensor) -> Tensor:
     return nested.transpose(1, 2)
 
 
-def _as_matrices(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _as_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(1, heads, all rows, d)."""
     return q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
 
-def _check(
+def _packed(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     q_starts: Tensor,
     k_starts: Tensor | None,
-    q_most: int | None,
-    k_most: int | None,
-    return_lse: bool,
-    options: dict[str, Any],
-) -> Problem:
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+) -> Packed:
+    """The packed sequences, validated."""
     check_tensors(q=q, k=k, v=v)
     _check_shapes(q, k, v)
     k_starts = q_starts if k_starts is None else k_starts
-    for name, starts, of, most in (("q", q_starts, q, q_most), ("k", k_starts, k, k_most)):
+    for name, starts, of, most in (("q", q_starts, q, max_seqlen_q), ("k", k_starts, k, max_seqlen_k)):
         _check_most(f"max_seqlen_{name}", most)
         _check_starts(name, starts, of, most)
     if q_starts.shape != k_starts.shape:
         raise ValueError(
             f"cu_seqlens_k must have shape {shape_of(q_starts)} to match cu_seqlens_q; got {shape_of(k_starts)}"
         )
-    causal, scale = options.pop("causal", False), options.pop("scale", None)
-    window, deterministic = options.pop("window", None), options.pop("deterministic", None)
-    options.pop("impl", None)
-    packed = Packed(q_starts.contiguous(), k_starts.contiguous(), q_most, k_most)
-    features = Features(**options) if options else None
-    return check(*_as_matrices(q, k, v), causal, scale, return_lse, window, features, deterministic, packed)
+    return Packed(q_starts.contiguous(), k_starts.contiguous(), max_seqlen_q, max_seqlen_k)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import Implementation, attention
-from ..attention.choose import parse
+from ..attention.dispatch import parse
 
 NAME = "cs336_systems"
 _UNKNOWN = -1

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ..attention import Implementation, attention
-from ..attention.choose import parse
+from ..attention.dispatch import parse
 from ..attention.validation import check_tensors, shape_of
 
 

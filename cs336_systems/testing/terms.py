@@ -11,11 +11,10 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ..attention.features import Features as AskedFeatures
-from ..attention.pairs import Extras, Pairs, Term, kept_pairs, scores_and_slopes, seen_pairs
-from ..attention.spec import AttentionSpec
+from ..attention.call import Arguments, make_call
+from ..attention.pairs import Pairs, Term, kept_pairs, scores_and_slopes, seen_pairs
 from ..attention.traced import Traced
-from ..attention.validation import Problem, check
+from ..kernels.call import Call, Options
 from ..kernels.rules import tensors_of
 from .evaluation import Results
 from .features import Features, in_dtype
@@ -43,7 +42,7 @@ def terms(
     call = _Call.of(inputs, causal, scale, features, return_lse)
     lse, weights, dlse = _finite(call.lse).abs(), call.weights, call.dlse
     sink_terms = _finite(call.sinks).abs()
-    largest = call.score_terms.amax(-1, keepdim=True) if call.problem.k_len else 0.0
+    largest = call.score_terms.amax(-1, keepdim=True) if call.record.k_len else 0.0
     # Kernels add up the sums of tiles of 64 keys, one after another.
     counted = ((call.scores > -math.inf).sum(-1, keepdim=True) / 64).sqrt()
     # The backward computes delta from an output that was rounded.
@@ -56,17 +55,17 @@ def terms(
     of_values = _root_sum_square(call.dout, call.v.mT) * call.kept
     score_gradients = weights_again * (of_values + delta_terms) + weights * rounded_delta
     # A slope is made of terms as large as 1, as that of a cap is, however flat it is.
-    product_gradients = score_gradients * abs(call.problem.spec.scale) * call.slope.abs().clamp(min=1.0)
+    product_gradients = score_gradients * abs(call.record.options.scale) * call.slope.abs().clamp(min=1.0)
     made = call.sums(weights_once, product_gradients, weights_again)
     made["lse"] = (largest + sink_terms + lse + 1.0 + counted).squeeze(-1)
     made |= _captured_terms(call, score_gradients)
-    if call.problem.spec.sinks:
+    if call.record.aux.sinks is not None:
         # Four standard deviations of delta's rounding: naive does not round delta, so its error allows for none.
         of_sinks = torch.exp(call.sinks - call.lse_or_inf) * (
             (1.0 + sink_terms + lse) * delta_terms + 4 * rounded_delta
         )
-        heads = 1 if call.problem.q_heads is None else call.problem.q_heads
-        by_head = of_sinks.reshape(math.prod(call.problem.batch), heads, call.problem.q_len)
+        heads = call.record.aux.sinks.numel()
+        by_head = of_sinks.reshape(-1, heads, call.record.q_len)
         made["dsinks"] = torch.linalg.vector_norm(by_head, dim=(0, 2))
     return made
 
@@ -89,7 +88,8 @@ def roundings(
     call = _Call.of(inputs, causal, scale, features, return_lse)
     weights, delta = call.weights, call.delta_parts.sum(-1, keepdim=True) - call.dlse
     score_gradients = weights * ((call.dout @ call.v.mT) * call.kept - delta)
-    product_gradients = torch.hypot(score_gradients, weights * call.delta_terms) * call.problem.spec.scale * call.slope
+    factor = call.record.options.scale * call.slope
+    product_gradients = torch.hypot(score_gradients, weights * call.delta_terms) * factor
     made = call.sums(weights, product_gradients, weights)
     return {name: one_rounding(inputs) * size for name, size in made.items()}
 
@@ -107,7 +107,7 @@ class _Call:
     ``slope`` is the derivative of the scores by scale q kᵀ, ``kept`` what dropout multiplies each weight by.
     """
 
-    problem: Problem
+    record: Call
     pairs: Pairs
     by_scores: tuple[Tensor, ...]
     captured: dict[str, Tensor]
@@ -132,33 +132,33 @@ class _Call:
         q, k, v, dout, dlse = inputs.to(torch.float64)
         asked = in_dtype(features or {}, torch.float64)
         window = asked.pop("window", None)
-        problem = check(q, k, v, causal, scale, return_lse, window, AskedFeatures(**asked))
-        spec, extras = problem.spec, Extras.of(problem.spec, problem.extras)
+        record = make_call(q, k, v, Arguments(causal, window, scale, return_lse=return_lse, **asked))
+        options, aux = record.options, record.aux
         if q.ndim == 2:
             q, k, v, dout, dlse = (x[None] for x in (q, k, v, dout, dlse))
-        pairs = Pairs.of(spec, extras, q, k, slice(0, problem.q_len), slice(0, problem.k_len))
+        pairs = Pairs.of(options, aux, q, k, slice(0, record.q_len), slice(0, record.k_len))
         kv = max(1, k.shape[-3])
         q, dout, dlse = (
             rearrange(x, "... (kv group) row d -> ... kv group row d", kv=kv) for x in (q, dout, dlse.unsqueeze(-1))
         )
         k, v = k.unsqueeze(-3), v.unsqueeze(-3)
-        products, product_terms = (q @ k.mT) * spec.scale, _root_sum_square(q, k.mT) * abs(spec.scale)
+        products, product_terms = (q @ k.mT) * options.scale, _root_sum_square(q, k.mT) * abs(options.scale)
         captured = _captured(asked)
         wanted = [tensor.requires_grad for tensor in captured.values()]
-        scores, slope, of_captured = scores_and_slopes(spec, products, pairs, extras.by_scores, wanted)
-        score_terms = _score_terms(spec, products, product_terms, pairs, extras.by_scores)
-        seen = seen_pairs(spec, pairs, spec.band(problem.q_len, problem.k_len), extras)
+        scores, slope, of_captured = scores_and_slopes(options, products, pairs, aux.score_aux, wanted)
+        score_terms = _score_terms(options, products, product_terms, pairs, aux.score_aux)
+        seen = seen_pairs(options, pairs, record.band, aux.mask_aux)
         if seen is not None:
             scores = scores.masked_fill(~seen, -math.inf)
         sinks = scores.new_full((1, 1, 1), -math.inf)
-        if extras.sinks is not None:
-            sinks = extras.sinks.view(1 if problem.q_heads is None else kv, q.shape[-3], 1, 1)
+        if aux.sinks is not None:
+            sinks = aux.sinks.view(1 if record.q.ndim < 4 else kv, q.shape[-3], 1, 1)
         lse = torch.logsumexp(torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1), -1, keepdim=True)
-        kept = 1.0 if extras.seed is None else kept_pairs(spec, pairs, extras.seed) * spec.as_settings.kept_scale
+        kept = 1.0 if aux.seed is None else kept_pairs(options, pairs, aux.seed) * options.keep_scale
         slope, dlse = torch.as_tensor(slope), dlse if return_lse else torch.zeros_like(dlse)
         score_terms = score_terms.masked_fill(scores == -math.inf, 0.0)
         made = (captured, of_captured, q, k, v, dout, dlse, scores, slope, score_terms, sinks, lse, kept)
-        return cls(problem, pairs, extras.by_scores, *made)
+        return cls(record, pairs, aux.score_aux, *made)
 
     @property
     def lse_or_inf(self) -> Tensor:
@@ -192,7 +192,7 @@ class _Call:
 
 def _captured_terms(call: _Call, score_gradients: Tensor) -> Results:
     """The same for what the scores captured and whose gradient is wanted."""
-    rows, columns = slice(0, call.problem.q_len), slice(0, call.problem.k_len)
+    rows, columns = slice(0, call.record.q_len), slice(0, call.record.k_len)
     made: dict[int, Tensor] = {}
     for term in call.of_captured:
         if isinstance(term, Traced):
@@ -222,21 +222,21 @@ def _traced_terms(
 
 
 def _captured(features: Features) -> dict[str, Tensor]:
-    """The tensors that change scores, by the names of their gradients, in the order of `pairs.Extras`."""
+    """The tensors that change scores, by the names of their gradients, in the order of `Aux.score_aux`."""
     alone = {f"d{name}": features[name] for name in ("alibi_slopes", "bias") if features.get(name) is not None}
     by_rules = features["scores"].tensors if features.get("scores") is not None else ()
     return alone | {f"dscores_{number}": tensor for number, tensor in enumerate(by_rules)}
 
 
-def _score_terms(spec: AttentionSpec, scores: Tensor, size: Tensor, pairs: Pairs, captured: Sequence[Tensor]) -> Tensor:
+def _score_terms(options: Options, scores: Tensor, size: Tensor, pairs: Pairs, captured: Sequence[Tensor]) -> Tensor:
     """The size of what is added up to make each score, from that of q kᵀ: a rule is taken for the line that touches it.
 
     Its slope multiplies what was there, and what the line crosses the axis at is added to it.
     """
     rest = iter(captured)
-    for leaf in spec.scores:
+    for leaf in options.score_rules:
         own = [next(rest) for _ in range(tensors_of(leaf))]
-        rule = dataclasses.replace(spec, scores=(leaf,))
+        rule = options._replace(softcap=None, scores=(leaf,))
         changed, slope, _ = scores_and_slopes(rule, scores, pairs, own, [False] * len(own))
         size = ((slope * size) ** 2 + (changed - slope * scores) ** 2 + changed**2).sqrt()
         scores = changed

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..attention.choose import NAMES
+from ..attention.dispatch import NAMES
 from ..files import write_text
 from ..parallel.layout import MODES, NONE
 from ..transformer import PRESETS, TransformerConfig, preset

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..attention import Implementation
-from ..attention.choose import NAMES
+from ..attention.dispatch import NAMES
 from ..files import write_text
 from ..profiling.flops import attention_flops
 

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..attention import ops
-from ..attention.choose import TRITON_IS_INSTALLED
+from ..attention.dispatch import TRITON_IS_INSTALLED
 from ..attention.derivatives import differentiable_once
 from ..attention.precision import autocast_dtype, without_autocast
 from ..kernels.torch_names import exporting, in_forward_mode

@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cs336_systems.attention import attention
-from cs336_systems.attention.choose import MOST_DROPOUT
+from cs336_systems.attention.dispatch import MOST_DROPOUT
 from cs336_systems.attention.rules import score_rule
 from cs336_systems.attention.variants import block_local, causal, dilated, document, prefix, relative_bias
 from cs336_systems.kernels.language import at, tanh

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import transformer, transformer_cell, transformer_report
 from benchmarks.training_models import COMPILE
-from cs336_systems.attention.choose import NAMES
+from cs336_systems.attention.dispatch import NAMES
 from cs336_systems.profiling.steps import MODES
 
 from .pages import examples, flags

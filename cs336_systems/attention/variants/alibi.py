@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from ...kernels.language import at, tl
-from ...kernels.settings import is_known
 from ..rules import Scores, score_rule
+from ..symbolic import is_known
 from .arguments import MOST, integer, tensor
 
 

@@ -1,0 +1,146 @@
+"""From the arguments of the public functions to a `Call`: every check, and every option in its final form."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.call import Aux, Call, Options
+from .features import bind, check_features, expressions
+from .rules import Mask, Scores
+from .sizes import Packed, Sizes
+from .validation import (
+    Window,
+    check_causal,
+    check_qkv,
+    check_scale,
+    check_window,
+    default_scale,
+    positive,
+    probability,
+    window_sides,
+)
+
+
+class Arguments(NamedTuple):
+    """The keyword arguments of `attention` and `attention_varlen` but ``impl``, as they were given."""
+
+    causal: bool | str = False
+    window: Window | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    deterministic: bool | None = None
+    return_lse: bool = False
+    alibi_slopes: Tensor | None = None
+    bias: Tensor | None = None
+    scores: Scores | None = None
+    mask: Tensor | Mask | None = None
+    sinks: Tensor | None = None
+    seed: int | Tensor | None = None
+    generator: torch.Generator | None = None
+
+    def key(self) -> tuple[Any, ...]:
+        """All that a plan depends on: the values of numbers, the metadata of tensors. Raises TypeError if unhashable.
+
+        The types tell 1 from True.
+        """
+        plain = self[:7]
+        types = tuple(map(type, plain))
+        window = None if self.window is None else tuple(map(type, self.window))
+        if self.has_tensors:
+            return plain, types, window, tuple(map(_metadata, self[7:]))
+        return plain, types, window
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether anything is given but numbers, or dropout draws a seed."""
+        # Written out: it runs in every call.
+        return (
+            self.dropout_p != 0
+            or self.alibi_slopes is not None
+            or self.bias is not None
+            or self.scores is not None
+            or self.mask is not None
+            or self.sinks is not None
+            or self.seed is not None
+            or self.generator is not None
+        )
+
+
+def _metadata(argument: Any) -> Any:
+    if argument is None:
+        return None
+    if isinstance(argument, Tensor):
+        return argument.shape, argument.stride(), argument.dtype, argument.device, argument.requires_grad
+    if isinstance(argument, (Mask, Scores)):
+        blocks = argument.blocks if isinstance(argument, Mask) else None
+        listed = None if blocks is None else (*map(_metadata, blocks[:2]), *blocks[2:])
+        return argument.expression, tuple(map(_metadata, argument.tensors)), listed
+    return type(argument)
+
+
+def make_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    arguments: Arguments,
+    packed: Packed | None = None,
+    cache_lengths: Tensor | None = None,
+) -> Call:
+    """Validate the arguments of an attention call; with ``packed``, q is (1, heads, all rows, d), and so on.
+
+    Two dimensions get a batch axis.
+
+    Raises:
+        TypeError: an argument has the wrong type, or a tensor a dtype that is not floating-point or not q's.
+        ValueError: a shape, device or value does not fit.
+    """
+    check_qkv(q, k, v)
+    options = _options(q, k, arguments)
+    sizes = sizes_of(q, k, packed)
+    aux = Aux(cache_lengths=cache_lengths)
+    if packed is not None:
+        options = options._replace(max_seqlen_q=packed.max_seqlen_q, max_seqlen_k=packed.max_seqlen_k)
+    if arguments.has_tensors or packed is not None:
+        check_features(arguments, sizes, options, q.device)
+        aux = bind(arguments, sizes, options.bottom_right, q.device)
+        mask, scores = expressions(arguments, sizes, options.bottom_right, aux, q.device)
+        options = options._replace(mask=mask, scores=scores)
+    if q.ndim == 2:
+        q, k, v = q[None], k[None], v[None]
+    return Call(q, k, v, options, aux, arguments.return_lse)
+
+
+def sizes_of(q: Tensor, k: Tensor, packed: Packed | None) -> Sizes:
+    """The sizes of the scores of a call."""
+    heads = q.shape[-3] if q.ndim >= 4 else None
+    if packed is None:
+        return Sizes(tuple(q.shape[:-3] if q.ndim >= 4 else q.shape[:-2]), heads, q.shape[-2], k.shape[-2])
+    lengths = packed.max_seqlen_q or 1, packed.max_seqlen_k or 1
+    return Sizes((packed.cu_seqlens_q.numel() - 1,), heads, *lengths, packed)
+
+
+def _options(q: Tensor, k: Tensor, arguments: Arguments) -> Options:
+    deterministic = arguments.deterministic
+    if not isinstance(arguments.return_lse, bool):
+        raise TypeError(f"return_lse must be a bool; got {arguments.return_lse!r}")
+    if deterministic is not None and not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic must be a bool or None; got {deterministic!r}")
+    causal = check_causal(arguments.causal)
+    scale = check_scale(arguments.scale)
+    window = check_window(arguments.window)
+    if deterministic is None and q.device.type == "cuda":
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    left, right, bottom_right = window_sides(causal, window, q.shape[-2], k.shape[-2])
+    return Options(
+        scale=default_scale(q.shape[-1]) if scale is None else scale,
+        window_left=left,
+        window_right=right,
+        bottom_right=bottom_right,
+        softcap=positive("softcap", arguments.softcap),
+        dropout_p=probability(arguments.dropout_p),
+        deterministic=bool(deterministic),
+    )

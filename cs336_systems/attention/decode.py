@@ -1,0 +1,152 @@
+"""Attention of a few new queries over a preallocated cache, whose lengths the device alone knows."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from . import dispatch
+from .api import run
+from .call import Arguments, make_call
+from .dispatch import Explanation, Implementation
+from .op import must_dispatch
+from .precision import autocast_inputs
+from .validation import INTEGERS, Window, check_qkv, check_tensors, shape_of
+
+
+@overload
+def attention_with_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    *,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    impl: str | Implementation = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention_with_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    *,
+    window: Window | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    impl: str | Implementation = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention_with_cache(
+    q: Float[Tensor, "batch q_heads new d"],
+    k: Float[Tensor, "batch kv_heads capacity d"],
+    v: Float[Tensor, "batch kv_heads capacity dv"],
+    lengths: Int[Tensor, " batch"],
+    *,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    impl: str | Implementation = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(q kᵀ · scale) v of the last tokens of each sequence, over all that a cache holds of it.
+
+    >>> k = v = torch.randn(2, 4, 1024, 64)  # room for 1,024 tokens
+    >>> q = torch.randn(2, 16, 1, 64)
+    >>> attention_with_cache(q, k, v, torch.tensor([700, 20])).shape
+    torch.Size([2, 16, 1, 64])
+
+    Keys and values of the new tokens are in the cache already. No length is asked of the device, nor does anything that
+    is launched depend on one, so a call can be recorded in a CUDA graph and replayed with other lengths.
+
+    Args:
+        q: queries (batch, q_heads, new, d) of the last ``new`` tokens of every sequence, in float16, bfloat16, float32
+            or float64. Any strides. They are meant to be few: all queries of a group read the cache together, 32 at a
+            time.
+        k: keys (batch, kv_heads, capacity, d); kv_heads divides q_heads.
+        v: values (batch, kv_heads, capacity, dv).
+        lengths: (batch,) int32 or int64 on q's device: how many slots each sequence has, those of its new tokens
+            included. Query i has slot lengths - new + i; it sees that and those before, and nothing if it is negative.
+            What is in slots from the length on is never looked at. On a CPU numbers below 0 or beyond the capacity are
+            refused; on a GPU they count as 0 and as the capacity.
+        window: (before, after), how many slots before its own a query sees, None for all; ``after`` changes nothing.
+        scale: what scores are multiplied by; 1 / sqrt(d) if None.
+        softcap: bounds scores by softcap * tanh(score / softcap).
+        impl: "flash" (Triton), "naive" (plain PyTorch, every score in memory), or "auto" to choose. A named one never
+            falls back to another.
+        return_lse: also return the log-sum-exp of each query's scores.
+
+    Returns:
+        out (batch, q_heads, new, dv) in q's dtype, or (out, lse) with lse (batch, q_heads, new), the natural
+        log-sum-exp in float32 (float64 for float64 inputs). A query that sees no slot gets 0 and -inf.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: shapes, devices or values do not fit, the implementation named cannot compute the call, or gradients
+            would be needed: there is no backward pass.
+
+    float32 inputs are computed in float32 if ``torch.get_float32_matmul_precision()`` is "highest", the default, and in
+    TF32 otherwise. Under autocast inputs are cast to its dtype: keep the cache in that.
+    """
+    q, k, v = autocast_inputs(q, k, v)
+    arguments = Arguments(True, window, scale, softcap, return_lse=return_lse)
+    _check(q, k, v, lengths)
+    out, lse = run(q, k, v, arguments, impl, cache_lengths=lengths)
+    return out if lse is None else (out, lse)
+
+
+def explain_with_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    *,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    impl: str | Implementation = "auto",
+    return_lse: bool = False,
+) -> Explanation:
+    """Which backend `attention_with_cache` would use, and why not each other one. Computes nothing."""
+    q, k, v = autocast_inputs(q, k, v)
+    arguments = Arguments(True, window, scale, softcap, return_lse=return_lse)
+    _check(q, k, v, lengths)
+    return dispatch.explain(make_call(q, k, v, arguments, cache_lengths=lengths), impl)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
+    """What a KV cache asks for besides what `attention` does."""
+    check_tensors(q=q, k=k, v=v)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise ValueError(
+            "q, k and v must need no gradients: attention over a cache has no backward pass; "
+            "call it under torch.no_grad(), or attention()"
+        )
+    check_qkv(q, k, v)
+    if q.ndim != 4:
+        raise ValueError(f"q must have shape (batch, q_heads, new, d); got {shape_of(q)}")
+    expected = "lengths must be (batch,) int32 or int64 numbers"
+    if not isinstance(lengths, Tensor):
+        raise TypeError(f"{expected}; got {type(lengths).__name__}")
+    if lengths.dtype not in INTEGERS:
+        raise TypeError(f"{expected}; got {lengths.dtype}")
+    if tuple(lengths.shape) != (q.shape[0],):
+        raise ValueError(f"lengths must have shape ({q.shape[0]},) to match q; got {shape_of(lengths)}")
+    if lengths.device != q.device:
+        raise ValueError(f"lengths must be on {q.device} to match q; got {lengths.device}")
+    if lengths.device.type != "cpu" or must_dispatch(lengths):
+        return  # only the device knows the numbers, and asking would wait for it
+    numbers: list[int] = lengths.tolist()
+    if numbers and (min(numbers) < 0 or max(numbers) > k.shape[-2]):
+        got = numbers if len(numbers) < 20 else f"{min(numbers)} to {max(numbers)}"
+        raise ValueError(f"lengths must be from 0 to {k.shape[-2]}, the slots of k; got {got}")
