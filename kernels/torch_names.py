@@ -142,6 +142,15 @@ _has_level = _has("torch.autograd.forward_ad:_current_level")
 in_forward_mode: Callable[[], bool] = _forward_level if _has_level else lambda: True
 
 
+def apply_of(function: Any) -> Callable[..., Any]:
+    """An autograd Function's ``apply`` without the Python around it, which looks for transforms of torch.func.
+
+    For callers that know that none is active. It is what ``Function.apply`` itself calls.
+    """
+    applied: Callable[..., Any] = getattr(super(torch.autograd.Function, function), "apply", function.apply)
+    return applied
+
+
 def _raw_stream(index: int) -> int:
     stream: int = torch.cuda.current_stream(index).cuda_stream
     return stream

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.call import NO_AUX, Aux, Call, Gradients, Wanted, is_aligned
-from ..kernels.torch_names import constant_when_traced, in_forward_mode
+from ..kernels.torch_names import apply_of, constant_when_traced, in_forward_mode
 from . import naive, op, sdpa, tiled
 from .functions import FlashAttentionFunction, Plan, TiledAttentionFunction, TracedPlan
 
@@ -342,9 +342,10 @@ def _differentiable(function: Any, backend: Backend, call: Call) -> Run:
         if traced or not ((needs_grad and torch.is_grad_enabled()) or in_forward_mode()):
             out, lse = plan.forward(q, k, v, aux)
             return out, lse if return_lse else None
-        result = function.apply(q, k, v, False, None, return_lse, plan, aux, *differentiable)
+        result = apply(q, k, v, False, None, return_lse, plan, aux, *differentiable)
         return result if return_lse else (result, None)
 
+    apply = apply_of(function)
     traced = isinstance(plan, TracedPlan)  # whose operators have gradients
     return run
 

@@ -68,9 +68,13 @@ def _forward(
         q, k, v = autocast_inputs(q, k, v)
         plan = _plan_of(implementation, q, k, v, Arguments(is_causal, scale=scale, return_lse=return_lse))
     out, lse = plan.forward(q, k, v, aux)
-    ctx.plan, ctx.layout = plan, None if aux is NO_AUX else AuxLayout.of(aux)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, out, lse, *aux.tensors)
+    if aux is NO_AUX:
+        ctx.plan = plan, None
+        ctx.save_for_backward(q, k, v, out, lse)
+    else:
+        ctx.plan = plan, AuxLayout.of(aux)
+        ctx.save_for_backward(q, k, v, out, lse, *aux.tensors)
     return (out, lse) if return_lse else out
 
 
@@ -87,21 +91,22 @@ def _plan_of(implementation: str, q: Tensor, k: Tensor, v: Tensor, arguments: Ar
 def _backward(ctx: Any, implementation: str, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
-    aux = NO_AUX if ctx.layout is None else ctx.layout.restore(tensors)
-    wanted = NO_WANTED
-    if ctx.layout is not None:
-        needed = ctx.needs_input_grad[NUM_ARGUMENTS:]
-        has_sinks = aux.sinks is not None
-        wanted = Wanted(has_sinks and needed[0], needed[has_sinks:])
-    plan: Plan = ctx.plan
+    plan, layout = ctx.plan
     if op.must_dispatch(q, dout):  # compiled autograd, a mode
         plan = TracedPlan(implementation, plan.options)
+    if layout is None:
+        dq, dk, dv, _, _ = plan.backward(q, k, v, out, lse, dout, dlse, NO_AUX, NO_WANTED)
+        return dq, dk, dv, *NO_GRADIENTS
+    aux = layout.restore(tensors)
+    needed = ctx.needs_input_grad[NUM_ARGUMENTS:]
+    has_sinks = aux.sinks is not None
+    wanted = Wanted(has_sinks and needed[0], needed[has_sinks:])
     dq, dk, dv, sinks, score_aux = plan.backward(q, k, v, out, lse, dout, dlse, aux, wanted)
-    none = [None] * (NUM_ARGUMENTS - 3)
-    return dq, dk, dv, *none, *([sinks] if aux.sinks is not None else []), *score_aux
+    return dq, dk, dv, *NO_GRADIENTS, *([sinks] if has_sinks else []), *score_aux
 
 
 NO_WANTED = Wanted()
+NO_GRADIENTS = (None,) * (NUM_ARGUMENTS - 3)
 
 
 class FlashAttentionFunction(torch.autograd.Function):

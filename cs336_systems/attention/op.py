@@ -21,7 +21,6 @@ from ..kernels.torch_names import constant_when_traced, modes_at_work, transform
 from .derivatives import TWICE
 
 NAMESPACE = "cs336_systems"
-PLAIN = {Tensor, torch.nn.Parameter}
 
 AUX = (
     "Tensor? sinks, Tensor? seed, Tensor? block_rows, Tensor? block_columns, Tensor? cu_seqlens_q, "
@@ -51,9 +50,12 @@ def transforming() -> bool:
 
 def must_dispatch(*tensors: Tensor) -> bool:
     """Whether something else has to see the call: tracing, a transform, a dispatch mode, a tensor subclass."""
-    if torch.compiler.is_compiling() or modes_at_work() or transforming():
+    if torch.compiler.is_compiling() or modes_at_work() or transform_level() is not None:
         return True
-    return not PLAIN.issuperset(map(type, tensors))
+    for tensor in tensors:
+        if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
+            return True
+    return False
 
 
 def forward(implementation: str, call: Call) -> tuple[Tensor, Tensor]:

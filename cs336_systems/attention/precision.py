@@ -23,7 +23,7 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast, the tensors in its dtype, as torch's ``scaled_dot_product_attention`` takes them."""
     try:
-        device = q.device.type
+        device = "cuda" if q.is_cuda else q.device.type  # the first is ten times as cheap
     except AttributeError:
         return q, k, v  # what is no tensor at all is for validation to name
     dtype = autocast_dtype(device)
