@@ -1,4 +1,4 @@
-"""FlashAttention-2 as autograd Functions, as course code calls them: ``FlashAttentionFunction.apply(q, k, v, is_causal)``.
+"""FlashAttention-2 as autograd Functions, called as course code does: ``FlashAttentionFunction.apply(q, k, v, True)``.
 
 q is (batch, q_len, d) or (*batch, q_heads, q_len, d). They save q, k, v, the output and one number a row, the
 log-sum-exp: nothing quadratic, and no copies.

@@ -33,8 +33,8 @@ def naive(
     """softmax(q kᵀ · scale) v with every score in memory (Vaswani et al., "Attention is all you need", 2017).
 
     Works on any device and dtype, and is differentiable any number of times. Tensors without a head axis pass one of
-    size 1. The log-sum-exp is float32 (float64 for float64 inputs), and None unless asked for. With ``aux.cache_lengths``
-    k and v are a KV cache.
+    size 1. The log-sum-exp is float32 (float64 for float64 inputs), and None unless asked for. With
+    ``aux.cache_lengths`` k and v are a KV cache.
     """
     with without_autocast(q.device):
         return _naive(q, k, v, options, return_lse, aux)
@@ -89,7 +89,7 @@ def _naive(
 
 
 def _seen_in_cache(filled: Tensor, pairs: Pairs, new: int, window_left: int | None) -> Tensor:
-    """Which slots the last ``new`` tokens see, of which the last is in slot filled - 1: (batch, 1, 1, new, capacity)."""
+    """Which slots the last ``new`` tokens see, the last being in slot filled - 1: (batch, 1, 1, new, capacity)."""
     distance = filled - new + pairs.row - pairs.column
     seen = distance >= 0
     return seen if window_left is None else seen & (distance <= window_left)
