@@ -138,8 +138,8 @@ class AuxLayout(NamedTuple):
         """The `Aux` whose `tensors` are these."""
         rest = iter(tensors)
         named = [next(rest) if given else None for given in self.given]
-        others = [*rest]
-        return Aux(*named, tuple(others[: self.num_mask_aux]), tuple(others[self.num_mask_aux :]))
+        others = tuple(rest)
+        return Aux._make([*named, others[: self.num_mask_aux], others[self.num_mask_aux :]])
 
 
 class Gradients(NamedTuple):

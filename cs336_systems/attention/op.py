@@ -91,7 +91,7 @@ def _distinct(aux: Aux) -> Aux:
         return tensor
 
     named = [once(tensor) for tensor in aux[:-2]]
-    return Aux(*named, tuple([once(x) for x in aux.mask_aux]), tuple([once(x) for x in aux.score_aux]))
+    return Aux._make([*named, tuple([once(x) for x in aux.mask_aux]), tuple([once(x) for x in aux.score_aux])])
 
 
 def _option_arguments(options: Options) -> tuple[Any, ...]:
@@ -110,12 +110,12 @@ def _text_of(*structure: Any) -> str:
 def _call_of(q: Tensor, k: Tensor, v: Tensor, arguments: Sequence[Any]) -> Call:
     options = arguments[NUM_AUX : NUM_AUX + NUM_OPTIONS]
     mask, scores = with_numbers(literal_eval(options[6]), iter(options[7]))
-    return Call(q, k, v, Options(*options[:6], mask, scores, *options[8:]), _aux_of(arguments[:NUM_AUX]))
+    return Call(q, k, v, Options._make([*options[:6], mask, scores, *options[8:]]), _aux_of(arguments[:NUM_AUX]))
 
 
 def _aux_of(arguments: Sequence[Any]) -> Aux:
     *named, mask_aux, score_aux = arguments
-    return Aux(*named, tuple(mask_aux), tuple(score_aux))
+    return Aux._make([*named, tuple(mask_aux), tuple(score_aux)])
 
 
 def _unflatten(gradients: Sequence[Tensor], wanted: Wanted) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
@@ -134,14 +134,14 @@ def register(implementation: str, plan_of: Callable[[str, Call], Any], keys: Seq
     def backward(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *arguments: Any
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        *arguments, want_sinks, want_score_aux = arguments
+        *others, want_sinks, want_score_aux = arguments
         # vmap may expand them with a stride of 0 along the batch.
         out, lse = out if out.stride(-1) == 1 else out.contiguous(), lse.contiguous()
         wanted = Wanted(want_sinks, tuple(want_score_aux))
-        call = _call_of(q, k, v, arguments)
+        call = _call_of(q, k, v, others)
         gradients = plan_of(implementation, call).backward(q, k, v, out, lse, dout, dlse, call.aux, wanted)
-        others = [x for x in (gradients.sinks, *gradients.score_aux) if x is not None]
-        return gradients.q, gradients.k, gradients.v, others
+        rest = [x for x in (gradients.sinks, *gradients.score_aux) if x is not None]
+        return gradients.q, gradients.k, gradients.v, rest
 
     for name, schema, function, fake in (
         (f"{implementation}_forward", FORWARD, forward, _fake_forward),

@@ -152,7 +152,7 @@ def nested_attention(
     if by_length[1].shape[1] != by_length[2].shape[1]:
         raise ValueError("v must have the lengths of k, from the same offsets; got others")
     values = [tensor.values() for tensor in by_length]
-    result = attention_varlen(*values, *starts[:2], **arguments._asdict(), impl=impl)
+    result: Any = attention_varlen(*values, *starts[:2], **arguments._asdict(), impl=impl)
     if isinstance(result, Tensor):
         return _nested(result, starts[0])
     out, lse = result
