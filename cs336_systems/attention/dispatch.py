@@ -331,6 +331,10 @@ def differentiable_plan(backend: Backend, call: Call) -> Plan:
 
 def _differentiable(function: Any, backend: Backend, call: Call) -> Run:
     plan, return_lse = differentiable_plan(backend, call), call.return_lse
+    if isinstance(plan, TracedPlan):  # whose operators have gradients
+        return lambda q, k, v, aux: plan.forward(q, k, v, aux) if return_lse else (plan.forward(q, k, v, aux)[0], None)
+
+    apply = apply_of(function)
 
     def run(q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> Result:
         needs_grad = q.requires_grad or k.requires_grad or v.requires_grad
@@ -339,14 +343,12 @@ def _differentiable(function: Any, backend: Backend, call: Call) -> Run:
             differentiable = aux.score_aux if aux.sinks is None else (aux.sinks, *aux.score_aux)
             needs_grad = needs_grad or any(x.requires_grad for x in differentiable)
         # Forward-mode tangents ride on tensors that require no gradient: the Functions refuse them.
-        if traced or not ((needs_grad and torch.is_grad_enabled()) or in_forward_mode()):
+        if not ((needs_grad and torch.is_grad_enabled()) or in_forward_mode()):
             out, lse = plan.forward(q, k, v, aux)
             return out, lse if return_lse else None
         result = apply(q, k, v, False, None, return_lse, plan, aux, *differentiable)
         return result if return_lse else (result, None)
 
-    apply = apply_of(function)
-    traced = isinstance(plan, TracedPlan)  # whose operators have gradients
     return run
 
 
