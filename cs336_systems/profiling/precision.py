@@ -145,7 +145,7 @@ class AttentionReference:
         settings: dict[str, Any] = {"causal": causal, "scale": scale, "features": features, "return_lse": return_lse}
         self._inputs = inputs
         self._naive = _off_mps(naive_results(inputs, **settings))
-        inputs = Inputs(*_off_mps(dict(enumerate(inputs))).values())
+        inputs = Inputs(**_off_mps(inputs._asdict()))
         self._exact, self._terms, self._roundings = (f(inputs, **settings) for f in (oracle, terms, roundings))
 
     def errors(self, attend: Attend, *, eps: float | None = None) -> list[Finding]:
@@ -160,6 +160,6 @@ class AttentionReference:
         return compare_with_budget(results, self._exact, self._naive, self._terms, self._roundings, eps=eps)
 
 
-def _off_mps(tensors: dict[Any, Tensor]) -> dict[Any, Tensor]:
+def _off_mps(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """MPS has no float64."""
     return {name: x.cpu() if x.device.type == "mps" else x for name, x in tensors.items()}

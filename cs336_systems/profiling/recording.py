@@ -37,7 +37,6 @@ class Allocation:
     """The storage of a tensor.
 
     Attributes:
-        address: in memory; a later allocation may have the same.
         bytes: its size.
         begin, end: the events that allocate and free it; 0 if allocated before the recording, None if never freed.
         phase: in which it is allocated; "" before the first one.
@@ -48,7 +47,6 @@ class Allocation:
         owner: "parameters", "gradients" or "optimizer state" if the model or the optimizer holds it, else "".
     """
 
-    address: int
     bytes: int
     begin: int
     end: int | None = None
@@ -167,15 +165,15 @@ class MemoryRecorder:
         return MemoryUsage(before, held, int(total[begin:].max()) - before, None, TRACKED_TENSORS)
 
     def snapshot(self) -> dict[str, Any]:
-        """The allocations in the form of `torch.cuda.memory._snapshot`, each with its category.
+        """The allocations in the form of `torch.cuda.memory._snapshot`, with categories, and numbers for addresses.
 
         Pickled, https://docs.pytorch.org/memory_viz shows it; the tools of `torch.cuda._memory_viz` read it.
         """
         entries = []
-        for each in self.allocations:
+        for number, each in enumerate(self.allocations):
             operation = {"filename": each.module, "line": 0, "name": each.operation}
             caller = {"filename": each.statement.filename, "line": each.statement.line, "name": each.statement.function}
-            entry = {"addr": each.address, "size": each.bytes, "stream": 0, "frames": [operation, caller]}
+            entry = {"addr": number, "size": each.bytes, "stream": 0, "frames": [operation, caller]}
             entries.append((each.begin, entry | {"action": "alloc", "category": each.category}))
             if each.end is not None:
                 entries += [(each.end, entry | {"action": f"free_{step}"}) for step in ("requested", "completed")]
@@ -197,7 +195,7 @@ class MemoryRecorder:
         if origin:
             begin = self.events = self.events + 1
             phase = self.phases[-1][0] if self.phases else ""
-        allocation = Allocation(storage.data_ptr(), storage.nbytes(), begin, None, phase, *origin)
+        allocation = Allocation(storage.nbytes(), begin, None, phase, *origin)
         self.allocations.append(allocation)
         self._live[key] = weakref.ref(storage, functools.partial(self._freed, key)), allocation
 

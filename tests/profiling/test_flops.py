@@ -110,6 +110,7 @@ def test_invalid_arguments(call, message):
 )
 def test_peaks_by_name(name, half):
     peak = device_peak(name)
+    assert peak is not None
     assert peak.rate("bfloat16", tf32=False) == peak.rate("float16", tf32=True) == half
     assert peak.rate("float64", tf32=False) is None
 
