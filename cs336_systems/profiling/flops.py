@@ -24,7 +24,7 @@ def count_flops(function: Callable[[], object]) -> int:
     """FLOPs of the matrix products, convolutions and torch attention that ``function()`` runs, by `FlopCounterMode`.
 
     Masked query-key pairs count too. Custom kernels, such as this library's attention, count 0: count a model with
-    ``impl="naive"`` or ``"sdpa"`` in their place.
+    ``impl="naive"`` or ``"sdpa"`` instead.
     """
     with FlopCounterMode(display=False) as counter:
         function()

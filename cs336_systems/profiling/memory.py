@@ -86,7 +86,7 @@ def _saved_bytes(forward: Callable[[], Tensor], inputs: Iterable[Tensor]) -> int
     def save(tensor: Tensor) -> None:
         storages.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
 
-    # The graph holds None in place of tensors, and is discarded.
+    # The graph holds None instead of tensors, and is discarded.
     with torch.autograd.graph.saved_tensors_hooks(save, lambda nothing: nothing):
         save(forward())
     for tensor in inputs:
@@ -181,7 +181,7 @@ def _cgroup_available(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
         if limit == "max":
             return None
         statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        # The group's usage includes its page cache, whose inactive part the kernel reclaims on demand.
+        # The group's usage includes its page cache, of which the kernel reclaims inactive pages on demand.
         used = int((folder / "memory.current").read_text()) - int(statistics["inactive_file"])
         return max(0, int(limit) - used)
     except (OSError, ValueError, KeyError):

@@ -88,7 +88,7 @@ def tensor_dtypes(
         ValueError: the loss is no scalar, or does not require a gradient.
     """
     names = {module: name for name, module in model.named_modules()}
-    owners = {own: type(module).__name__ for module in names for own in module.parameters(recurse=False)}
+    owners = {each: type(module).__name__ for module in names for each in module.parameters(recurse=False)}
     seen: dict[TensorDtype, None] = {}
 
     def see(role: str, name: str, module: str, tensor: Tensor) -> None:
@@ -125,7 +125,7 @@ def tensor_dtypes(
 class AttentionReference:
     """Attention's float64 results for some inputs, to compare implementations with; see `cs336_systems.testing`.
 
-    It takes a dozen float64 matrices of queries × keys while it is computed; on the CPU in place of MPS.
+    It takes a dozen float64 matrices of queries × keys while it is computed; on the CPU instead of MPS.
 
     Args:
         inputs: q, k, v and the gradients of the results, in the dtype under test.

@@ -118,7 +118,7 @@ class MemoryRecorder:
         self._exit.enter_context(_Tracking(self._follow, self._tracker, parameters))
         return self
 
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._exit.close()
         self._set_owners()
         self._live.clear()  # drops the weak references, so that later frees are not recorded

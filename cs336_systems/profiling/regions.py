@@ -70,9 +70,9 @@ class RegionTracker:
     Args:
         model: the root, whose path is "".
         region_of: gives a module's region from its path and itself; None leaves it in the region around it.
-        hook_all: hook all modules by global hooks, or else by their own those that have a region. Modules of this
-            library are not fused where a submodule has its own hooks; compiled modules are traced again after a global
-            hook is registered.
+        hook_all: register global hooks, which see all modules, instead of hooks on the modules that have a region.
+            Hooks on a submodule keep this library's modules from being fused; global hooks make torch.compile trace
+            compiled modules again.
     """
 
     def __init__(self, model: nn.Module, region_of: RegionOf = region_of_module, *, hook_all: bool = True) -> None:

@@ -129,9 +129,9 @@ def _calls(events: Sequence[Event]) -> Iterator[tuple[str, float, str, str, bool
 
     nested = _nested(regions, operators)
     if not kernels:
-        for event, own, region in nested:
+        for event, self_time, region in nested:
             if not event["name"].startswith(_AUTOGRAD_ENGINE):
-                yield event["name"], own, phase_at(event["ts"]), region, False
+                yield event["name"], self_time, phase_at(event["ts"]), region, False
         return
     by_operator, by_launch = {}, {}
     for event, _, region in nested:
@@ -162,7 +162,7 @@ def _nested(ranges: Iterable[tuple[Event, str]], operators: Iterable[Event]) -> 
         open_regions: list[tuple[float, str]] = []
         open_operators: list[tuple[float, int]] = []
         found: list[tuple[Event, str]] = []
-        own: list[float] = []
+        self_times: list[float] = []
         for event, region in events:
             start, end = event["ts"], event["ts"] + event["dur"]
             while open_regions and open_regions[-1][0] <= start:
@@ -173,9 +173,9 @@ def _nested(ranges: Iterable[tuple[Event, str]], operators: Iterable[Event]) -> 
                 open_regions.append((end, region))
                 continue
             if open_operators:
-                own[open_operators[-1][1]] -= event["dur"]
+                self_times[open_operators[-1][1]] -= event["dur"]
             open_operators.append((end, len(found)))
             found.append((event, open_regions[-1][1] if open_regions else ELSEWHERE))
-            own.append(float(event["dur"]))
-        for (event, region), microseconds in zip(found, own, strict=True):
+            self_times.append(float(event["dur"]))
+        for (event, region), microseconds in zip(found, self_times, strict=True):
             yield event, max(0.0, microseconds), region

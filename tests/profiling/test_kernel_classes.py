@@ -159,12 +159,12 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize(("name", "expected"), [(name, kind) for kind, names in NAMES.items() for name in names])
+@pytest.mark.parametrize(("name", "expected"), [(name, each) for each, names in NAMES.items() for name in names])
 def test_names(name, expected):
     assert class_of(name) == expected
 
 
 def test_every_class_is_tried_and_described():
     assert set(NAMES) == set(CLASSES)
-    assert {kind for kind, _ in RULES} == set(CLASSES) - {OTHER}
+    assert {each for each, _ in RULES} == set(CLASSES) - {OTHER}
     assert sum(map(len, NAMES.values())) >= 60

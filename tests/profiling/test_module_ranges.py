@@ -198,6 +198,29 @@ class TestRanges:
             attention(q, q, q, causal=True, impl="naive")
         assert seen == list(ATTENTION_STEPS)
 
+    def test_nodes_created_outside_of_the_model_have_no_range(self, opened):
+        model = nn.Linear(4, 4)
+        with ModuleRanges(model, nvtx=True) as ranges, ranges.phase("forward"):
+            model(torch.ones(2, 4, requires_grad=True) * 2).sum().backward()
+        assert {label for _, label in opened} == {"[phase] forward", "[model] ", "[model]  backward"}
+
+    def test_nodes_that_outlive_the_graph_have_no_hooks(self, opened):
+        model, x = nn.Linear(4, 4), torch.ones(2, 4)
+        with ModuleRanges(model, nvtx=True) as ranges, ranges.range("outer"):
+            kept = model(x).sum()  # keeps the AccumulateGrad nodes alive
+            kept.backward()
+        count = len(opened)
+        model(x).sum().backward()
+        assert len(opened) == count
+
+    @pytest.mark.usefixtures("compile_afresh")
+    def test_compiled_modules_have_no_ranges_inside(self, opened):
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        with ModuleRanges(model, lambda path, module: type(module).__name__, nvtx=True):
+            torch.testing.assert_close(compiled(x), model[1](model[0](x)))
+        assert [label for _, label in opened] == ["[Linear] 0", "[ReLU] 1"]  # of the eager calls
+
 
 class TestRegions:
     @pytest.mark.parametrize("hook_all", [True, False])

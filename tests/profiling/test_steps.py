@@ -1,4 +1,4 @@
-"""Phases of a step: what is called when, whose time is whose, and what the measurement itself takes."""
+"""Phases of a step: their order and their times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cs336_systems.profiling.steps import AllocatorStats, time_model, time_steps
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still until a function that it made is called."""
+    """A clock that advances only in the functions that it makes."""
 
     class Clock:
         def __init__(self):
@@ -50,9 +50,9 @@ def test_each_phase_has_its_own_time_and_together_they_are_the_step(clock):
     assert clock.calls == ["forward", "backward", "optimizer"] * 3
 
 
-def test_the_host_is_timed_beside_the_device(clock, monkeypatch):
+def test_the_host_and_the_device_are_timed_separately(clock, monkeypatch):
     monkeypatch.setattr(steps, "perf_counter", lambda: clock.now)
-    # A device that is done at once, whatever the host does.
+    # A device that needs 1 ms, whatever the host does.
     monkeypatch.setattr(clocks._Wall, "intervals", lambda self: (1.0,) * 5)
     phases = {"only": clock.taking("only", lambda number: 4.0 * number)}
     times = time_steps(phases, device="cpu", steps=3, between=clock.taking("between", lambda number: 99.0))
@@ -111,7 +111,7 @@ class TestModel:
 
     @pytest.fixture
     def graphs(self):
-        """Whether each loss that was asked for needed a gradient."""
+        """Whether each loss required a gradient."""
         return []
 
     @pytest.fixture
