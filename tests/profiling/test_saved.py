@@ -61,6 +61,16 @@ def test_a_view_counts_as_its_whole_storage():
     assert (saved.bytes, saved.shape, saved.dtype) == (3 * ROWS * 4 * 4, (ROWS, 4), torch.float32)
 
 
+def test_a_freed_storage_counts_too(x):
+    x.requires_grad_()
+
+    def forward():
+        for _ in range(3):
+            (x * 2).sin()  # freed, and the next one may have its address
+
+    assert len(saved_tensors(forward, nn.Linear(1, 1), [x])) == 3
+
+
 def test_autocasts_copies_of_parameters_are_no_activations(model, x):
     with torch.autocast("cpu", torch.bfloat16):
         saved = saved_tensors(lambda: model(x), model, [x])

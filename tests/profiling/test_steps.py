@@ -81,6 +81,15 @@ def test_steps_before_the_timed_ones_take_the_cold_start(clock):
     assert first.first_ms == pytest.approx(500)
 
 
+def test_the_clock_is_made_for_as_many_marks_as_it_gets(monkeypatch):
+    clock, wanted, marks = clocks.clock_of("cpu", 0), [], []
+    mark = clock.mark
+    monkeypatch.setattr(clock, "mark", lambda: marks.append(mark()))
+    monkeypatch.setattr(steps, "clock_of", lambda device, count: wanted.append(count) or clock)
+    time_steps({"first": lambda: None, "second": lambda: None}, device="cpu", steps=3)
+    assert wanted == [len(marks)] == [9]
+
+
 def test_nothing_is_collected_while_it_is_timed():
     enabled = []
     time_steps({"step": lambda: enabled.append(gc.isenabled())}, device="cpu", steps=2, warmup=1)

@@ -36,14 +36,14 @@ def read(tmp_path):
 
 def test_the_time_of_operators_is_without_nested_ones(read):
     calls = read(
+        event("cpu_op", "aten::mm", 0, 7),  # inside of linear, which starts at the same time
         event("cpu_op", "aten::linear", 0, 10),
-        event("cpu_op", "aten::mm", 2, 5),
         event("cpu_op", "aten::empty", 3, 1),
         event("cpu_op", "aten::mul", 20, 4),
         event("cpu_op", "autograd::engine::evaluate_function: MulBackward0", 30, 50),
         event("cpu_op", "MulBackward0", 40, 20),
     )
-    expected = {"aten::linear": 5, "aten::mm": 4, "aten::empty": 1, "aten::mul": 4, "MulBackward0": 20}
+    expected = {"aten::linear": 3, "aten::mm": 6, "aten::empty": 1, "aten::mul": 4, "MulBackward0": 20}
     assert dict(zip(calls.name, calls.microseconds, strict=True)) == expected
     assert {*calls.phase, *calls.region} == {ELSEWHERE}
     assert not calls.on_device.any()
