@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..kernels.call import NO_AUX, Aux, Call, Options
 from ..kernels.torch_names import exporting, recompiled
-from ..parts import part
+from ..ranges import named_range
 from .pairs import Pairs, by_group, changed_scores, kept_pairs, seen_pairs
 from .precision import without_autocast
 
@@ -47,11 +47,11 @@ def _naive(
     q_len, k_len = call.q_len, call.k_len
     # Each key and value head serves a group of query heads; einsum broadcasts it without a copy.
     grouped = rearrange(q, "... (kv group) row d -> ... kv group row d", kv=max(1, k.shape[-3]))
-    with part("attention: scores"):
+    with named_range("attention: scores"):
         scores = einsum(grouped, k, "... kv group row d, ... kv column d -> ... kv group row column") * options.scale
         pairs = Pairs.of(options, aux, q, k, slice(0, q_len), slice(0, k_len))
         scores = changed_scores(options, scores, pairs, aux.score_aux)
-    with part("attention: mask"):
+    with named_range("attention: mask"):
         seen = seen_pairs(options, pairs, call.band, aux.mask_aux)
         if aux.cache_lengths is not None:
             filled = aux.cache_lengths.to(torch.int64).clamp(0, k_len)[:, None, None, None, None]
@@ -71,14 +71,14 @@ def _naive(
         # A softmax over nothing is NaN, and so would be its gradient: such rows get scores of 0 and weights of 0.
         blind = (scores == float("-inf")).all(-1, keepdim=True)
         scores = scores.masked_fill(blind, 0.0)
-    with part("attention: softmax"):
+    with named_range("attention: softmax"):
         weights = torch.softmax(scores, dim=-1) if scores.shape[-1] > 0 else scores
     weights = weights if blind is None else weights.masked_fill(blind, 0.0)
     weights = weights[..., :k_len]
     if aux.seed is not None:
         kept = kept_pairs(options, pairs, aux.seed)
         weights = weights.masked_fill(~kept, 0.0) * options.keep_scale
-    with part("attention: values"):
+    with named_range("attention: values"):
         out = einsum(weights, v, "... kv group row column, ... kv column d -> ... kv group row d")
     out = rearrange(out, "... kv group row d -> ... (kv group) row d")
     if not return_lse:
