@@ -60,7 +60,7 @@ def begin(config: TrainingConfig, resume: Path | None, layout: Layout) -> Traine
         ValueError, OSError: the options cannot be used.
     """
     folder = resume or Path(config.out or f"runs/{config.preset}-{datetime.now():%Y-%m-%d-%H%M%S}")
-    folder = layout.gathered(folder)[0]  # each process has its own clock
+    folder = layout.all_gather(folder)[0]  # each process has its own clock
 
     def first_process() -> Path | None:
         if resume is not None:
@@ -68,7 +68,7 @@ def begin(config: TrainingConfig, resume: Path | None, layout: Layout) -> Traine
         prepare(config, folder)
         return None
 
-    path = layout.gathered(layout.together(lambda: first_process() if layout.is_main else None))[0]
+    path = layout.all_gather(layout.raise_together(lambda: first_process() if layout.is_main else None))[0]
     trainer = Trainer(config, folder, layout, path)
     if trainer.step >= config.steps:
         raise ValueError(f"steps must be more than the {trainer.step} that {folder} has; got {config.steps}")
@@ -91,7 +91,7 @@ def stop_signals(layout: Layout) -> Iterator[Callable[[], int]]:
 
     def handler(number: int, _: object) -> None:
         received.append(number)
-        if len(received) > 1 and layout.is_alone:
+        if len(received) > 1 and not layout.is_distributed:
             raise KeyboardInterrupt
 
     previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}

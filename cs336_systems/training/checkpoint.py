@@ -56,7 +56,7 @@ def save(
         for old in [other for other in checkpoints(folder) if other <= path][:-keep]:
             old.unlink()
 
-    layout.together(lambda: write() if layout.is_main else None)
+    layout.raise_together(lambda: write() if layout.is_main else None)
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:

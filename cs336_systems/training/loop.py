@@ -92,7 +92,7 @@ class Trainer:
         config, first, signal = self.config, self.step + 1, 0
         while self.step < config.steps and not signal:
             self._pending.append(self.train_step())
-            signal = self.layout.highest(stop())  # between hosts: no GPU is waited for
+            signal = self.layout.all_reduce_max(stop())  # between hosts: no GPU is waited for
             evaluate = not signal and self.validation is not None and self._due(config.eval_every)
             sample = not signal and self._due(config.sample_every)
             save = signal or self._due(config.checkpoint_every)
@@ -122,7 +122,7 @@ class Trainer:
         total = torch.zeros((), device=layout.device)
         for number, mine in enumerate(micro_batches):
             tokens, targets = sequences(self.train, mine, self.sizes.context_length)
-            with self.parallel.part(last=number == len(micro_batches) - 1):
+            with self.parallel.micro_batch(last=number == len(micro_batches) - 1):
                 loss = self._loss(tokens, targets, config.batch_size)
                 loss.backward()
             total += loss.detach()
@@ -153,7 +153,7 @@ class Trainer:
                 # All processes gather shards together: one with nothing left computes a sequence that does not count.
                 tokens, targets = sequences(self.validation, mine if len(mine) else starts[:1], length)
                 total += self._loss(tokens, targets if len(mine) else torch.full_like(targets, IGNORED), len(starts))
-        return float(layout.total(total) / layout.size)
+        return float(layout.all_reduce(total) / layout.size)
 
     def sample(self) -> str:
         """The prompt and text that the model generates after it; the same text for the same parameters."""
@@ -161,7 +161,7 @@ class Trainer:
         sampling: dict[str, Any] = {"temperature": config.temperature, "top_p": config.top_p, "seed": config.seed}
         count = min(config.sample_tokens, self.sizes.context_length - len(self.prompt) + 1)
         # Several processes gather shards together, so none may stop before the others.
-        stop_tokens = (end,) if self.layout.is_alone else ()
+        stop_tokens = (end,) if not self.layout.is_distributed else ()
         with self.parallel.evaluating(whole=True), self._autocast():
             # A CUDA graph would keep copies of the weights in memory.
             (tokens,) = generate(self.model, [self.prompt], count, **sampling, stop_tokens=stop_tokens, graph=False)
@@ -182,7 +182,7 @@ class Trainer:
         """Write a row for each step since the last call. Only here does the host wait for the device."""
         steps, rates, losses, norms = zip(*self._pending, strict=True)
         self._pending = []
-        means = (self.layout.total(torch.stack(losses)) / self.layout.size).tolist()
+        means = (self.layout.all_reduce(torch.stack(losses)) / self.layout.size).tolist()
         now = time.perf_counter()
         speed = len(steps) * self.config.batch_size * self.sizes.context_length / (now - self._clock)
         self._clock = now
