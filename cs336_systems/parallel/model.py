@@ -29,7 +29,7 @@ _NO_BUFFERS: dict[str, Any] = {
 
 
 class ParallelModel:
-    """A model whose loss and gradients are computed by the processes of a layout: those of one process, but for rounding.
+    """A model that several processes train, with the loss and gradients of one process, but for rounding.
 
     Replicas all-reduce their gradients (DistributedDataParallel). Shards (FSDP2, after Rajbhandari et al., "ZeRO",
     2020) all-gather a block's parameters before it computes, and reduce-scatter its gradients after it. Both average

@@ -77,7 +77,7 @@ def begin(config: TrainingConfig, resume: Path | None, layout: Layout) -> Traine
         dtype = "bfloat16 autocast" if trainer.autocast else "float32"
         say(f"data: {len(trainer.train):,} tokens for training, {held_out:,} for validation")
         say(f"model: {trainer.sizes.parameters():,} parameters, context length {trainer.sizes.context_length:,}")
-        say(f"in {folder}, from step {trainer.step}, {layout.size} process(es), {layout.device.type}, {dtype}")
+        say(f"in {folder}, from step {trainer.step}; processes: {layout.size}, device: {layout.device.type}, {dtype}")
     return trainer
 
 

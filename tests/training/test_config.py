@@ -14,8 +14,8 @@ DATA = {"data": ["x"]}
 
 
 def test_flags_become_options_and_missing_ones_keep_their_defaults():
-    flags = "--data a b --steps 9 --no-reshard --window 4 --learning-rate 1 --grad-clip 0".split()
-    config = TrainingConfig(**vars(build_parser().parse_args(flags)))
+    flags = "--data a b --steps 9 --no-reshard --window 4 --learning-rate 1 --grad-clip 0"
+    config = TrainingConfig(**vars(build_parser().parse_args(flags.split())))
     assert (config.data, config.steps, config.reshard, config.window) == (("a", "b"), 9, False, 4)
     assert (config.grad_clip, type(config.learning_rate)) == (None, float)
     assert vars(build_parser().parse_args([])) == {}

@@ -131,7 +131,7 @@ def test_torchrun_trains_and_resumes(flags, tmp_path, place):
     process = torchrun(*flags(out=out, steps=4, device=place, parallel="context", sample_every=4))
     printed, errors = process.communicate(timeout=300)
     assert (process.returncode, printed) == (0, ""), errors
-    assert f"from step 0, 2 process(es), {place}" in errors
+    assert f"from step 0; processes: 2, device: {place}" in errors
     assert errors.count("done; the model is in") == 1
     assert place != "cpu" or "Warning" not in errors
 
@@ -146,7 +146,7 @@ def test_torchrun_trains_and_resumes(flags, tmp_path, place):
         process.send_signal(signal.SIGTERM)
         errors = process.stderr.read()
     assert begun.count("step-00000004.pt in") == begun.count("is damaged; using step-00000002.pt") == 1
-    assert f"in {out}, from step 2," in begun
+    assert f"in {out}, from step 2;" in begun
     step = int(newest(out / "checkpoints").stem.removeprefix("step-"))
     assert f"SIGTERM at step {step}; --resume {out} continues" in errors
     assert [row["step"] for row in rows_of(out, "train")] == list(range(1, step + 1))
