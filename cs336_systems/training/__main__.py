@@ -54,11 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def begin(config: TrainingConfig, resume: Path | None, layout: Layout) -> Trainer:
-    """The run at its first step, or at its newest checkpoint.
-
-    Raises:
-        ValueError, OSError: the options cannot be used.
-    """
+    """The run at its start, or at its newest checkpoint. Raises ValueError or OSError for unusable options."""
     folder = resume or Path(config.out or f"runs/{config.preset}-{datetime.now():%Y-%m-%d-%H%M%S}")
     folder = layout.all_gather(folder)[0]  # each process has its own clock
 

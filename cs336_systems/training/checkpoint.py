@@ -38,8 +38,7 @@ def save(
 ) -> None:
     """Write a checkpoint, then remove older ones except for the newest `keep`. Every process calls this.
 
-    Raises:
-        OSError: the file could not be written. Older checkpoints are unchanged.
+    Raises OSError if the file cannot be written; older checkpoints are then unchanged.
     """
     model_state, optimizer_state = get_state_dict(model, optimizer, options=_FULL_ON_CPU)
 
@@ -62,10 +61,8 @@ def save(
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
     """Load a checkpoint into the model and the optimizer, each process its shards. Returns the step.
 
-    ``weights_only`` lets a file hold tensors and plain values alone, so that it cannot run code.
-
-    Raises:
-        ValueError: the file is not a checkpoint, or its parameters have other names or shapes.
+    ``weights_only`` admits tensors and plain values alone: a file cannot run code. Raises ValueError if it is not a
+    checkpoint, or if its parameters have other names or shapes.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -83,11 +80,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None =
 
 
 def newest(folder: Path) -> Path:
-    """The newest undamaged checkpoint in a folder. A warning names newer files that are damaged.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The newest undamaged checkpoint in a folder; ValueError if there is none. A warning names newer damaged files."""
     damaged: list[str] = []
     for path in reversed(checkpoints(folder)):
         if _is_undamaged(path):
@@ -114,8 +107,7 @@ def load_run(folder: str | Path, device: str = "auto") -> tuple[Transformer, Tok
     >>> (tokens,) = generate(model, [list(tokenizer.encode("The "))], 200, temperature=0.8)
     >>> print(tokenizer.decode(tokens))
 
-    Raises:
-        ValueError: the folder has no options or no checkpoint of a run.
+    Raises ValueError if the folder has no options or no checkpoint of a run.
     """
     folder = Path(folder)
     config = TrainingConfig.load(folder / CONFIG)

@@ -49,11 +49,7 @@ def _free(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """Every option of a training run; ``--help`` describes each.
-
-    Raises:
-        ValueError: an option is out of range.
-    """
+    """Every option of a training run; ``--help`` describes each. Raises ValueError if one is out of range."""
 
     data: tuple[str, ...] = _fixed((), "text files, and folders that are searched for text files")
     files: str = _fixed("*", "pattern for the names of the files in these folders: '*.md'")
@@ -133,11 +129,7 @@ class TrainingConfig:
                 raise ValueError(f"{name} must be {expected}; got {value}")
 
     def micro_batch(self, data_size: int) -> int:
-        """Sequences per forward pass when ``data_size`` groups of processes share a batch.
-
-        Raises:
-            ValueError: the batch cannot be divided evenly.
-        """
+        """Sequences per forward pass of each of ``data_size`` groups; ValueError if they do not divide a batch."""
         if self.batch_size % data_size:
             raise ValueError(f"batch_size must be a multiple of {data_size} groups of processes; got {self.batch_size}")
         local = self.batch_size // data_size
@@ -152,11 +144,7 @@ class TrainingConfig:
         return self.learning_rate / 10 if self.min_learning_rate is None else self.min_learning_rate
 
     def model(self, vocab_size: int) -> TransformerConfig:
-        """The model's config for a tokenizer with ``vocab_size`` tokens.
-
-        Raises:
-            ValueError: there is no such preset, the option ``vocab_size`` is too small, or sizes do not fit together.
-        """
+        """The model's config for a tokenizer with ``vocab_size`` tokens. Raises ValueError if sizes do not fit."""
         if self.vocab_size is not None and self.vocab_size < vocab_size:
             raise ValueError(f"vocab_size must be at least the tokenizer's {vocab_size}; got {self.vocab_size}")
         names = {field.name for field in dataclasses.fields(TransformerConfig)} & {*vars(self)}

@@ -50,11 +50,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """The tokenizer in a ``tokenizer.json`` of the package tokenizers, with the token ``<|endoftext|>``.
-
-    Raises:
-        ValueError: the package is not installed, or the file is not such a tokenizer.
-    """
+    """The tokenizer in a ``tokenizer.json`` of the package tokenizers; ValueError if it cannot be read."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -93,9 +89,7 @@ def text_files(paths: Sequence[str], pattern: str = "*") -> list[Path]:
     """Files as given, and the text files in folders, searched recursively, in sorted order; each file once.
 
     Of folders, files are skipped that are hidden, whose names do not match the pattern, or that do not begin as UTF-8.
-
-    Raises:
-        ValueError: a path has no such file.
+    Raises ValueError if a path has no text file.
     """
     files: list[Path] = []
     for path in map(Path, paths):
@@ -122,11 +116,7 @@ def _looks_like_text(path: Path) -> bool:
 
 
 def write_tokens(target: Path, files: Sequence[Path], tokenizer: Tokenizer) -> None:
-    """Write the tokens of files, each followed by ``end_of_document``, to a binary file that is replaced atomically.
-
-    Raises:
-        ValueError: a file is not UTF-8.
-    """
+    """Write the tokens of files, each followed by ``end_of_document``, atomically. ValueError if one is not UTF-8."""
     with replacing(target) as out:
         for path in files:
             try:
@@ -143,10 +133,9 @@ def _dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
 
 
 def prepare(config: TrainingConfig, folder: Path) -> None:
-    """Copy the tokenizer's file and write the tokens into the folder of a new run, which then depends on neither.
+    """Write the tokens and a copy of the tokenizer's file into the folder of a new run, which then needs no other.
 
-    Raises:
-        ValueError: the folder has other files, or the text or the tokenizer cannot be read.
+    Raises ValueError if the folder has other files, or if the text or the tokenizer cannot be read.
     """
     tokenizer = open_tokenizer(config)
     expected = {TRAIN, VALIDATION, Path(config.tokenizer or "").name}
@@ -176,9 +165,7 @@ class EpochOrder:
     Each epoch cuts the tokens into windows of ``length`` that do not overlap, beginning at a random offset, and visits
     every window once in random order. Sequence n of a run is window n mod W of epoch n // W, for W windows. So the
     number of the step is all that a resumed run needs, and processes share a step without communication.
-
-    Raises:
-        ValueError: there are fewer than ``2 * length`` tokens; the offset takes up to ``length``.
+    Raises ValueError for fewer than ``2 * length`` tokens: the offset takes up to ``length``.
     """
 
     def __init__(self, tokens: int, length: int, seed: int) -> None:
@@ -198,11 +185,7 @@ class EpochOrder:
 
 
 def evaluation_starts(tokens: int, length: int, count: int) -> npt.NDArray[np.int64]:
-    """Index of the first token of up to ``count`` windows, spread evenly.
-
-    Raises:
-        ValueError: there are too few tokens for one window.
-    """
+    """Index of the first token of up to ``count`` windows, spread evenly. ValueError if there is none."""
     windows = (tokens - 1) // length
     if windows < 1:
         raise ValueError(f"validation must have more than context_length = {length} tokens; got {tokens}")

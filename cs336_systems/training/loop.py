@@ -214,11 +214,7 @@ class Trainer:
 
 
 def read_metrics(path: Path) -> Rows:
-    """The rows of a metrics file, without a last line that was cut off; none if there is no file.
-
-    Raises:
-        ValueError: another line is not JSON.
-    """
+    """The rows of a metrics file, if it exists, without a cut-off last line. ValueError if another is not JSON."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     try:
         return [json.loads(line) for line in lines]

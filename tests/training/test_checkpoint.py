@@ -91,6 +91,8 @@ def test_a_damaged_file_gives_way_to_the_one_before(write, tmp_path, damage):
     older.unlink()
     with pytest.raises(ValueError, match=r"must have a checkpoint; got step-00000002\.pt, damaged"):
         newest(tmp_path)
+    with pytest.raises(ValueError, match="must have a checkpoint; got none"):
+        newest(tmp_path / "none")
 
 
 def test_a_flipped_bit_is_detected_or_harmless(write, tmp_path):
@@ -104,11 +106,6 @@ def test_a_flipped_bit_is_detected_or_harmless(write, tmp_path):
         except ValueError:
             pass
         path.write_bytes(content)
-
-
-def test_no_checkpoint(tmp_path):
-    with pytest.raises(ValueError, match="must have a checkpoint; got none"):
-        newest(tmp_path / "none")
 
 
 @pytest.mark.parametrize(("owner", "name"), [(torch, "save"), (os, "fsync"), (pathlib.Path, "replace")])

@@ -100,9 +100,13 @@ def test_a_resumed_run_is_the_same_to_the_bit(begin, tmp_path, dtype):
 def test_a_run_draws_no_random_numbers(begin):
     """So a checkpoint need not hold the states of generators."""
     trainer = begin(steps=4, sample_every=2)
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    def states():
+        return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+
+    before = states()
     trainer.run()
-    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+    assert states() == before
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
@@ -154,17 +158,3 @@ def test_validation_is_a_mean_over_its_sequences(begin):
     trainer.run()
     with pytest.raises(ValueError, match="val_fraction must be above 0 for a validation; got 0"):
         trainer.evaluate()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"context_length": 5000}, "data must have at least 2 · context_length = 10000 tokens"),
-        ({"val_fraction": 0.001}, "validation must have more than context_length = 16 tokens; got 2"),
-        ({"sample_prompt": "x" * 17}, "sample_prompt must be at most 16 tokens, context_length; got 17"),
-        ({"micro_batch_size": 3}, "micro_batch_size must divide the 4 sequences"),
-    ],
-)
-def test_options_that_do_not_fit_the_data(begin, changes, message):
-    with pytest.raises(ValueError, match=message):
-        begin(**changes)

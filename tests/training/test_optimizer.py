@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from cs336_systems.training.optimizer import adamw, global_norm, learning_rate, update
+from cs336_systems.training.optimizer import adamw, learning_rate, update
 from cs336_systems.transformer import Transformer, TransformerConfig
 
 CONFIG = TransformerConfig(vocab_size=16, context_length=8, d_model=16, d_ff=12, num_layers=2, num_heads=2)
@@ -22,9 +22,8 @@ def test_learning_rate(step, expected):
 
 
 def test_edges_of_the_schedule():
-    assert learning_rate(1, 1.0, 0.0, warmup=0, steps=1) == pytest.approx(0.0)
-    assert learning_rate(5, 1.0, 0.0, warmup=5, steps=5) == 1.0
-    assert learning_rate(3, 1.0, 0.0, warmup=10, steps=5) == pytest.approx(0.3)
+    rates = [learning_rate(1, 1.0, 0.0, 0, 1), learning_rate(5, 1.0, 0.0, 5, 5), learning_rate(3, 1.0, 0.0, 10, 5)]
+    assert rates == pytest.approx([0.0, 1.0, 0.3])
 
 
 def test_adamw_against_the_formula():
@@ -70,19 +69,14 @@ def test_update_clips_to_the_norm_of_all_gradients(device, max_norm, fused, dtyp
 
 
 def test_the_fused_kernel_clips(monkeypatch):
-    """Without another pass over the gradients, which stay as they are."""
-    model, seen = Transformer(CONFIG), []
+    """Without another pass over the gradients, which do not change."""
+    model, gain = Transformer(CONFIG), torch.full((CONFIG.d_model,), 3.0)
     optimizer = adamw(model, 0.01, (0.9, 0.95), weight_decay=0.0)
-    monkeypatch.setattr(
-        optimizer, "step", lambda: seen.append((optimizer.grad_scale, model.ln_final.weight.grad.clone()))
-    )
+    scales = []
+    monkeypatch.setattr(optimizer, "step", lambda: scales.append(float(optimizer.grad_scale)))
+    monkeypatch.setattr(optimizer, "zero_grad", lambda: None)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 3.0)
     norm = update(optimizer, model, 0.5)
-    ((scale, gradient),) = seen
-    assert float(scale) == pytest.approx(2 * float(norm), rel=1e-4)
-    assert gradient.eq(3.0).all()
-
-
-def test_the_norm_of_several_tensors():
-    assert float(global_norm([torch.tensor([3.0, 0.0]), torch.tensor([4.0])])) == pytest.approx(5.0)
+    assert scales == [pytest.approx(2 * float(norm), rel=1e-4)]
+    assert torch.equal(model.ln_final.weight.grad, gain)

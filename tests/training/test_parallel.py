@@ -58,7 +58,7 @@ def two_steps_in_each_mode(config, folder):
             changed = dataclasses.replace(config, parallel=mode, micro_batch_size=1)
             resume = newest(folder / "checkpoints") if mode != "ddp" else None
             trainer = Trainer(changed, folder, layout, resume)
-            assert trainer.run(lambda end=trainer.step + 2, run=trainer: 15 * (run.step == end)) == 15  # type: ignore[misc]
+            assert trainer.run(lambda end=trainer.step + 2, run=trainer: 15 * (run.step == end)) == 15
 
 
 def test_each_layout_resumes_from_the_checkpoint_of_another(options, begin, tmp_path, place):
