@@ -51,7 +51,7 @@ def save(
                 torch.save({"step": step, "model": model_state, "optimizer": optimizer_state}, file)
             except RuntimeError as error:  # of torch's writer, after the file's own OSError
                 raise OSError(f"{path} could not be written: {error.__context__ or error}") from error
-        # Files of later steps are damaged, or the run had resumed from them.
+        # The run resumed from the newest undamaged file: files of later steps are damaged, and do not count.
         for old in [other for other in checkpoints(folder) if other <= path][:-keep]:
             old.unlink()
 

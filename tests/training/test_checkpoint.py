@@ -71,7 +71,7 @@ def test_the_newest_are_kept(write, tmp_path):
     write(1, 2, 10, keep=2)
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002.pt", "step-00000010.pt"]
     assert newest(tmp_path) == tmp_path / "step-00000010.pt"
-    # The run went on from step 2, because that of step 10 was damaged, say: it does not count.
+    # A run that resumed from step 2 because the file of step 10 is damaged.
     write(3, keep=1)
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000003.pt", "step-00000010.pt"]
 

@@ -12,6 +12,7 @@ import torch
 
 from cs336_systems.training import load_run
 from cs336_systems.training.checkpoint import checkpoints, newest
+from cs336_systems.training.data import sequences
 from cs336_systems.training.loop import read_metrics
 from cs336_systems.training.optimizer import learning_rate
 from cs336_systems.transformer import generate
@@ -153,7 +154,9 @@ def test_samples_are_drawn_as_the_options_say(begin):
 
 def test_validation_is_a_mean_over_its_sequences(begin):
     one, two = (begin(str(size), eval_sequences=3, micro_batch_size=size) for size in (1, 2))
-    assert one.evaluate() == pytest.approx(two.evaluate(), rel=1e-5)
+    tokens, targets = sequences(one.validation, one.validation_starts, 16)
+    expected = one.model.loss(tokens, targets).item()
+    assert (one.evaluate(), two.evaluate()) == pytest.approx((expected, expected), rel=1e-5)
     trainer = begin("none", val_fraction=0.0, steps=1)
     trainer.run()
     with pytest.raises(ValueError, match="val_fraction must be above 0 for a validation; got 0"):
