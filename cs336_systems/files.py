@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whatever ends the process or the machine."""
+"""Files that are complete or absent, whatever ends the process or the machine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import BinaryIO
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes the place of `path` when the block ends without an exception, on disk by then."""
+    """A binary file that replaces `path` atomically, after a flush to disk, unless the block raises an exception."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder: within a file system a rename is one step.
+    # In the same folder: a rename is atomic within one file system.
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
@@ -27,19 +27,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path` in one step, as UTF-8."""
+    """Write `text` to `path` atomically, as UTF-8."""
     with replacing(path) as file:
         file.write(text.encode())
 
 
-def sync_file(path: Path) -> None:
-    """Return when what was written to the file is on disk."""
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
-
-
 def sync_folder(folder: Path) -> None:
-    """Return when the names in a folder are on disk; a system that cannot open folders keeps them by itself."""
+    """Flush the names in a folder to disk. Windows cannot open folders, and needs no flush."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)

@@ -1,20 +1,18 @@
-"""Several processes, of a GPU each, that train one model: who has what part of it, of a batch, and of a sequence."""
+"""Training one model on several GPUs: data parallel, fully sharded, and context parallel, one process for each GPU."""
 
 from .context import ContextAttention, share_context, whole_sequences
-from .layout import MODES, Layout, is_main_process, launched, start
+from .layout import MODES, Layout, start
 from .model import ParallelModel
-from .zigzag import Share, share_of
+from .zigzag import Shard, zigzag_shard
 
 __all__ = [
     "MODES",
     "ContextAttention",
     "Layout",
     "ParallelModel",
-    "Share",
-    "is_main_process",
-    "launched",
+    "Shard",
     "share_context",
-    "share_of",
     "start",
     "whole_sequences",
+    "zigzag_shard",
 ]

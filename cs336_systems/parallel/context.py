@@ -1,11 +1,10 @@
-"""Attention over sequences that several processes share: keys and values are gathered, queries stay where they are.
+"""Context parallelism: keys and values are all-gathered, queries stay local.
 
-Every process has two chunks of each sequence (see `zigzag`). For each layer all of them gather the keys and values of
-the whole sequences, as in Llama 3 (2024), and call `attention` twice, for the queries of each chunk with the keys up to
-its end: aligned at the bottom right, causal masks and windows are then those of the whole sequence. Ring Attention (Liu
-et al., 2023) sends them on from process to process instead, which hides the sending behind the computation and never
-has all keys in one place, but needs results of parts to be merged; with grouped heads keys and values are few, and any
-implementation of attention computes this call as it is.
+Each process has two chunks of every sequence (see `zigzag`). For each layer the keys and values of the full sequences
+are gathered, as in Llama 3 (2024), and `attention` is called for the queries of each chunk with the keys up to its end:
+aligned at the bottom right, causal masks and windows are those of the full sequence. Ring Attention (Liu et al., 2023)
+overlaps communication with computation and never holds all keys, but has to merge partial results. With grouped-query
+attention keys and values are small, and any implementation of attention works unchanged.
 """
 
 from __future__ import annotations
@@ -25,113 +24,106 @@ from torch.autograd.function import once_differentiable
 from ..attention import Attention
 from ..attention.precision import autocast_inputs
 from ..transformer import MultiHeadAttention, Transformer
-from .zigzag import chunks_of, owners
+from .zigzag import chunks_of, gathered_order
 
-# Both have other names from torch 2.13 on, where the older ones warn.
+# torch 2.13 renames both, and warns of the older names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
-class Sharers:
-    """The processes that share a sequence, and which of them this one is."""
+class ContextGroup:
+    """The processes that share a sequence, and the rank of this one."""
 
     group: dist.ProcessGroup
     rank: int
     size: int
 
     @property
-    def chunks_seen(self) -> tuple[int, int]:
-        """How many chunks the queries of this process's early chunk see, and those of its late one."""
+    def chunks_of_keys(self) -> tuple[int, int]:
+        """Number of chunks that the queries of the early chunk attend to, and those of the late one."""
         early, late = chunks_of(self.rank, self.size)
         return early + 1, late + 1
 
-    def gather(
-        self, mine: Float[Tensor, "batch heads share d"], into: Float[Tensor, "batch heads seen d"] | None = None
-    ) -> Float[Tensor, "batch heads seen d"]:
-        """The keys, or values, of a sequence in order, from its beginning to the end of this process's late chunk.
-
-        Args:
-            mine: this process's.
-            into: where they are written; a tensor of their own if None.
-        """
-        sent = rearrange(mine, "batch heads (two chunk) d -> two batch heads chunk d", two=2).contiguous()
+    def all_gather(
+        self, local: Float[Tensor, "batch heads shard d"], out: Float[Tensor, "batch heads keys d"] | None = None
+    ) -> Float[Tensor, "batch heads keys d"]:
+        """The keys or values of the sequences in order, from the first to the end of this process's late chunk."""
+        sent = rearrange(local, "batch heads (two chunk) d -> two batch heads chunk d", two=2).contiguous()
         received = sent.new_empty(2 * self.size, *sent.shape[1:])
         _all_gather(received, sent, group=self.group)
-        place = {number: index for index, number in enumerate(owners(self.size))}
-        in_order = [received[place[number]] for number in range(self.chunks_seen[1])]
-        out = None if into is None else into.unflatten(2, (len(in_order), -1))
+        index_of = {chunk: index for index, chunk in enumerate(gathered_order(self.size))}
+        in_order = [received[index_of[chunk]] for chunk in range(self.chunks_of_keys[1])]
+        out = None if out is None else out.unflatten(2, (len(in_order), -1))
         return torch.stack(in_order, dim=2, out=out).flatten(2, 3)
 
-    def sum_back(
+    def reduce_scatter(
         self, *gradients: Float[Tensor, "batch heads _ d"] | None
-    ) -> Float[Tensor, "batch heads share d"] | None:
-        """The gradient of what this process gave to `gather`, from those that all processes have: in float32.
+    ) -> Float[Tensor, "batch heads shard d"] | None:
+        """The gradient of the argument of `all_gather`: gradients of all processes are summed in float32.
 
         Args:
-            gradients: of the first keys or values, as many whole chunks as each has. None where there is none, as on
-                all other processes.
+            gradients: of the first chunks of keys or values; all None on every process if none is needed.
         """
-        there = [gradient for gradient in gradients if gradient is not None]
-        if not there:
+        present = [gradient for gradient in gradients if gradient is not None]
+        if not present:
             return None
-        batch, heads, _, d = there[0].shape
-        chunk = there[-1].shape[2] // self.chunks_seen[1]
-        wide = torch.promote_types(there[0].dtype, torch.float32)
-        sent = there[0].new_empty(2 * self.size, batch, heads, chunk, d, dtype=wide)
-        for number, place in zip(owners(self.size), sent, strict=True):
-            seen = [x[:, :, number * chunk : (number + 1) * chunk] for x in there if number * chunk < x.shape[2]]
-            # The first is copied: to be added to, zeros would have to be written and read besides.
-            place.copy_(seen[0]) if seen else place.zero_()
-            for gradient in seen[1:]:
-                place += gradient
+        batch, heads, _, d = present[0].shape
+        chunk = present[-1].shape[2] // self.chunks_of_keys[1]
+        dtype = torch.promote_types(present[0].dtype, torch.float32)
+        sent = present[0].new_empty(2 * self.size, batch, heads, chunk, d, dtype=dtype)
+        for index, total in zip(gathered_order(self.size), sent, strict=True):
+            terms = [x[:, :, index * chunk : (index + 1) * chunk] for x in present if index * chunk < x.shape[2]]
+            # The first term is copied: adding it to zeros would write and read them as well.
+            total.copy_(terms[0]) if terms else total.zero_()
+            for term in terms[1:]:
+                total += term
         received = sent.new_empty(2, *sent.shape[1:])
         _reduce_scatter(received, sent, group=self.group)
         return rearrange(received, "two batch heads chunk d -> batch heads (two chunk) d")
 
 
-class _Gather(torch.autograd.Function):
-    """Local keys and values to those that the early chunk's queries see, and those that the late one's see.
+class _GatherKeys(torch.autograd.Function):
+    """Local keys and values to those for the early chunk's queries, and those for the late chunk's.
 
-    The first are a view of the second, given out by themselves so that the gradients of both come here, and are added
-    in float32 with those of the other processes.
+    The first are views of the second. They are separate outputs, so that both gradients arrive here and are summed in
+    float32 with those of the other processes.
     """
 
     @staticmethod
-    def forward(ctx: Any, k: Tensor, v: Tensor, sharers: Sharers) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        ctx.sharers, ctx.dtypes = sharers, (k.dtype, v.dtype)
+    def forward(ctx: Any, k: Tensor, v: Tensor, group: ContextGroup) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ctx.group, ctx.dtypes = group, (k.dtype, v.dtype)
         ctx.set_materialize_grads(False)
-        keys, values = sharers.gather(k), sharers.gather(v)
-        early = k.shape[2] // 2 * sharers.chunks_seen[0]
+        keys, values = group.all_gather(k), group.all_gather(v)
+        early = k.shape[2] // 2 * group.chunks_of_keys[0]
         return keys[:, :, :early], values[:, :, :early], keys, values
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         early_k, early_v, late_k, late_v = gradients
-        both = ctx.sharers.sum_back(early_k, late_k), ctx.sharers.sum_back(early_v, late_v)
+        both = ctx.group.reduce_scatter(early_k, late_k), ctx.group.reduce_scatter(early_v, late_v)
         dk, dv = (None if x is None else x.to(dtype) for x, dtype in zip(both, ctx.dtypes, strict=True))
         return dk, dv, None
 
 
-class _Release(torch.autograd.Function):
-    """Attention's output as it is; the memory of the gathered keys and values is given back until the backward pass.
+class _FreeGathered(torch.autograd.Function):
+    """The identity of attention's output. Frees the gathered keys and values until the backward pass.
 
-    Autograd keeps them for the backward of attention, in every layer at once, and this must not be: it is the memory
-    that sharing a sequence is to save. So they are emptied here, where attention has used them, and filled again, by
-    gathering anew, when the output's gradient arrives, which is before attention's backward can begin. FSDP does the
-    same with parameters.
+    Autograd saves them for attention's backward, in all layers at once: the memory that context parallelism is to save.
+    So their storage is emptied here, after attention has used it, and gathered again when the output's gradient
+    arrives, before attention's backward begins. FSDP does the same with parameters.
 
-    The other two ways are worse. An autograd Function around all of attention would have to compute it once more in the
-    backward pass, because what an implementation keeps for its own is its own affair. Saved-tensor hooks around it
-    would take the place of activation checkpointing's, for autograd asks the innermost alone: queries, outputs and
-    log-sum-exps of every layer would stay, which checkpointing is to drop. Here all that is kept goes through
-    ``save_for_backward``, also the tensors to be filled, so that after a recomputation those are filled that it made.
+    Alternatives: an autograd Function around attention would have to recompute it, because what an implementation saves
+    is private. Saved-tensor hooks would replace those of activation checkpointing, because autograd uses the innermost
+    alone. Here everything goes through ``save_for_backward``, so that after a recomputation its tensors are filled.
     """
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, keys: Tensor, values: Tensor, k: Tensor, v: Tensor, sharers: Sharers) -> Tensor:
-        ctx.sharers = sharers
+    def forward(
+        ctx: Any, out: Tensor, keys: Tensor, values: Tensor, k: Tensor, v: Tensor, group: ContextGroup
+    ) -> Tensor:
+        ctx.group = group
         ctx.save_for_backward(keys, values, k, v)
         for gathered in (keys, values):
             gathered.untyped_storage().resize_(0)
@@ -141,76 +133,76 @@ class _Release(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         keys, values, k, v = ctx.saved_tensors
-        for gathered, mine in ((keys, k), (values, v)):
+        for gathered, local in ((keys, k), (values, v)):
             storage = gathered.untyped_storage()
-            if storage.size() == 0:  # else a backward pass that keeps the graph was here before
+            if storage.size() == 0:  # not after an earlier backward with retain_graph
                 storage.resize_(gathered.numel() * gathered.element_size())
-                # `data` has a version of its own: for autograd these are the values that it has kept.
-                ctx.sharers.gather(mine, into=gathered.data)
+                # `data` has its own version counter: autograd does not see a modified saved tensor.
+                ctx.group.all_gather(local, out=gathered.data)
         return dout, None, None, None, None, None
 
 
 class ContextAttention(nn.Module):
-    """Causal self-attention of sequences that the processes of a group share, cut as `zigzag.share_of` does it.
+    """Causal self-attention over sequences that are divided among processes as by `zigzag.zigzag_shard`.
 
     >>> attend = ContextAttention(Attention(causal=True), group)
-    >>> out = attend(q, k, v)  # of this process's queries, over the keys of all
+    >>> out = attend(q, k, v)  # for local queries, over the keys of all processes
 
     Args:
-        whole: computes it; its implementation, window, scale and soft-cap are kept.
+        attention: its implementation, window, scale and softcap are used.
         group: the processes; each calls this the same number of times.
 
     Raises:
-        ValueError: ``whole`` is not causal, or drops weights, which it would do by other numbers of rows.
+        ValueError: ``attention`` is not causal, or has dropout, which depends on the indices of rows.
     """
 
-    def __init__(self, whole: Attention, group: dist.ProcessGroup) -> None:
+    def __init__(self, attention: Attention, group: dist.ProcessGroup) -> None:
         super().__init__()
-        if whole.causal not in (True, "bottom_right"):
-            raise ValueError(f"whole must be causal, aligned at the bottom right; got causal={whole.causal!r}")
-        if whole.dropout_p:
-            raise ValueError(f"whole must have a dropout_p of 0; got {whole.dropout_p}")
-        self.whole = whole
-        self.sharers = Sharers(group, dist.get_rank(group), dist.get_world_size(group))
+        if attention.causal not in (True, "bottom_right"):
+            raise ValueError(f"attention must be causal, aligned at the bottom right; got causal={attention.causal!r}")
+        if attention.dropout_p:
+            raise ValueError(f"attention must have a dropout_p of 0; got {attention.dropout_p}")
+        self.attention = attention
+        self.group = ContextGroup(group, dist.get_rank(group), dist.get_world_size(group))
 
-    # What is traced knows no collective in the middle of autograd, nor memory that goes and comes back.
+    # The compiler traces neither collectives within autograd nor storage that is resized.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
         self,
-        q: Float[Tensor, "batch q_heads share d"],
-        k: Float[Tensor, "batch kv_heads share d"],
-        v: Float[Tensor, "batch kv_heads share dv"],
-    ) -> Float[Tensor, "batch q_heads share dv"]:
-        """The output for this process's queries: the early chunk's, then the late one's.
+        q: Float[Tensor, "batch q_heads shard d"],
+        k: Float[Tensor, "batch kv_heads shard d"],
+        v: Float[Tensor, "batch kv_heads shard dv"],
+    ) -> Float[Tensor, "batch q_heads shard dv"]:
+        """The output for the local queries: the early chunk's, then the late one's.
 
-        Gradients of k and v are summed over the processes in float32, so that they are those of the whole sequence.
+        Gradients of k and v are summed over the processes in float32: they are those of the full sequences.
 
         Raises:
             ValueError: the length is odd, so that it is not two chunks.
         """
         if q.shape[2] % 2:
             raise ValueError(f"q must have an even length, two chunks of a sequence; got {q.shape[2]}")
-        q, k, v = autocast_inputs(q, k, v)  # before they are sent: half the bytes
-        early_k, early_v, keys, values = _Gather.apply(k, v, self.sharers)
+        q, k, v = autocast_inputs(q, k, v)  # before communication: half the bytes
+        early_k, early_v, keys, values = _GatherKeys.apply(k, v, self.group)
         early_q, late_q = q.chunk(2, dim=2)
-        out = torch.cat([self.whole(early_q, early_k, early_v), self.whole(late_q, keys, values)], dim=2)
+        out = torch.cat([self.attention(early_q, early_k, early_v), self.attention(late_q, keys, values)], dim=2)
         if not out.requires_grad:
             return out
-        return _Release.apply(out, keys, values, k, v, self.sharers)
+        return _FreeGathered.apply(out, keys, values, k, v, self.group)
 
 
 def share_context(model: Transformer, group: dist.ProcessGroup) -> None:
-    """Let the processes of a group share each sequence of a model: its layers get `ContextAttention`."""
-    for layer in _layers(model):
+    """Divide the sequences of a model among the processes of a group: its layers get `ContextAttention`."""
+    for layer in _attention_layers(model):
         layer.attend = ContextAttention(layer.attend, group)
 
 
 @contextlib.contextmanager
 def whole_sequences(model: Transformer) -> Iterator[None]:
-    """Until the block ends, the model takes whole sequences: with a cache of keys there is nothing to share."""
-    shared = {layer: layer.attend for layer in _layers(model) if isinstance(layer.attend, ContextAttention)}
+    """Within the block, each process computes full sequences alone: a KV cache is not divided."""
+    shared = {layer: layer.attend for layer in _attention_layers(model) if isinstance(layer.attend, ContextAttention)}
     for layer, attend in shared.items():
-        layer.attend = attend.whole
+        layer.attend = attend.attention
     try:
         yield
     finally:
@@ -218,6 +210,6 @@ def whole_sequences(model: Transformer) -> Iterator[None]:
             layer.attend = attend
 
 
-def _layers(model: Transformer) -> list[Any]:
-    """Those of attention, whose ``attend`` is replaced here by what is called alike."""
+def _attention_layers(model: Transformer) -> list[Any]:
+    """The attention layers; Any, because their ``attend`` is replaced by another module."""
     return [module for module in model.modules() if isinstance(module, MultiHeadAttention)]

@@ -1,4 +1,4 @@
-"""One model that the processes of a layout train together: as copies, in shards, over parts of sequences."""
+"""One model that several processes train: replicated or sharded, with whole or divided sequences."""
 
 from __future__ import annotations
 
@@ -14,44 +14,43 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ..transformer import Transformer
-from ..transformer.layers import Place
 from ..transformer.model import reset_parameters
 from .context import share_context, whole_sequences
 from .layout import WITH_SHARDS, Layout
-from .zigzag import share_of
+from .zigzag import zigzag_shard
 
-# The only buffer, RoPE's table, is the same everywhere from the beginning. torch 2.13 has another name for this.
+MakeModel = Callable[[torch.device | str], Transformer]
+
+# The only buffer, RoPE's table, never changes. torch 2.13 renames the option.
 _OPTIONS = inspect.signature(DistributedDataParallel).parameters
-_BUFFERS_STAY: dict[str, Any] = {
+_NO_BUFFERS: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers": False
 }
 
 
 class ParallelModel:
-    """A model, and how the processes of a layout compute its loss and gradients: one process's, but for rounding.
+    """A model that several processes train, with the loss and gradients of one process, but for rounding.
 
-    Processes that have copies add up their gradients (DistributedDataParallel); otherwise each has a part of every
-    parameter (FSDP2, after Rajbhandari et al., "ZeRO", 2020): a block's parameters are gathered before it computes, and
-    its gradients added up and divided among the processes after it. In both cases over all processes, whether they have
-    other sequences or other parts of the same ones.
+    Replicas all-reduce their gradients (DistributedDataParallel). Shards (FSDP2, after Rajbhandari et al., "ZeRO",
+    2020) all-gather a block's parameters before it computes, and reduce-scatter its gradients after it. Both average
+    over all processes, whether these have different sequences or parts of the same ones.
 
     Args:
-        make: makes the model on a device; random numbers are drawn in it as in one process, so that all processes must
-            begin with generators that are the same. For shards it is called with "meta".
+        make: makes the model on a device, with parameters from torch's generator, which must have the same state on all
+            processes. For shards it is called with "meta".
         layout: the processes.
         autocast: whether blocks compute under bfloat16 autocast: then their parameters are gathered in bfloat16.
-        reshard: whether a block's parameters are given back after the forward pass, and gathered anew for the backward.
-        compile: whether to use torch.compile: on the whole model for a process alone, else on each block, between
-            which gradients are sent while others are computed.
+        reshard: whether a block's parameters are freed after the forward pass and gathered again for the backward.
+        compile: whether to use torch.compile: for the whole model of a single process, else for each block, so that
+            communication of one overlaps with computation of another.
 
     Attributes:
-        model: with the parameters of this process: DTensors where they are sharded. They have the same names whatever
-            the layout.
+        model: the parameters of this process, DTensors if sharded. Their names do not depend on the layout.
     """
 
     def __init__(
         self,
-        make: Callable[[Place], Transformer],
+        make: MakeModel,
         layout: Layout,
         *,
         autocast: bool = False,
@@ -67,17 +66,17 @@ class ParallelModel:
         if layout.context_size > 1:
             share_context(self.model, layout.context_group)
         self._forward: Callable[..., Tensor] = self.model
-        if compile and layout.is_alone:
+        if compile and not layout.is_distributed:
             self._forward = torch.compile(self.model)
         elif compile:
             for block in self.model.layers:
-                # Of the method, not of the module: FSDP's hooks stay outside of what is traced.
+                # The method, not the module: FSDP's hooks stay outside of the compiled code.
                 block.forward = torch.compile(block.forward)
-        self._copies: DistributedDataParallel | None = None
-        if not layout.is_alone and layout.mode not in WITH_SHARDS:
+        self._replica: DistributedDataParallel | None = None
+        if layout.is_distributed and layout.mode not in WITH_SHARDS:
             devices = [layout.device] if layout.device.type == "cuda" else None
-            self._forward = self._copies = DistributedDataParallel(
-                self.model, device_ids=devices, gradient_as_bucket_view=True, **_BUFFERS_STAY
+            self._forward = self._replica = DistributedDataParallel(
+                self.model, device_ids=devices, gradient_as_bucket_view=True, **_NO_BUFFERS
             )
 
     def loss(
@@ -88,76 +87,74 @@ class ParallelModel:
         count: float,
         chunk: int | None = None,
     ) -> Float[Tensor, ""]:
-        """What this process's part of the sequences adds to the loss of a step, times the number of processes.
+        """This process's share of a step's mean loss, times the number of processes.
 
         Gradients are averaged over processes, so those of a step are the gradients of its mean loss, however many
         targets each process has.
 
         Args:
-            tokens: whole sequences, the same on the processes that share them; on any device.
-            targets: what follows each, -100 where that does not count.
-            count: of the targets of the whole step, over all processes and parts.
-            chunk: how many tokens have logits in memory at a time; None for all.
+            tokens: full sequences, the same on processes that share them; on any device.
+            targets: the next token of each, -100 where it does not count.
+            count: number of targets of the whole step, over all processes and micro-batches.
+            chunk: tokens whose logits are in memory at a time; None for all.
         """
         layout, positions = self.layout, None
         if layout.context_size > 1:
-            tokens, targets, positions = share_of(tokens, targets, layout.context_rank, layout.context_size)
+            tokens, targets, positions = zigzag_shard(tokens, targets, layout.context_rank, layout.context_size)
             positions = positions.to(layout.device, non_blocking=True)
-        tokens, targets = (half.to(layout.device, non_blocking=True) for half in (tokens, targets))
+        tokens, targets = (x.to(layout.device, non_blocking=True) for x in (tokens, targets))
         return self._forward(tokens, positions, targets=targets, chunk=chunk, count=count / layout.size)
 
     @contextlib.contextmanager
-    def part(self, *, last: bool) -> Iterator[None]:
-        """Forward and backward pass of a part of a step: gradients are kept, and sent with those of the last part."""
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """Forward and backward pass of a micro-batch: gradients accumulate, and are reduced with the last one's."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(last)
-        held = self._copies.no_sync() if self._copies is not None and not last else contextlib.nullcontext()
-        with held:
+        no_sync = self._replica.no_sync() if self._replica is not None and not last else contextlib.nullcontext()
+        with no_sync:
             yield
 
     @contextlib.contextmanager
     def evaluating(self, *, whole: bool = False) -> Iterator[None]:
-        """Without gradients, and without compiling for other shapes.
+        """No gradients, and no compilation for other shapes.
 
         Args:
-            whole: whether the model is called with whole sequences, on every process alike.
+            whole: whether every process calls the model with full sequences, the same ones.
         """
         with contextlib.ExitStack() as stack:
             stack.callback(self._reshard)
             stack.enter_context(torch.no_grad())
-            if self._compiles:  # to ask for it otherwise would import the compiler
+            if self._compiles:  # otherwise this would import the compiler
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             if whole:
                 stack.enter_context(whole_sequences(self.model))
             yield
 
     def _reshard(self) -> None:
-        """Give back what no backward pass does: what was gathered is out of date after the next update."""
+        """Free gathered parameters, which a backward pass would do: the next update makes them stale."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
 
-def _sharded(make: Callable[[Place], Transformer], layout: Layout, autocast: bool, reshard: bool) -> Transformer:
-    """A model in shards. Blocks are drawn and sharded one after the other, so that no process ever has all of them.
+def _sharded(make: MakeModel, layout: Layout, autocast: bool, reshard: bool) -> Transformer:
+    """A sharded model. Blocks are initialised and sharded one by one, so that no process ever holds all of them.
 
-    With tied embeddings the head's matrix is the embedding's, and both are the root's, which is whole from the first
-    layer to the last.
+    The root has the embedding, the last norm and the head, so that tied embeddings are gathered once.
     """
     model = make("meta")
-    # What goes into a block is not cast: the residual stream stays in float32 as under autocast alone, and so does what
-    # the root has, whose embeddings the stream begins with.
+    # A block's input is not cast: as under autocast alone, the residual stream stays in float32, and so does the root.
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if autocast else None,
         reduce_dtype=torch.float32 if autocast else None,
         cast_forward_inputs=False,
     )
-    for part in model.children():
-        for block in model.layers if part is model.layers else (part,):
-            block.to_empty(device=layout.device)
-            reset_parameters(block)
-            if part is model.layers:
-                fully_shard(block, mesh=layout.mesh, reshard_after_forward=reshard, mp_policy=policy)
-    # Needed last in the forward pass and first in the backward pass: gathered once.
+    for child in model.children():
+        for module in model.layers if child is model.layers else (child,):
+            module.to_empty(device=layout.device)
+            reset_parameters(module)
+            if child is model.layers:
+                fully_shard(module, mesh=layout.mesh, reshard_after_forward=reshard, mp_policy=policy)
+    # Used last in the forward pass and first in the backward pass: gathered once.
     fully_shard(model, mesh=layout.mesh, reshard_after_forward=False, mp_policy=MixedPrecisionPolicy())
     return model

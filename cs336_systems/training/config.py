@@ -1,267 +1,197 @@
-"""What a training run is: every option once, with its default, its help and its check, in a frozen value kept as JSON.
-
-The command line and the TOML file are both read from the fields of `TrainingConfig`: see `options`.
-"""
+"""The options of a training run: one frozen dataclass, from which argparse makes the flags."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ..attention.dispatch import NAMES
-from ..files import write_text
-from ..parallel.layout import MODES, NONE
-from ..transformer import PRESETS, TransformerConfig, preset
+from ..parallel.layout import MODES
+from ..transformer import Sampling, TransformerConfig, preset
 from ..transformer.presets import Sizes
 
 TINY = "tiny"
 TINY_SIZES = Sizes(d_model=128, d_ff=384, num_layers=4, num_heads=4)
-"""About 0.9 million parameters with bytes as tokens: what a laptop trains in minutes."""
-TINY_CONTEXT = 128
-
-VOCABULARY_MULTIPLE = 64
-"""The head's matrix has rows in multiples of this: with 257, tensor cores would take a slower path."""
-
-MOST, MOST_SEED = 2**31 - 1, 2**64 - 1
-"""Of whole numbers, and of the seed, which is what torch takes; a window may be any number."""
-
-LOGGERS = ("tensorboard", "wandb")
+"""About 0.9 million parameters with bytes as tokens: trains on a laptop in minutes."""
+TINY_CONTEXT_LENGTH = 128
+VOCAB_MULTIPLE = 64
+"""Tensor cores take a slower path for 257 columns than for 320."""
 DTYPES = ("auto", "float32", "bfloat16")
 
-T = TypeVar("T")
+_EPILOG = """\
+examples:
+  python -m cs336_systems.training --data README.md docs/*.md
+  torchrun --nproc-per-node 8 -m cs336_systems.training --data text/ --preset large --parallel fsdp --compile
+  python -m cs336_systems.training --resume runs/tiny-2026-01-31-120000
+
+exit codes: 0 done; 1 training failed; 2 the options cannot be used; 130 or 143 stopped by SIGINT or SIGTERM, after a
+checkpoint
+"""
 
 
-def _option(default: T, group: str, text: str, *, on_resume: bool = False) -> T:
-    """A field with its help; `on_resume`: whether a resumed run may change it, because it does not enter the order of
-    the data, the model's sizes, or what an update is."""
-    return dataclasses.field(default=default, metadata={"group": group, "help": text, "on_resume": on_resume})
+def _fixed(default: Any, text: str) -> Any:
+    """An option that defines the data, the model or the update: a resumed run cannot change it."""
+    return dataclasses.field(default=default, metadata={"help": text, "fixed": True})
 
 
-DATA, MODEL, UPDATE, COMPUTE, OUTPUT = "data", "model", "optimisation", "computation", "what comes out"
+def _free(default: Any, text: str) -> Any:
+    """An option that a resumed run can change."""
+    return dataclasses.field(default=default, metadata={"help": text, "fixed": False})
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """Every option of a training run. Units: tokens, sequences and optimizer steps, as each help text says.
+    """Every option of a training run; ``--help`` describes each. Raises ValueError if one is out of range."""
 
-    Raises:
-        TypeError: an option has the wrong type.
-        ValueError: an option is out of its range; the message names it, what was expected and what came.
-    """
+    data: tuple[str, ...] = _fixed((), "text files, and folders that are searched for text files")
+    files: str = _fixed("*", "pattern for the names of the files in these folders: '*.md'")
+    val_data: tuple[str, ...] = _fixed((), "files and folders for validation, instead of --val-fraction")
+    val_fraction: float = _fixed(0.05, "fraction of the tokens, at the end, held out for validation; 0 for none")
+    tokenizer: str | None = _fixed(None, "a tokenizer.json of the package tokenizers (default: bytes)")
 
-    data: tuple[str, ...] = _option((), DATA, "text files, and folders that are searched for them")
-    files: str = _option("*", DATA, "which files of the folders are read, by name: '*.md'")
-    val_data: tuple[str, ...] = _option((), DATA, "files and folders to validate on, in place of --val-fraction")
-    val_fraction: float = _option(0.05, DATA, "the part of the tokens, at their end, to validate on; 0 for none")
-    tokenizer: str | None = _option(None, DATA, "a tokenizers JSON file, or a tiktoken file (default: bytes)")
-    tokens: str = _option("runs/tokens", DATA, "the folder where tokenised text is kept for later runs")
+    preset: str = _fixed(TINY, "model sizes: tiny, or a name in cs336_systems.transformer.PRESETS")
+    suite: str = _fixed("2025", "suite of the preset")
+    context_length: int | None = _fixed(None, "tokens in a sequence (default: the preset's)")
+    vocab_size: int | None = _fixed(None, "rows of the embedding (default: the tokenizer's, padded to 64)")
+    d_model: int | None = _fixed(None, "width of the residual stream (default: the preset's)")
+    d_ff: int | None = _fixed(None, "inner width of the feed-forward network (default: the preset's)")
+    num_layers: int | None = _fixed(None, "number of blocks (default: the preset's)")
+    num_heads: int | None = _fixed(None, "query heads (default: the preset's)")
+    num_kv_heads: int | None = _fixed(None, "key and value heads (default: as many as query heads)")
+    window: int | None = _fixed(None, "sliding window in tokens (default: full causal attention)")
+    tie_embeddings: bool = _fixed(False, "share one matrix between the embedding and the head")
+    attn: str = _free("auto", f"attention implementation: {', '.join(NAMES)}")
 
-    preset: str = _option(TINY, MODEL, "the model's sizes: tiny, or a name of cs336_systems.transformer.PRESETS")
-    suite: str = _option("2025", MODEL, "the suite that the preset belongs to")
-    context_length: int | None = _option(None, MODEL, "tokens in a sequence (default: the preset's)")
-    vocab_size: int | None = _option(None, MODEL, "rows of the embedding (default: the tokenizer's, rounded up to 64)")
-    d_model: int | None = _option(None, MODEL, "width of the residual stream (default: the preset's)")
-    d_ff: int | None = _option(None, MODEL, "inner width of the feed-forward networks (default: the preset's)")
-    num_layers: int | None = _option(None, MODEL, "blocks (default: the preset's)")
-    num_heads: int | None = _option(None, MODEL, "query heads (default: the preset's)")
-    num_kv_heads: int | None = _option(None, MODEL, "key and value heads (default: as query heads)")
-    window: int | None = _option(None, MODEL, "how many tokens a query sees (default: all before it)")
-    tie_embeddings: bool = _option(False, MODEL, "use the embedding's matrix as the head's")
-    attn: str = _option("auto", MODEL, f"what computes attention: {', '.join(NAMES)}", on_resume=True)
+    steps: int = _free(400, "optimizer steps of the whole run")
+    batch_size: int = _fixed(16, "sequences per optimizer step, over all processes")
+    learning_rate: float = _fixed(3e-3, "peak learning rate, reached after the warm-up")
+    min_learning_rate: float | None = _fixed(None, "learning rate of the last step (default: a tenth of the peak)")
+    warmup_steps: int = _fixed(40, "steps of linear warm-up")
+    weight_decay: float = _fixed(0.1, "AdamW's weight decay, of matrices only")
+    beta1: float = _fixed(0.9, "AdamW's decay rate of the first moment")
+    beta2: float = _fixed(0.95, "AdamW's decay rate of the second moment")
+    grad_clip: float | None = _fixed(1.0, "largest global norm of the gradient; 0 for no clipping")
+    seed: int = _fixed(0, "seed of the initial parameters and of the order of the data")
 
-    steps: int = _option(400, UPDATE, "optimizer steps of the whole run", on_resume=True)
-    batch_size: int = _option(16, UPDATE, "sequences in an optimizer step")
-    learning_rate: float = _option(3e-3, UPDATE, "at its highest, after the warm-up")
-    min_learning_rate: float | None = _option(None, UPDATE, "at the last step (default: a tenth of the highest)")
-    warmup_steps: int = _option(40, UPDATE, "steps in which the learning rate rises")
-    weight_decay: float = _option(0.1, UPDATE, "of matrices, embeddings among them; gains of norms have none")
-    beta1: float = _option(0.9, UPDATE, "AdamW's average of gradients")
-    beta2: float = _option(0.95, UPDATE, "AdamW's average of squared gradients")
-    grad_clip: float | None = _option(1.0, UPDATE, "the largest global norm of a gradient; 0 for no limit")
-    seed: int = _option(0, UPDATE, "of the parameters, and of the order of the data")
+    device: str = _free("auto", "cuda, cuda:1, mps or cpu (default: the first available)")
+    dtype: str = _free("auto", "bfloat16 autocast, or float32 (default: bfloat16 on GPUs that support it)")
+    micro_batch_size: int | None = _free(None, "sequences per forward pass (default: the whole batch)")
+    parallel: str = _free("none", f"how torchrun's processes share the work: {', '.join(MODES)}")
+    context_size: int | None = _free(None, "processes that share a sequence; 0 for all (default: all)")
+    reshard: bool = _free(True, "with fsdp, free parameters after the forward pass and gather them again")
+    compile: bool = _free(False, "use torch.compile")
+    recompute_every: int | None = _free(None, "activation checkpointing: keep only the input of every n-th block")
+    loss_chunk: int | None = _free(None, "tokens whose logits are in memory at a time (default: all)")
 
-    device: str = _option("auto", COMPUTE, "cuda, cuda:1, mps or cpu (default: the first there is)", on_resume=True)
-    dtype: str = _option("auto", COMPUTE, "bfloat16 autocast, or float32 (default: bfloat16 on GPUs)", on_resume=True)
-    micro_batch_size: int | None = _option(
-        None, COMPUTE, "sequences at a time, whose gradients accumulate (default: all of a step)", on_resume=True
-    )
-    parallel: str = _option(
-        NONE, COMPUTE, f"how the processes that torchrun starts share the work: {', '.join(MODES)}", on_resume=True
-    )
-    context_size: int | None = _option(
-        None, COMPUTE, "processes that share each sequence; 0 for all (default: all, with context)", on_resume=True
-    )
-    reshard: bool = _option(
-        True,
-        COMPUTE,
-        "with fsdp, gather parameters anew for the backward pass instead of keeping them",
-        on_resume=True,
-    )
-    compile: bool = _option(False, COMPUTE, "compile the model with torch.compile", on_resume=True)
-    recompute_every: int | None = _option(
-        None, COMPUTE, "keep only the input of every so many blocks for the backward pass", on_resume=True
-    )
-    loss_chunk: int | None = _option(None, COMPUTE, "tokens whose logits are in memory at a time", on_resume=True)
-
-    out: str | None = _option(None, OUTPUT, "the run's folder (default: runs/<preset>-<date>)")
-    log_every: int = _option(10, OUTPUT, "steps between lines of progress", on_resume=True)
-    eval_every: int = _option(100, OUTPUT, "steps between validations; 0 for none", on_resume=True)
-    eval_sequences: int = _option(64, OUTPUT, "sequences of a validation, at most", on_resume=True)
-    sample_every: int = _option(100, OUTPUT, "steps between samples of text; 0 for none", on_resume=True)
-    sample_tokens: int = _option(200, OUTPUT, "tokens of a sample", on_resume=True)
-    sample_prompt: str = _option("", OUTPUT, "what samples begin with (default: the end of a document)", on_resume=True)
-    temperature: float = _option(0.8, OUTPUT, "of samples; 0 for the likeliest token", on_resume=True)
-    top_p: float | None = _option(None, OUTPUT, "draw samples from the likeliest tokens of this mass", on_resume=True)
-    checkpoint_every: int = _option(100, OUTPUT, "steps between checkpoints", on_resume=True)
-    keep: int = _option(3, OUTPUT, "how many checkpoints are kept", on_resume=True)
-    plot: bool = _option(True, OUTPUT, "draw the loss, where matplotlib is installed", on_resume=True)
-    log_to: tuple[str, ...] = _option((), OUTPUT, f"also log to: {', '.join(LOGGERS)}", on_resume=True)
+    out: str | None = _free(None, "the run's folder (default: runs/<preset>-<date>)")
+    log_every: int = _free(10, "steps between progress lines")
+    eval_every: int = _free(100, "steps between validations; 0 for none")
+    eval_sequences: int = _free(64, "sequences in a validation, at most")
+    sample_every: int = _free(100, "steps between samples of text; 0 for none")
+    sample_tokens: int = _free(200, "tokens in a sample")
+    sample_prompt: str = _free("", "prompt of the samples (default: the end-of-document token)")
+    temperature: float = _free(0.8, "temperature of the samples; 0 for greedy decoding")
+    top_p: float | None = _free(None, "nucleus sampling: probability mass to sample from")
+    checkpoint_every: int = _free(100, "steps between checkpoints")
+    keep: int = _free(3, "number of checkpoints kept")
 
     def __post_init__(self) -> None:
-        for name, kind in field_types().items():
-            object.__setattr__(self, name, _typed(name, getattr(self, name), kind))
+        for name in ("data", "val_data"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("grad_clip", "context_size"):
+            object.__setattr__(self, name, getattr(self, name) or None)
         if not self.data:
             raise ValueError("data must be at least one file or folder; got none")
-        if self.grad_clip == 0:
-            object.__setattr__(self, "grad_clip", None)
-        if self.context_size == 0:
-            object.__setattr__(self, "context_size", None)
-        self._check_ranges()
-        self._check_choices()
+        sizes = "steps batch_size micro_batch_size context_size recompute_every loss_chunk log_every eval_sequences"
+        sizes += " sample_tokens checkpoint_every keep"
+        self._check(sizes, lambda value: 1 <= value < 10**8, "from 1 to 99999999")
+        self._check("warmup_steps eval_every sample_every", lambda value: value >= 0, "at least 0")
+        self._check("seed", lambda value: 0 <= value < 2**64, "from 0 to 2**64 - 1")
+        self._check("weight_decay min_learning_rate", lambda value: 0 <= value < math.inf, "at least 0 and finite")
+        self._check("learning_rate grad_clip", lambda value: 0 < value < math.inf, "positive and finite")
+        self._check("val_fraction beta1 beta2", lambda value: 0 <= value < 1, "at least 0 and below 1")
+        self._check("dtype", lambda value: value in DTYPES, f"one of {', '.join(DTYPES)}")
+        Sampling(self.temperature, None, self.top_p)
+        self._check("min_learning_rate", lambda value: value <= self.learning_rate, "at most learning_rate")
 
-    def _check_ranges(self) -> None:
-        at_least_one = "steps batch_size micro_batch_size recompute_every loss_chunk log_every eval_sequences "
-        at_least_one += "sample_tokens checkpoint_every keep context_size"
-        not_negative = "warmup_steps weight_decay eval_every sample_every temperature seed min_learning_rate"
-        for least, names in ((1, at_least_one), (0, not_negative)):
-            for name in names.split():
-                value = getattr(self, name)
-                if value is not None and not value >= least:
-                    raise ValueError(f"{name} must be at least {least}; got {value}")
-        for name, kind in field_types().items():
-            most = {"window": None, "seed": MOST_SEED}.get(name, MOST)
-            if kind in (int, int | None) and most is not None and (getattr(self, name) or 0) > most:
-                raise ValueError(f"{name} must be at most {most}; got {getattr(self, name)}")
-        for name in ("learning_rate", "grad_clip"):
+    def _check(self, names: str, condition: Callable[[Any], bool], expected: str) -> None:
+        for name in names.split():
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive; got {value}")
-        for name in ("val_fraction", "beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1; got {getattr(self, name)}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1; got {self.top_p}")
-        if self.lowest_rate > self.learning_rate:
-            raise ValueError(
-                f"min_learning_rate must be at most learning_rate, {self.learning_rate}; got {self.min_learning_rate}"
-            )
-        self.micro_batch()
+            if value is not None and not condition(value):
+                raise ValueError(f"{name} must be {expected}; got {value}")
 
-    def _check_choices(self) -> None:
-        suites = {suite: (TINY, *names) for suite, names in PRESETS.items()}
-        _check_choice("suite", self.suite, tuple(suites))
-        _check_choice("preset", self.preset, suites[self.suite])
-        _check_choice("attn", self.attn, NAMES)
-        _check_choice("dtype", self.dtype, DTYPES)
-        _check_choice("parallel", self.parallel, MODES)
-        for name in self.log_to:
-            _check_choice("log_to", name, LOGGERS)
-
-    def micro_batch(self, groups: int = 1) -> int:
-        """Sequences that go through the model at a time, where so many groups of processes divide a step among them.
-
-        Raises:
-            ValueError: the sequences of a step cannot be divided so.
-        """
-        if self.batch_size % groups:
-            raise ValueError(
-                f"batch_size must be a multiple of {groups}, the groups of processes with sequences of their own; got "
-                f"{self.batch_size}"
-            )
-        of_a_group = self.batch_size // groups
-        micro_batch = of_a_group if self.micro_batch_size is None else self.micro_batch_size
-        if of_a_group % micro_batch:
-            divided = "batch_size" if groups == 1 else f"batch_size / {groups}"
-            raise ValueError(f"micro_batch_size must divide {divided}, {of_a_group}; got {micro_batch}")
+    def micro_batch(self, data_size: int) -> int:
+        """Sequences per forward pass of each of ``data_size`` groups; ValueError if they do not divide a batch."""
+        if self.batch_size % data_size:
+            raise ValueError(f"batch_size must be a multiple of {data_size} groups of processes; got {self.batch_size}")
+        local = self.batch_size // data_size
+        micro_batch = self.micro_batch_size or local
+        if local % micro_batch:
+            raise ValueError(f"micro_batch_size must divide the {local} sequences of each group; got {micro_batch}")
         return micro_batch
 
     @property
     def lowest_rate(self) -> float:
-        """The learning rate at the last step."""
+        """Learning rate of the last step."""
         return self.learning_rate / 10 if self.min_learning_rate is None else self.min_learning_rate
 
-    def model(self, tokens: int) -> TransformerConfig:
-        """The model's config for a tokenizer of so many tokens.
-
-        Raises:
-            ValueError: ``vocab_size`` is less than ``tokens``, or the sizes do not fit together.
-        """
-        if self.vocab_size is not None and self.vocab_size < tokens:
-            raise ValueError(f"vocab_size must be at least the tokenizer's {tokens}; got {self.vocab_size}")
-        rounded = -(-tokens // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-        sizes = {"vocab_size": self.vocab_size or rounded, "tie_embeddings": self.tie_embeddings, "attn": self.attn}
-        names = ("context_length", "d_model", "d_ff", "num_layers", "num_heads", "num_kv_heads", "window")
-        changes = sizes | {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+    def model(self, vocab_size: int) -> TransformerConfig:
+        """The model's config for a tokenizer with ``vocab_size`` tokens. Raises ValueError if sizes do not fit."""
+        if self.vocab_size is not None and self.vocab_size < vocab_size:
+            raise ValueError(f"vocab_size must be at least the tokenizer's {vocab_size}; got {self.vocab_size}")
+        names = {field.name for field in dataclasses.fields(TransformerConfig)} & {*vars(self)}
+        sizes: dict[str, Any] = {"vocab_size": -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE}
+        sizes |= {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.preset != TINY:
-            return preset(self.preset, self.suite, **changes)
-        settings: dict[str, Any] = {"context_length": TINY_CONTEXT} | TINY_SIZES._asdict() | changes
-        return TransformerConfig(**settings)
+            return preset(self.preset, self.suite, **sizes)
+        return TransformerConfig(**{"context_length": TINY_CONTEXT_LENGTH} | TINY_SIZES._asdict() | sizes)
 
-    def save(self, path: Path) -> None:
-        """Write the options as JSON, in one step."""
-        write_text(path, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+    def resumed(self, changes: dict[str, Any]) -> TrainingConfig:
+        """These options with changes, for a resumed run. Raises ValueError if one of them is fixed."""
+        new = dataclasses.replace(self, **changes)
+        for field in dataclasses.fields(self):
+            before, after = getattr(self, field.name), getattr(new, field.name)
+            if before != after and field.metadata["fixed"]:
+                raise ValueError(f"{field.name} must stay {before!r} in a resumed run; got {after!r}")
+        return new
 
     @classmethod
     def load(cls, path: Path) -> TrainingConfig:
-        """The options that `save` wrote. Raises ValueError when they are others than those of this version, or none."""
+        """The options in a JSON file. Raises ValueError if the file is missing or holds something else."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} must hold the options of a run as JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"{path} must hold the options of a run as JSON; got a {type(values).__name__}")
-        check_names(values, str(path))
-        return cls(**values)
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path} must hold the options of a training run: {error}") from error
 
 
-def field_types() -> dict[str, Any]:
-    """The type of every option, by name."""
-    return typing.get_type_hints(TrainingConfig)
-
-
-def check_names(values: Mapping[str, object], where: str) -> None:
-    """Raise ValueError, naming them, when there are keys that are no options."""
-    unknown = sorted(set(values) - set(field_types()))
-    if unknown:
-        raise ValueError(f"{where} must hold options of the training command alone; got unknown {', '.join(unknown)}")
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
-
-
-def _typed(name: str, value: Any, kind: Any) -> Any:
-    """The value as its field has it: whole numbers do for floats, and lists, which JSON and TOML have, for tuples."""
-    optional = typing.get_origin(kind) in (typing.Union, types.UnionType)
-    if optional and value is None:
-        return None
-    inner = typing.get_args(kind)[0] if optional else kind
-    if typing.get_origin(inner) is tuple:
-        if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
-            raise TypeError(f"{name} must be a list of strings; got {value!r}")
-        return tuple(value)
-    if inner is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not isinstance(value, inner) or (inner is int and isinstance(value, bool)):
-        raise TypeError(f"{name} must be of type {inner.__name__}; got {value!r} of type {type(value).__name__}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{name} must be finite; got {value}")
-    return value
+def build_parser() -> argparse.ArgumentParser:
+    """``--resume`` and a flag for each field of `TrainingConfig`; only flags that are given appear in the result."""
+    parser = argparse.ArgumentParser(
+        prog="python -m cs336_systems.training",
+        description="Train a Transformer on text files. A run that was interrupted, or killed, can be resumed.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--resume", type=Path, metavar="FOLDER", help="resume the run in this folder")
+    hints = typing.get_type_hints(TrainingConfig)
+    for field in dataclasses.fields(TrainingConfig):
+        hint, text = hints[field.name], field.metadata["help"].replace("%", "%%")
+        if field.default not in (None, (), "", "auto"):
+            text += f" (default: {field.default})"
+        how: dict[str, Any] = {"type": typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint}
+        if hint is bool:
+            how = {"action": argparse.BooleanOptionalAction}
+        elif typing.get_origin(hint) is tuple:
+            how = {"nargs": "+"}
+        parser.add_argument(f"--{field.name.replace('_', '-')}", help=text, **how)
+    return parser

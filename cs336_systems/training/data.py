@@ -1,14 +1,14 @@
-"""Which tokens each step sees: a function of the seed and of the number of the step alone.
-
-An epoch cuts the tokens into windows that do not overlap, beginning at an offset of its own, and visits each once in a
-random order. Epochs follow one another without a gap: sequence number n of a run is window n mod W of epoch n // W,
-where W is the number of windows. So a run is continued by a counter, and the sequences of a step are the same however
-many processes share them.
-"""
+"""Tokenizers, text files as one memory-mapped array of tokens, and the order in which training visits it."""
 
 from __future__ import annotations
 
+import codecs
+import fnmatch
 import functools
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,106 +16,185 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from .corpus import Tokens
+from ..files import replacing
+from .config import TrainingConfig
 
-_ORDER, _OFFSET = 0, 1
-"""What is drawn of a seed and an epoch; each has a stream of its own."""
+TRAIN, VALIDATION = "train.bin", "validation.bin"
+CHARACTERS_AT_A_TIME = 2**24
+LENGTH_OF_START = 8192
+END_OF_DOCUMENT = "<|endoftext|>"
+
+Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
 
-class Windows:
-    """Tokens as sequences of one length, each with the tokens that follow its own.
+class ByteTokenizer:
+    """Each byte of UTF-8 is a token; token 256 ends a document.
 
-    Args:
-        tokens: all of them.
-        context_length: of a sequence, in tokens.
-        seed: of the order.
-
-    Raises:
-        ValueError: there are fewer tokens than one sequence takes: twice its length, of which the offset is a part.
+    Attributes:
+        size: number of tokens; each is below it.
+        end_of_document: the token after each file.
     """
 
-    def __init__(self, tokens: Tokens, context_length: int, seed: int) -> None:
-        self.tokens = tokens
-        self.context_length = context_length
-        self.seed = seed
-        # Wherever an epoch begins, from 0 up to the length, and with the target of the last token.
-        self.count = (len(tokens) - context_length) // context_length
-        if self.count < 1:
-            raise ValueError(
-                f"data must have at least {2 * context_length} tokens to train on, twice the context length; got "
-                f"{len(tokens)}: give more text, or a smaller context_length"
-            )
-        # A step can reach into the next epoch, and its orders are expensive to draw for each sequence.
-        self._order = functools.lru_cache(maxsize=2)(self._draw_order)
+    size = 257
+    end_of_document = 256
+
+    def encode(self, text: str) -> Sequence[int]:
+        """The tokens of a text, in a buffer that NumPy reads as it is."""
+        return bytearray(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens; what is not text, such as the padding of the vocabulary, becomes U+FFFD."""
+        special = {self.end_of_document: f"\n{END_OF_DOCUMENT}\n"}
+        pieces = (bytes((t,)) if t < 256 else special.get(t, "\ufffd").encode() for t in tokens)
+        return b"".join(pieces).decode(errors="replace")
+
+
+class FileTokenizer:
+    """The tokenizer in a ``tokenizer.json`` of the package tokenizers; ValueError if it cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import tokenizers
+        except ImportError:
+            raise ValueError(f"tokenizer {path} needs the package tokenizers: pip install tokenizers") from None
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
+            vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+            self.end_of_document = vocabulary[END_OF_DOCUMENT]
+        except Exception as error:  # the package raises plain Exception
+            raise ValueError(f"tokenizer must be a file with {END_OF_DOCUMENT}; got {path}: {error}") from error
+        self.size = 1 + max(vocabulary.values())  # ids can have gaps
+
+    def encode(self, text: str) -> Sequence[int]:
+        """The tokens, without those that a template adds."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text, including special tokens."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
+
+
+def open_tokenizer(config: TrainingConfig, folder: Path | None = None) -> Tokenizer:
+    """The tokenizer of the options; for a run's folder, from the copy of its file there."""
+    if config.tokenizer is None:
+        return ByteTokenizer()
+    path = Path(config.tokenizer)
+    return FileTokenizer(path if folder is None else folder / path.name)
+
+
+def text_files(paths: Sequence[str], pattern: str = "*") -> list[Path]:
+    """Files as given, and the text files in folders, searched recursively, in sorted order; each file once.
+
+    Of folders, files are skipped that are hidden, whose names do not match the pattern, or that do not begin as UTF-8.
+    Raises ValueError if a path has no text file.
+    """
+    files: list[Path] = []
+    for path in map(Path, paths):
+        found = [path] if path.is_file() else []
+        for file in sorted(path.rglob("*")):
+            hidden = any(name.startswith(".") for name in file.relative_to(path).parts)
+            if not hidden and fnmatch.fnmatchcase(file.name, pattern) and file.is_file() and _looks_like_text(file):
+                found.append(file)
+        if not found:
+            raise ValueError(f"data must be text files, or folders with files that match {pattern!r}; got {path}")
+        files += found
+    return list(dict.fromkeys(files))
+
+
+def _looks_like_text(path: Path) -> bool:
+    with path.open("rb") as file:
+        start = file.read(LENGTH_OF_START)
+    try:
+        # A character can be cut off at the end of the start, but not at the end of the file.
+        codecs.getincrementaldecoder("utf-8")().decode(start, final=len(start) < LENGTH_OF_START)
+    except UnicodeDecodeError:
+        return False
+    return bool(start) and b"\0" not in start
+
+
+def write_tokens(target: Path, files: Sequence[Path], tokenizer: Tokenizer) -> None:
+    """Write the tokens of files, each followed by ``end_of_document``, atomically. ValueError if one is not UTF-8."""
+    with replacing(target) as out:
+        for path in files:
+            try:
+                with path.open(encoding="utf-8", newline="") as file:
+                    while lines := file.readlines(CHARACTERS_AT_A_TIME):
+                        out.write(np.asarray(tokenizer.encode("".join(lines)), _dtype(tokenizer)).tobytes())
+            except UnicodeDecodeError as error:
+                raise ValueError(f"data must be text in UTF-8; got {path}: {error}") from None
+            out.write(np.asarray([tokenizer.end_of_document], _dtype(tokenizer)).tobytes())
+
+
+def _dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
+    return np.dtype("<u2" if tokenizer.size <= 2**16 else "<u4")
+
+
+def prepare(config: TrainingConfig, folder: Path) -> None:
+    """Write the tokens and a copy of the tokenizer's file into the folder of a new run, which then needs no other.
+
+    Raises ValueError if the folder has other files, or if the text or the tokenizer cannot be read.
+    """
+    tokenizer = open_tokenizer(config)
+    expected = {TRAIN, VALIDATION, Path(config.tokenizer or "").name}
+    if {path.name for path in folder.glob("[!.]*")} - expected:
+        raise ValueError(f"out must be a new folder; {folder} has files: --resume {folder} resumes a run")
+    sources = {TRAIN: text_files(config.data, config.files)}
+    if config.val_data:
+        sources[VALIDATION] = text_files(config.val_data, config.files)
+    for name, files in sources.items():
+        write_tokens(folder / name, files, tokenizer)
+    if config.tokenizer is not None:
+        shutil.copy(config.tokenizer, folder)
+
+
+def open_tokens(config: TrainingConfig, folder: Path, tokenizer: Tokenizer) -> tuple[Tokens, Tokens | None]:
+    """The tokens that `prepare` wrote, memory-mapped: for training, and for validation unless there are none."""
+    train: Tokens = np.memmap(folder / TRAIN, _dtype(tokenizer), "r")
+    if config.val_data:
+        return train, np.memmap(folder / VALIDATION, _dtype(tokenizer), "r")
+    held_out = int(len(train) * config.val_fraction)
+    return train[: len(train) - held_out], train[len(train) - held_out :] if config.val_fraction else None
+
+
+class EpochOrder:
+    """The order in which a run visits the windows of its tokens.
+
+    Each epoch cuts the tokens into windows of ``length`` that do not overlap, beginning at a random offset, and visits
+    every window once in random order. Sequence n of a run is window n mod W of epoch n // W, for W windows. So the
+    number of the step is all that a resumed run needs, and processes share a step without communication.
+    Raises ValueError for fewer than ``2 * length`` tokens: the offset takes up to ``length``.
+    """
+
+    def __init__(self, tokens: int, length: int, seed: int) -> None:
+        self.length, self.seed = length, seed
+        self.windows = (tokens - length) // length
+        if self.windows < 1:
+            raise ValueError(f"data must have at least 2 · context_length = {2 * length} tokens; got {tokens}")
+        self._epoch = functools.lru_cache(maxsize=2)(self._draw)  # a step can span two epochs
+
+    def _draw(self, epoch: int) -> npt.NDArray[np.int64]:
+        generator = np.random.default_rng((self.seed, epoch))
+        return generator.integers(self.length) + generator.permutation(self.windows) * self.length
 
     def starts(self, first: int, count: int) -> npt.NDArray[np.int64]:
-        """Where the sequences numbered from `first` of a run begin among the tokens."""
-        numbers = np.arange(first, first + count)
-        epochs, places = numbers // self.count, numbers % self.count
-        starts = np.empty(count, np.int64)
-        for epoch in np.unique(epochs):
-            mine = epochs == epoch
-            starts[mine] = self.offset(int(epoch)) + self._order(int(epoch))[places[mine]] * self.context_length
-        return starts
-
-    def batch(
-        self, step: int, batch_size: int, micro_batch: int, part: int, rank: int = 0, world_size: int = 1
-    ) -> tuple[Int[Tensor, "batch length"], Int[Tensor, "batch length"]]:
-        """The tokens of a part of a step, and what follows each; int64, on the CPU.
-
-        Args:
-            step: of the optimizer, from 0 on.
-            batch_size: sequences in a step, over all parts and processes.
-            micro_batch: sequences in a part of one process.
-            part: from 0 up to batch_size / (micro_batch · world_size).
-            rank, world_size: the number of this process, and how many there are.
-
-        Raises:
-            ValueError: the sequences of a step are not so many parts of each process, or there is no such part.
-        """
-        if batch_size % (micro_batch * world_size):
-            raise ValueError(
-                f"batch_size must be a multiple of micro_batch × world_size, {micro_batch} × {world_size}; got "
-                f"{batch_size}"
-            )
-        if not (0 <= rank < world_size and 0 <= part < batch_size // (micro_batch * world_size)):
-            raise ValueError(f"rank and part must be within the step; got rank {rank}, part {part}")
-        first = step * batch_size + (part * world_size + rank) * micro_batch
-        return gather(self.tokens, self.starts(first, micro_batch), self.context_length)
-
-    def offset(self, epoch: int) -> int:
-        """Where the first window of an epoch begins."""
-        return int(np.random.default_rng((self.seed, epoch, _OFFSET)).integers(self.context_length))
-
-    def _draw_order(self, epoch: int) -> npt.NDArray[np.int64]:
-        return np.random.default_rng((self.seed, epoch, _ORDER)).permutation(self.count)
+        """Index of the first token of sequences ``first`` to ``first + count - 1`` of the run."""
+        return np.array([self._epoch(n // self.windows)[n % self.windows] for n in range(first, first + count)])
 
 
-def gather(
+def evaluation_starts(tokens: int, length: int, count: int) -> npt.NDArray[np.int64]:
+    """Index of the first token of up to ``count`` windows, spread evenly. ValueError if there is none."""
+    windows = (tokens - 1) // length
+    if windows < 1:
+        raise ValueError(f"validation must have more than context_length = {length} tokens; got {tokens}")
+    return np.linspace(0, windows - 1, min(count, windows)).round().astype(np.int64) * length
+
+
+def sequences(
     tokens: Tokens, starts: npt.NDArray[np.int64], length: int
 ) -> tuple[Int[Tensor, "batch length"], Int[Tensor, "batch length"]]:
-    """The sequences that begin at `starts`, and what follows each of their tokens."""
-    rows = np.stack([tokens[start : start + length + 1] for start in starts]).astype(np.int64)
-    both = torch.from_numpy(rows)
-    return both[:, :-1], both[:, 1:]
-
-
-def split(tokens: Tokens, fraction: float) -> tuple[Tokens, Tokens]:
-    """The tokens to train on, and the last `fraction` of them, to validate on."""
-    kept = len(tokens) - int(len(tokens) * fraction)
-    return tokens[:kept], tokens[kept:]
-
-
-def validation_starts(tokens: Tokens, length: int, most: int) -> npt.NDArray[np.int64]:
-    """Where the sequences to validate on begin: at most so many windows, spread evenly, the same every time.
-
-    Raises:
-        ValueError: there are too few tokens for one.
-    """
-    count = (len(tokens) - 1) // length
-    if count < 1:
-        raise ValueError(
-            f"the text to validate on must have more tokens than the context length, {length}; got {len(tokens)}: "
-            "give more text, a larger val_fraction, or val_fraction 0 for no validation"
-        )
-    return np.linspace(0, count - 1, min(most, count)).round().astype(np.int64) * length
+    """The sequences at `starts` and the token after each of their tokens; int64, on the CPU."""
+    rows = torch.from_numpy(np.stack([tokens[start : start + length + 1] for start in starts]).astype(np.int64))
+    return rows[:, :-1], rows[:, 1:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from cs336_systems.training.options import build_parser
+from cs336_systems.training.config import build_parser
 
 
 def examples(page: str) -> list[str]:

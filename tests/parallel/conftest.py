@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.multi_gpu])])
 def place(request):
-    """The type of the device, which goes to other processes."""
+    """The type of the device, which is sent to other processes."""
     return request.param

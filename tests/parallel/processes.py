@@ -1,4 +1,4 @@
-"""Runs a function in several processes, which see the environment that torchrun would give them."""
+"""Runs a function in several processes, in the environment that torchrun sets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import multiprocessing
 from cs336_systems.parallel import Layout, start
 
 MOST_GROUPS = 12
-"""Process groups that a function may start, one after the other: each meets at a port of its own."""
+"""Process groups that a function can start, one after the other, each with its own port."""
 
 _ports: Iterator[int]
 
@@ -26,7 +26,7 @@ def spawn(function: Callable[..., None], count: int, *arguments: object) -> None
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this machine at which nothing listens, no two the same."""
+    """Different ports of this machine on which nothing listens."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -43,14 +43,14 @@ def _begin(rank: int, function: Callable[..., None], count: int, ports: list[int
         from tests.interpreter import make_faster
 
         make_faster()
-    # As pytest has it, but for what torch says of itself.
+    # Like pytest, except for torch's own deprecations.
     warnings.simplefilter("error", FutureWarning)
     function(*arguments)
 
 
 @contextlib.contextmanager
 def layout_of(mode: str, device: str, context_size: int | None = None) -> Iterator[Layout]:
-    """`start`, for functions that `spawn` calls."""
+    """`start`, in functions that `spawn` calls."""
     os.environ["MASTER_PORT"] = str(next(_ports))
     with start(mode, torch.device(device), context_size) as layout:
         yield layout

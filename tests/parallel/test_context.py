@@ -1,4 +1,4 @@
-"""Attention over shared sequences: values and gradients are those of the whole ones, in float64 by the formula."""
+"""Context parallel attention: outputs and gradients are those of full sequences, computed naively in float64."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .processes import layout_of, spawn
 HEADS, KV_HEADS, CHUNK, D = 4, 2, 5, 8
 
 
-def share(x, layout):
+def shard(x, layout):
     """A process's two chunks."""
     chunks = x.split(CHUNK, dim=2)
     return torch.cat([chunks[number] for number in chunks_of(layout.context_rank, layout.context_size)], dim=2)
 
 
 def drawn(layout, dtype=torch.float64):
-    """q, k, v and the output's gradient of whole sequences, the same for all processes."""
+    """q, k, v and the output's gradient of full sequences, the same on all processes."""
     generator = torch.Generator().manual_seed(7)
     length = 2 * layout.context_size * CHUNK
     heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
@@ -40,34 +40,34 @@ def check_gradients(layout, impl, window, checkpointed):
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = attention(*whole, causal=True, window=window, impl="naive")
     expected.backward(dout)
-    mine = [share(x, layout).to(dtype).requires_grad_() for x in (q, k, v)]
+    mine = [shard(x, layout).to(dtype).requires_grad_() for x in (q, k, v)]
     attend = ContextAttention(Attention(causal=True, window=window, impl=impl), layout.context_group)
 
     def layer(*inputs):
-        return 2 * attend(*(x + 0 for x in inputs))  # nothing that goes in is a leaf, as in a model
+        return 2 * attend(*(x + 0 for x in inputs))  # no input is a leaf, as in a model
 
     out = checkpoint(layer, *mine, use_reentrant=False) if checkpointed else layer(*mine)
-    out.backward(share(dout, layout).to(dtype) / 2)
+    out.backward(shard(dout, layout).to(dtype) / 2)
     close = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
     what = f"{impl}, window {window}, checkpointed {checkpointed}"
-    torch.testing.assert_close(out.double() / 2, share(expected, layout), msg=lambda text: f"{what}: {text}", **close)
+    torch.testing.assert_close(out.double() / 2, shard(expected, layout), msg=lambda text: f"{what}: {text}", **close)
     for name, x, of_whole in zip("qkv", mine, whole, strict=True):
         torch.testing.assert_close(
             x.grad.double(),
-            share(of_whole.grad, layout),
+            shard(of_whole.grad, layout),
             msg=lambda text, name=name: f"{what}, d{name}: {text}",
             **close,
         )
 
 
 def check_memory(layout):
-    """Of what autograd keeps, the gathered keys and values have no memory until the backward pass."""
-    q, k, v, _ = (share(x, layout).requires_grad_() for x in drawn(layout))
+    """The gathered keys and values that autograd saves have no storage until the backward pass."""
+    q, k, v, _ = (shard(x, layout).requires_grad_() for x in drawn(layout))
     kept = []
     with saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         out = ContextAttention(Attention(causal=True, impl="tiled"), layout.context_group)(q, k, v)
     gathered = [x for x in kept if x.shape[1] == KV_HEADS and x.untyped_storage().size() == 0]
-    # Of two calls, and in what releases them: keys and values each.
+    # Keys and values, saved by two calls of attention and by what frees them.
     assert len(gathered) == 6
     whole = k.nbytes * layout.context_size
     assert all(x.untyped_storage().size() < whole for x in kept if x.shape[1] == KV_HEADS)
@@ -78,8 +78,8 @@ def check_memory(layout):
 
 
 def check_frozen(layout):
-    """Keys that need no gradient have none, and those of the others are what they were."""
-    q, k, v, dout = (share(x, layout) for x in drawn(layout))
+    """Without gradients of keys or values, the others are the same."""
+    q, k, v, dout = (shard(x, layout) for x in drawn(layout))
     attend = ContextAttention(Attention(causal=True, impl="naive"), layout.context_group)
     grads = []
     for needs in ((q, k, v), (q, v), (q,)):
@@ -92,22 +92,22 @@ def check_frozen(layout):
 
 
 def check_autocast(layout):
-    """Keys are sent in autocast's dtype, and their gradients come back in that of the keys."""
-    q, k, v, dout = (share(x, layout) for x in drawn(layout, torch.float32))
+    """Keys are gathered in autocast's dtype; their gradients have the dtype of the keys."""
+    q, k, v, dout = (shard(x, layout) for x in drawn(layout, torch.float32))
     expected = attention(*(x.to(layout.device) for x in drawn(layout)[:3]), causal=True)
     mine = [x.requires_grad_() for x in (q, k, v)]
     with torch.autocast(layout.device.type, torch.bfloat16):
         out = ContextAttention(Attention(causal=True), layout.context_group)(*mine)
     out.backward(dout.to(out.dtype))
     assert (out.dtype, k.grad.dtype) == (torch.bfloat16, torch.float32)
-    torch.testing.assert_close(out.double(), share(expected, layout), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(out.double(), shard(expected, layout), rtol=2e-2, atol=2e-2)
 
 
 def check_refusals(layout):
     group = layout.context_group
-    with pytest.raises(ValueError, match="whole must be causal, aligned at the bottom right; got causal=False"):
+    with pytest.raises(ValueError, match="attention must be causal, aligned at the bottom right; got causal=False"):
         ContextAttention(Attention(), group)
-    with pytest.raises(ValueError, match=r"whole must have a dropout_p of 0; got 0\.5"):
+    with pytest.raises(ValueError, match=r"attention must have a dropout_p of 0; got 0\.5"):
         ContextAttention(Attention(causal=True, dropout_p=0.5), group)
     odd = torch.zeros(1, 1, 3, 8, device=layout.device)
     with pytest.raises(ValueError, match="q must have an even length, two chunks of a sequence; got 3"):
@@ -128,7 +128,7 @@ def all_checks(place):
         check_refusals(layout)
 
 
-def test_shared_sequences_have_the_values_and_gradients_of_whole_ones(place):
+def test_two_processes_have_the_outputs_and_gradients_of_one(place):
     spawn(all_checks, 2, place)
 
 
@@ -138,5 +138,5 @@ def three(place):
         check_gradients(layout, "tiled", (11, 0), False)
 
 
-def test_of_three_processes():
+def test_three_processes():
     spawn(three, 3, "cpu")

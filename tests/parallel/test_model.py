@@ -1,4 +1,4 @@
-"""A model that several processes train: its loss and gradients are those of one process, whatever they share."""
+"""A model that several processes train: its loss and gradients are those of one process, in every mode."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cs336_systems.parallel import ContextAttention, Layout, ParallelModel
-from cs336_systems.training.optimizer import clip
+from cs336_systems.training.optimizer import global_norm, update
 from cs336_systems.transformer import Transformer, TransformerConfig, generate
 
 from .processes import layout_of, spawn
@@ -28,14 +28,14 @@ CASES = [
     ({"tie_embeddings": True, "window": 5}, {"checkpoint_every": 1}, {"reshard": False}),
     ({"attn": "naive"}, {"checkpoint_every": 2}, {"compile": True}),
 ]
-"""Changes of the model's config, its settings, and those of `ParallelModel`."""
+"""Changes of the model's config, keywords of the model, and keywords of `ParallelModel`."""
 SEQUENCES, PARTS = 8, 2
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
-"""Of float32 that is added up in another order, and on a GPU multiplied in other tiles."""
+"""For float32 that is summed in another order, and on a GPU multiplied in other tiles."""
 
 
 def batch():
-    """Tokens and targets, some of which do not count: a whole sequence, and most of another."""
+    """Tokens and targets; those of one sequence, and most of another, do not count."""
     tokens = torch.randint(40, (SEQUENCES, 23), generator=torch.Generator().manual_seed(1))
     targets = tokens[:, 1:].clone()
     targets[0, 4:] = targets[5] = -100
@@ -57,51 +57,56 @@ def whole(tensor):
 
 
 def step(parallel, chunk=None):
-    """The loss of a step in parts, its gradients left in the parameters."""
+    """The loss of a step in micro-batches; the gradients stay in the parameters."""
     layout, (tokens, targets) = parallel.layout, batch()
     each = SEQUENCES // layout.data_size // PARTS
     total = torch.zeros((), device=layout.device)
     for part in range(PARTS):
         first = (part * layout.data_size + layout.data_rank) * each
         mine = slice(first, first + each)
-        with parallel.part(last=part == PARTS - 1):
+        with parallel.micro_batch(last=part == PARTS - 1):
             loss = parallel.loss(tokens[mine], targets[mine], count=int((targets != -100).sum()), chunk=chunk)
             loss.backward()
         total += loss.detach()
-    return layout.total(total) / layout.size
+    return layout.all_reduce(total) / layout.size
 
 
 def check_gradients(layout, changes, settings, ways):
     make, what = made(changes, settings), f"{layout.mode} of {layout.context_size}, {changes}, {settings}, {ways}"
 
-    def told(text, name=""):
+    def message(text, name=""):
         return f"{what}, {name}: {text}"
 
     torch.manual_seed(3)
     alone = make(layout.device)
     torch.manual_seed(3)
     parallel = ParallelModel(make, layout, **ways)
-    # Drawn block by block, and yet the same.
+    # Initialised block by block, with the same values.
     for (name, parameter), other in zip(parallel.model.named_parameters(), alone.parameters(), strict=True):
-        assert torch.equal(whole(parameter.detach()), other), told("it was drawn otherwise", name)
+        assert torch.equal(whole(parameter.detach()), other), message("another initial value", name)
         assert isinstance(parameter, DTensor) == sharded(layout)
     tokens, targets = (half.to(layout.device) for half in batch())
     expected = alone(tokens, targets=targets)
     expected.backward()
     loss = step(parallel, chunk=7 if "tie_embeddings" in changes else None)
-    torch.testing.assert_close(loss, expected.detach(), msg=told, **CLOSE)
+    torch.testing.assert_close(loss, expected.detach(), msg=message, **CLOSE)
     for (name, parameter), other in zip(parallel.model.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(whole(parameter.grad), other.grad, msg=functools.partial(told, name=name), **CLOSE)
-    norm, limit = clip(alone.parameters(), None), 0.01
+        torch.testing.assert_close(
+            whole(parameter.grad), other.grad, msg=functools.partial(message, name=name), **CLOSE
+        )
+    norm, limit = global_norm([parameter.grad for parameter in alone.parameters()]), 0.01
     assert norm > limit
-    for mine in (clip(parallel.model.parameters(), None), clip(parallel.model.parameters(), limit)):
-        assert not isinstance(mine, DTensor)
-        torch.testing.assert_close(mine, norm, msg=told, **CLOSE)
-    torch.testing.assert_close(clip(parallel.model.parameters(), None), torch.full_like(norm, limit), rtol=1e-3, atol=0)
+    before = [whole(parameter.detach()).clone() for parameter in parallel.model.parameters()]
+    found = update(torch.optim.SGD(parallel.model.parameters(), lr=1.0), parallel.model, limit)
+    assert not isinstance(found, DTensor)
+    torch.testing.assert_close(found, norm, msg=message, **CLOSE)
+    after = [whole(parameter.detach()) for parameter in parallel.model.parameters()]
+    moved = global_norm([new - old for new, old in zip(after, before, strict=True)])
+    torch.testing.assert_close(moved, torch.full_like(norm, limit), rtol=1e-2, atol=0)
 
 
 def check_evaluation(layout):
-    """Samples are one process's, and what was gathered for them is given back."""
+    """Generated tokens are those of one process, and gathered parameters are freed."""
     make = made({}, {})
     torch.manual_seed(3)
     alone = make(layout.device)
@@ -120,7 +125,7 @@ def check_evaluation(layout):
 
 
 def check_bfloat16(layout):
-    """Blocks are gathered in bfloat16, and what autocast keeps in float32 stays so."""
+    """Blocks are gathered in bfloat16; the residual stream stays in float32."""
     make, (tokens, targets) = made({}, {}), batch()
     torch.manual_seed(3)
     alone = make(layout.device)
@@ -143,7 +148,7 @@ def check_bfloat16(layout):
 
 
 def all_modes(place, modes, cases):
-    # Generated code would take most of the time here, and is not what is tested.
+    # Code generation would take most of the time, and is not tested here.
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
     for mode, context_size in modes:
         with layout_of(mode, place, context_size) as layout:
@@ -161,11 +166,11 @@ def test_four_processes_in_two_dimensions():
     spawn(all_modes, 4, "cpu", [("fsdp+context", 2), ("context", 2)], CASES[:2])
 
 
-def test_one_process_that_shares_with_nobody():
+def test_a_process_group_of_one():
     spawn(all_modes, 1, "cpu", [("context", None), ("fsdp", None)], CASES[:1])
 
 
-def test_a_process_alone():
+def test_a_single_process():
     layout = Layout(torch.device("cpu"))
     check_gradients(layout, *CASES[0])
     check_evaluation(layout)

@@ -1,29 +1,17 @@
-"""What tests of training share: a small text, and the options of a model that learns it in seconds."""
+"""A small text, and runs of a model that learns it in seconds."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
-from cs336_systems.training import TrainingConfig
+from cs336_systems.parallel import Layout
+from cs336_systems.training import Trainer, TrainingConfig
+from cs336_systems.training.data import prepare
 
-SMALL = {
-    "context_length": 16,
-    "d_model": 32,
-    "d_ff": 48,
-    "num_layers": 1,
-    "num_heads": 2,
-    "steps": 6,
-    "batch_size": 4,
-    "warmup_steps": 2,
-    "log_every": 1,
-    "eval_every": 3,
-    "eval_sequences": 4,
-    "sample_every": 0,
-    "sample_tokens": 10,
-    "checkpoint_every": 2,
-    "device": "cpu",
-    "plot": False,
-}
+SIZES = {"context_length": 16, "d_model": 32, "d_ff": 48, "num_layers": 1, "num_heads": 2}
+INTERVALS = {"log_every": 1, "eval_every": 3, "sample_every": 0, "checkpoint_every": 2}
+SMALL = {**SIZES, **INTERVALS, "steps": 6, "batch_size": 4, "warmup_steps": 2, "eval_sequences": 4, "device": "cpu"}
 
 
 @pytest.fixture
@@ -37,19 +25,30 @@ def text(tmp_path):
 
 
 @pytest.fixture
-def options(text, tmp_path):
-    """The options of a small run, with changes: ``options(steps=2)``."""
-    places = {"data": (str(text),), "tokens": str(tmp_path / "tokens")}
-    return lambda **changes: TrainingConfig(**places | SMALL | changes)
+def options(text):
+    """Makes the options of a small run: ``options(steps=2)``."""
+    return lambda **changes: TrainingConfig(**{"data": [str(text)], "sample_tokens": 10} | SMALL | changes)
 
 
 @pytest.fixture
-def flags(text, tmp_path):
-    """The same as flags, with changes."""
+def flags(text):
+    """Makes the same options as flags: ``flags(steps=2)``."""
 
     def make(**changes) -> list[str]:
-        values = {"data": text, "tokens": tmp_path / "tokens"} | SMALL | changes
-        pairs = [[f"--{name.replace('_', '-')}", str(value)] for name, value in values.items() if name != "plot"]
-        return ["--no-plot", *(word for pair in pairs for word in pair)]
+        values = {"data": text, "sample_tokens": 10} | SMALL | changes
+        return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+    return make
+
+
+@pytest.fixture
+def begin(tmp_path, options):
+    """Makes the Trainer of a run in a folder: ``begin("name", resume=checkpoint, steps=2)``."""
+
+    def make(name="run", resume=None, **changes):
+        config, folder = options(**changes), tmp_path / name
+        if resume is None:
+            prepare(config, folder)
+        return Trainer(config, folder, Layout(torch.device("cpu")), resume)
 
     return make

@@ -1,29 +1,29 @@
-"""Checkpoints: what comes back is what was written, and what was not written to its end does not count."""
+"""Checkpoints: what comes back is what was written, damaged files do not count, and no failure loses a good one."""
 
 from __future__ import annotations
 
+import errno
 import os
 import pathlib
+import pickle
 import random
-import shutil
 
-import numpy as np
 import pytest
 import torch
 
-from cs336_systems.training import checkpoint as module
-from cs336_systems.training.checkpoint import Progress, checkpoints, is_whole, latest, load, save
-from cs336_systems.training.integrity import verify
+from cs336_systems.parallel import Layout
+from cs336_systems.training.checkpoint import checkpoints, load, newest, save
 from cs336_systems.training.optimizer import adamw
 from cs336_systems.transformer import Transformer, TransformerConfig
 
 SIZES = {"vocab_size": 16, "context_length": 8, "d_model": 8, "d_ff": 12, "num_layers": 2, "num_heads": 2}
+ALONE = Layout(torch.device("cpu"))
 
 
 def made(seed=0, **changes):
     torch.manual_seed(seed)
     model = Transformer(TransformerConfig(**SIZES | changes))
-    optimizer = adamw(model, learning_rate=0.1, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = adamw(model, 0.1, (0.9, 0.95), weight_decay=0.1)
     tokens = torch.randint(16, (2, 8))
     for _ in range(2):
         model.loss(tokens, tokens).backward()
@@ -32,146 +32,132 @@ def made(seed=0, **changes):
     return model, optimizer
 
 
-def written(folder, *steps, keep=9):
-    model, optimizer = made()
-    return [save(folder, model, optimizer, Progress(step, "text"), keep=keep) for step in steps]
+@pytest.fixture
+def write(tmp_path):
+    """Writes checkpoints of steps: ``write(1, 2, keep=1)``; returns their files."""
+
+    def make(*steps, keep=9, **changes):
+        model, optimizer = made(**changes)
+        for step in steps:
+            save(tmp_path, model, optimizer, step, keep=keep, layout=ALONE)
+        return [tmp_path / f"step-{step:08d}.pt" for step in steps]
+
+    return make
 
 
-def newest(folder):
-    checkpoint = latest(folder)
-    assert checkpoint is not None
-    return checkpoint
-
-
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        if isinstance(value, dict):
-            assert_same(value, other[name])
-        elif isinstance(value, torch.Tensor):
-            assert torch.equal(value, other[name]), name
-        else:
-            assert value == other[name], name
+def flip(path, position):
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("tie_embeddings", [False, True])
-def test_everything_comes_back(tmp_path, tie_embeddings):
-    model, optimizer = made(tie_embeddings=tie_embeddings)
-    path = save(tmp_path, model, optimizer, Progress(7, "text"), keep=2)
-    drawn = random.random(), np.random.rand(), torch.rand(1).item()
-    other, of_other = made(seed=1, tie_embeddings=tie_embeddings)
-    load(verify(path), other, of_other)
-    assert (random.random(), np.random.rand(), torch.rand(1).item()) == drawn
-    assert_same(model.state_dict(), other.state_dict())
-    assert_same(optimizer.state_dict()["state"], of_other.state_dict()["state"])
-    assert verify(path).progress == Progress(7, "text")
+def test_everything_comes_back(write, tie_embeddings):
+    (path,) = write(7, tie_embeddings=tie_embeddings)
+    content = path.read_bytes()
+    (model, optimizer), (other, its_optimizer) = (made(seed, tie_embeddings=tie_embeddings) for seed in (0, 1))
+    alone, _ = made(seed=2, tie_embeddings=tie_embeddings)
+    assert load(path, alone) == load(path, other, its_optimizer) == 7
+    for each in (alone, other):
+        torch.testing.assert_close(each.state_dict(), model.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(its_optimizer.state_dict(), optimizer.state_dict(), rtol=0, atol=0)
+    # The optimizer's state is mapped from the file: an update must not write to it.
+    other.loss(torch.ones(1, 8, dtype=torch.int64), torch.ones(1, 8, dtype=torch.int64)).backward()
+    its_optimizer.step()
+    assert path.read_bytes() == content
 
 
-def test_a_model_alone_can_be_read(tmp_path):
-    (path,) = written(tmp_path, 1)
-    model, _ = made(seed=1)
-    state = torch.get_rng_state()
-    load(verify(path), model)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert_same(model.state_dict(), made()[0].state_dict())
+def test_the_newest_are_kept(write, tmp_path):
+    write(1, 2, 10, keep=2)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002.pt", "step-00000010.pt"]
+    assert newest(tmp_path) == tmp_path / "step-00000010.pt"
+    # A run that resumed from step 2 because the file of step 10 is damaged.
+    write(3, keep=1)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000003.pt", "step-00000010.pt"]
 
 
-def test_the_newest_are_kept(tmp_path):
-    written(tmp_path, 1, 2, 10, 9, keep=2)
-    # The one of step 10 is of a later step than the run has, and does not count.
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002", "step-00000009", "step-00000010"]
-    assert newest(tmp_path).path == tmp_path / "step-00000010"
-    written(tmp_path, 11, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000011"]
-
-
-def test_no_checkpoint(tmp_path):
-    assert latest(tmp_path / "none") is None
-
-
-@pytest.mark.parametrize("point", ["get_state_dict", "write_states", "write_text", "sync_file"])
-def test_a_crash_before_the_rename_leaves_the_one_before(tmp_path, monkeypatch, point):
-    written(tmp_path, 1)
-
-    def crash(*_, **__):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, point, crash)
-        with pytest.raises(KeyboardInterrupt):
-            written(tmp_path, 2)
-    assert newest(tmp_path).path == tmp_path / "step-00000001"
-    written(tmp_path, 2)
-    assert newest(tmp_path).path == tmp_path / "step-00000002"
-    assert not list(tmp_path.glob(".*"))
-
-
-def test_a_crash_at_the_rename_leaves_the_one_before(tmp_path, monkeypatch):
-    written(tmp_path, 1)
-    rename = pathlib.Path.rename
-
-    def crash(path, target):
-        if path.is_dir():
-            raise KeyboardInterrupt
-        return rename(path, target)
-
-    monkeypatch.setattr(pathlib.Path, "rename", crash)
-    with pytest.raises(KeyboardInterrupt):
-        written(tmp_path, 2)
-    assert newest(tmp_path).path == tmp_path / "step-00000001"
-
-
-@pytest.mark.parametrize("damage", ["shorter", "missing", "no state", "half a state"])
-def test_a_damaged_one_is_passed_over_and_written_again(tmp_path, damage):
-    _, newer = written(tmp_path, 1, 2)
-    shards = next(newer.glob("*.bin"))
-    if damage == "shorter":
-        shards.write_bytes(shards.read_bytes()[:-1])
-    elif damage == "missing":
-        shards.unlink()
-    elif damage == "no state":
-        (newer / "state.json").unlink()
+@pytest.mark.parametrize("damage", ["bit", "shorter", "empty", "header"])
+def test_a_damaged_file_gives_way_to_the_one_before(write, tmp_path, damage):
+    older, path = write(1, 2)
+    content = path.read_bytes()
+    if damage == "bit":
+        flip(path, content.index(made()[0].ln_final.weight.detach().numpy().tobytes()) + 5)
+    elif damage == "header":
+        flip(path, content.rindex(b"PK\x01\x02") + 8)  # zip's flag of encryption
     else:
-        (newer / "state.json").write_text('{"step": 2, ')
-    assert not is_whole(newer)
-    assert checkpoints(tmp_path) == [tmp_path / "step-00000001"]
-    with pytest.warns(UserWarning, match="step-00000001 is the newest whole checkpoint .*: step-00000002: "):
-        assert newest(tmp_path).path == tmp_path / "step-00000001"
-    written(tmp_path, 2)
-    assert newest(tmp_path).path == newer
+        path.write_bytes(content[:-1] if damage == "shorter" else b"")
+    with pytest.warns(UserWarning, match=r"step-00000002\.pt in .* is damaged; using step-00000001\.pt"):
+        assert newest(tmp_path) == older
+    older.unlink()
+    with pytest.raises(ValueError, match=r"must have a checkpoint; got step-00000002\.pt, damaged"):
+        newest(tmp_path)
+    with pytest.raises(ValueError, match="must have a checkpoint; got none"):
+        newest(tmp_path / "none")
 
 
-def test_a_whole_one_is_not_written_again(tmp_path):
-    (path,) = written(tmp_path, 1)
-    before = (path / "state.json").stat().st_mtime_ns
-    written(tmp_path, 1)
-    assert (path / "state.json").stat().st_mtime_ns == before
+def test_a_flipped_bit_is_detected_or_harmless(write, tmp_path):
+    (path,) = write(1)
+    content = path.read_bytes()
+    for position in random.Random(0).sample(range(len(content)), 60):
+        flip(path, position)
+        try:
+            load(newest(tmp_path), model := made(seed=1)[0])
+            torch.testing.assert_close(model.state_dict(), made()[0].state_dict(), rtol=0, atol=0)
+        except ValueError:
+            pass
+        path.write_bytes(content)
 
 
-@pytest.mark.parametrize("changes", [{"d_model": 16}, {"num_layers": 3}])
-def test_another_model(tmp_path, changes):
-    (path,) = written(tmp_path, 1)
-    with pytest.raises(ValueError, match="must be one of this model"):
-        load(verify(path), *made(**changes))
+@pytest.mark.parametrize(("owner", "name"), [(torch, "save"), (os, "fsync"), (pathlib.Path, "replace")])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")])
+def test_a_failure_before_the_end_leaves_the_one_before(write, tmp_path, monkeypatch, owner, name, error):
+    (path,) = write(1)
+    content = path.read_bytes()
+
+    def fail(*_):
+        raise error
+
+    (tmp_path / ".step-00000002.pt.1.part").touch()  # of a process that was killed
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        with pytest.raises(type(error)):
+            write(2, keep=1)
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_bytes() == content
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows cannot open folders")
-def test_all_is_on_disk_before_it_has_its_name_and_then_the_name(tmp_path, monkeypatch):
-    written(tmp_path, 1)
+def test_the_content_is_on_disk_before_the_name_and_the_name_before_it_returns(write, tmp_path, monkeypatch):
     events = []
-    sync, rename = os.fsync, pathlib.Path.rename
+    sync, replace = os.fsync, pathlib.Path.replace
     monkeypatch.setattr(os, "fsync", lambda file: (events.append(os.fstat(file).st_ino), sync(file)))
-    monkeypatch.setattr(pathlib.Path, "rename", lambda *paths: (events.append("rename"), rename(*paths))[1])
-    (path,) = written(tmp_path, 2)
-    before, after = events[: events.index("rename")], events[events.index("rename") :]
-    for file in (*path.iterdir(), path):
-        assert file.stat().st_ino in before, file
-    assert tmp_path.stat().st_ino in after
+    monkeypatch.setattr(pathlib.Path, "replace", lambda *paths: (events.append("replace"), replace(*paths))[1])
+    (path,) = write(2)
+    assert events == [path.stat().st_ino, "replace", tmp_path.stat().st_ino]
 
 
-def test_a_copy_is_as_good(tmp_path):
-    (path,) = written(tmp_path / "here", 3)
-    shutil.copytree(path, tmp_path / "there/step-00000003")
-    model, optimizer = made(seed=1)
-    load(newest(tmp_path / "there"), model, optimizer)
-    assert_same(model.state_dict(), made()[0].state_dict())
+@pytest.mark.parametrize("changes", [{"d_model": 16}, {"num_layers": 3}])
+def test_another_model(write, changes):
+    (path,) = write(1)
+    with pytest.raises(ValueError, match="must be a checkpoint of this model"):
+        load(path, *made(**changes))
+
+
+class Harmful:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def test_a_crafted_file_runs_no_code(tmp_path):
+    marker, path = tmp_path / "harm", tmp_path / "step-00000001.pt"
+    torch.save({"step": 1, "model": Harmful(marker), "optimizer": {}}, path)
+    for content in (path.read_bytes(), pickle.dumps(Harmful(marker))):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="must be a checkpoint of this model"):
+            load(path, *made())
+    assert not marker.exists()

@@ -1,4 +1,4 @@
-"""Runs of several processes: the losses of one, checkpoints for any other layout, and endings of all at once."""
+"""Runs of several processes: the losses of one, checkpoints for any other layout, and one ending for all."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.training import Trainer, checkpoint, load_run, prepare
-from cs336_systems.training import __main__ as command
-from cs336_systems.training.checkpoint import checkpoints, latest
-from cs336_systems.training.integrity import verify
-from cs336_systems.training.metrics import read_rows
-from cs336_systems.training.optimizer import adamw
-from cs336_systems.training.prepare import newest_checkpoint
-from cs336_systems.training.stopping import SAME_WITHIN, NotFiniteError, StopRequest
-from cs336_systems.training.storage import TensorWriter
+from cs336_systems.training import Trainer, load_run
+from cs336_systems.training import checkpoint as checkpoint_module
+from cs336_systems.training.__main__ import begin, main
+from cs336_systems.training.checkpoint import checkpoints, newest
+from cs336_systems.training.data import prepare
+from cs336_systems.training.loop import read_metrics
 
 from ..parallel.processes import free_ports, layout_of, spawn
 
@@ -32,182 +29,113 @@ OPTIONS = {
     "context_length": 18,  # no multiple of 4 chunks
     "num_layers": 2,
     "num_kv_heads": 1,
+    "tie_embeddings": True,
+    "recompute_every": 1,
+    "window": 6,
     "steps": 10,
     "eval_every": 2,
     "eval_sequences": 3,  # one process of two has a sequence less
     "sample_every": 10,
-    "checkpoint_every": 2,
     "dtype": "float32",
 }
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.multi_gpu])])
 def place(request):
-    """The type of the device, which goes to other processes."""
+    """The type of the device."""
     return request.param
 
 
 def rows_of(folder, kind):
-    return [row for row in read_rows(folder / "metrics.jsonl") if row["kind"] == kind]
+    return [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == kind]
 
 
-def go_on(trainer, steps):
-    for _ in range(steps):
-        trainer._pending.append((trainer.step + 1, 0.0, *trainer.update()[:2]))
-        trainer._between()
-
-
-def one_mode_after_the_other(place, config, folder):
-    """Two steps under each; each goes on from the checkpoint of the one before."""
+def two_steps_in_each_mode(config, folder):
+    """Each mode resumes from the checkpoint of the one before."""
     for mode in MODES:
-        with layout_of(mode, place) as layout:
-            # A step of four sequences has two parts where they are whole, and four where they are shared.
-            changed = dataclasses.replace(config, parallel=mode, micro_batch_size=1, device=place)
-            trainer = Trainer(prepare(changed, layout), folder, latest(folder / "checkpoints"))
-            go_on(trainer, 2)
+        with layout_of(mode, config.device) as layout:
+            # A step of four sequences is two micro-batches where sequences are whole, and four where they are shared.
+            changed = dataclasses.replace(config, parallel=mode, micro_batch_size=1)
+            resume = newest(folder / "checkpoints") if mode != "ddp" else None
+            trainer = Trainer(changed, folder, layout, resume)
+            assert trainer.run(lambda end=trainer.step + 2, run=trainer: 15 * (run.step == end)) == 15
 
 
-@pytest.mark.parametrize("changes", [{"tie_embeddings": True, "recompute_every": 1, "window": 6}], ids=["tied"])
-def test_each_layout_goes_on_from_the_checkpoint_of_another(options, tmp_path, place, changes):
-    config = options(**OPTIONS | changes)
-    straight = tmp_path / "straight"
-    straight.mkdir()
-    alone = Trainer(prepare(dataclasses.replace(config, device=place)), straight)
+def test_each_layout_resumes_from_the_checkpoint_of_another(options, begin, tmp_path, place):
+    config = options(**OPTIONS, device=place)
+    alone = begin("straight", **dataclasses.asdict(config))
     alone.run()
-
     shared = tmp_path / "shared"
-    shared.mkdir()
-    spawn(one_mode_after_the_other, 2, place, config, shared)
-    last = dataclasses.replace(config, device=place)
-    resumed = Trainer(prepare(last), shared, latest(shared / "checkpoints"))
+    prepare(config, shared)
+    spawn(two_steps_in_each_mode, 2, config, shared)
+    resumed = Trainer(config, shared, alone.layout, newest(shared / "checkpoints"))
     assert resumed.step == 8
     resumed.run()
-    for kind, columns in (("train", ("loss", "grad_norm")), ("validation", ("loss",))):
-        expected, found = rows_of(straight, kind), rows_of(shared, kind)
-        assert [row["step"] for row in found] == [row["step"] for row in expected]
-        for one, other in zip(expected, found, strict=True):
-            for column in columns:
-                assert math.isclose(one[column], other[column], rel_tol=2e-4), (kind, one["step"], column)
-    assert rows_of(shared, "sample")
-    config.save(shared / "config.json")
+    steps = [row["step"] for row in rows_of(shared, "train")]
+    assert steps == list(range(1, 11))
+    for kind, column in (("train", "loss"), ("train", "grad_norm"), ("validation", "loss")):
+        expected = {row["step"]: row[column] for row in rows_of(tmp_path / "straight", kind)}
+        for row in rows_of(shared, kind):
+            assert math.isclose(row[column], expected[row["step"]], rel_tol=2e-4), (kind, row["step"], column)
     model, _ = load_run(shared, device="cpu")
-    for name, value in alone.model.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value.cpu(), rtol=1e-3, atol=1e-4, msg=name)
+    torch.testing.assert_close(model.state_dict(), alone.model.cpu().state_dict(), rtol=1e-3, atol=1e-4)
 
 
-def endings(place, config, folder):
-    with layout_of("ddp", place) as layout:
-        config = dataclasses.replace(config, parallel="ddp", device=place)
-        trainer = Trainer(prepare(config, layout), folder / "stopped")
-        update = trainer.update
+def endings(config, folder):
+    with layout_of("ddp", config.device) as layout:
+        config = dataclasses.replace(config, parallel="ddp", out=str(folder / "run"))
+        trainer = begin(config, None, layout)
+        # Only the second process receives the signal.
+        assert trainer.run(lambda: 15 if layout.rank == 1 and trainer.step == 3 else 0) == 15
+        assert newest(folder / "run/checkpoints").name == "step-00000003.pt"
 
-        def interrupted():
-            if layout.rank == 1 and trainer.step == 2:
-                # A terminal sends one to every process, and torchrun passes its own on.
-                signal.raise_signal(signal.SIGINT)
-                signal.raise_signal(signal.SIGINT)
-            return update()
+        spoiled = dataclasses.replace(
+            config, learning_rate=1e30, grad_clip=0.0, warmup_steps=0, out=str(folder / "nan")
+        )
+        with pytest.raises(FloatingPointError, match="the loss of step"):
+            begin(spoiled, None, layout).run()
 
-        trainer.update = interrupted  # type: ignore[method-assign]
-        ending = trainer.run()
-        assert (ending.step, ending.signal) == (3, signal.SIGINT)
-        assert newest_checkpoint(folder / "stopped").path == folder / "stopped/checkpoints/step-00000003"
-
-        spoiled = dataclasses.replace(config, learning_rate=1e30, grad_clip=0.0, warmup_steps=0)
-        with pytest.raises(NotFiniteError, match="the loss of step"):
-            Trainer(prepare(spoiled, layout), folder / "spoiled").run()
-        assert (folder / "stopped/metrics.jsonl").exists()
-
-        with pytest.raises(ValueError, match=r"batch_size must be a multiple of 2, .*; got 3"):
-            prepare(dataclasses.replace(config, batch_size=3), layout)
-        with pytest.raises(ValueError, match="micro_batch_size must divide batch_size / 2, 2; got 4"):
-            prepare(dataclasses.replace(config, micro_batch_size=4), layout)
-    with (
-        layout_of("context", place) as layout,
-        pytest.raises(ValueError, match="context_length must be at least 2 · 2"),
-    ):
-        prepare(dataclasses.replace(config, context_length=2, parallel="context"), layout)
+        # The first process finds out, and no other waits for it.
+        with pytest.raises(ValueError, match="out must be a new folder"):
+            begin(config, None, layout)
+        with pytest.MonkeyPatch.context() as patch:
+            if layout.is_main:
+                patch.setattr(checkpoint_module, "replacing", full_disk)
+            with pytest.raises(OSError, match="No space left on device"):
+                Trainer(config, folder / "run", layout, newest(folder / "run/checkpoints")).run()
+        assert [path.name for path in checkpoints(folder / "run/checkpoints")] == ["step-00000003.pt"]
 
 
-def test_all_processes_end_at_once(options, tmp_path, place):
-    for name in ("stopped", "spoiled"):
-        (tmp_path / name).mkdir()
-    spawn(endings, 2, place, options(steps=50, checkpoint_every=50), tmp_path)
-
-
-def failing_save(folder):
-    """The second of two processes cannot write; then neither begins the file that says that the checkpoint is whole."""
-    with layout_of("ddp", "cpu") as layout:
-        model = torch.nn.Linear(4, 4)
-        optimizer = adamw(model, learning_rate=0.1, betas=(0.9, 0.95), weight_decay=0.0)
-
-        def write(step):
-            checkpoint.save(folder, model, optimizer, checkpoint.Progress(step, "text"), keep=9, layout=layout)
-
-        write(1)
-        for owner, name in ((checkpoint, "write_random_states"), (TensorWriter, "write_data")):
-            with pytest.MonkeyPatch.context() as patch:
-                if layout.rank == 1:
-                    patch.setattr(owner, name, full_disk)
-                with pytest.raises(OSError, match="No space left on device"):
-                    write(2)
-            layout.barrier()
-            assert [path.name for path in folder.iterdir()] == ["step-00000001"]
-            layout.barrier()
-        write(2)
-        assert checkpoint.is_whole(folder / "step-00000002")
-
-
-def full_disk(*_):
+def full_disk(_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_one_process_that_cannot_write_fails_all(tmp_path):
-    spawn(failing_save, 2, tmp_path)
-    assert {name for path in tmp_path.iterdir() for name in verify(path).files} == {
-        *("tensors-0.bin", "tensors-1.bin", "tensors.json", "random-0.json", "random-1.json")
-    }
-
-
-def test_signals_within_seconds_are_one(monkeypatch):
-    stop = StopRequest(SAME_WITHIN)
-    now = 100.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    stop._note(signal.SIGTERM, None)
-    stop._note(signal.SIGINT, None)
-    assert stop.signal == signal.SIGTERM
-    now += SAME_WITHIN
-    with pytest.raises(KeyboardInterrupt):
-        stop._note(signal.SIGINT, None)
+def test_all_processes_end_together(options, tmp_path, place):
+    spawn(endings, 2, options(steps=50, checkpoint_every=50, device=place, sample_every=2), tmp_path)
 
 
 def torchrun(*arguments):
     (port,) = free_ports(1)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    where = ["--nproc-per-node", "2", "--master-port", str(port), "-m", "cs336_systems.training"]
+    launch = ["--nproc-per-node", "2", "--master-port", str(port), "-m", "cs336_systems.training"]
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *where, *map(str, arguments)],
-        env=environment,
+        [sys.executable, "-m", "torch.distributed.run", *launch, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def test_torchrun_trains_and_goes_on(flags, tmp_path, place):
+def test_torchrun_trains_and_resumes(flags, tmp_path, place):
     out = tmp_path / "run"
-    settings = {"out": out, "steps": 4, "device": place, "parallel": "context", "sample_every": 4}
-    process = torchrun(*flags(**settings))
-    printed, said = process.communicate(timeout=300)
-    assert (process.returncode, printed) == (0, ""), said
-    assert f"on 2 processes (context, 2 to a sequence), the first on {place}" in said
-    assert said.count("done after 4 steps") == 1
-    assert place != "cpu" or "Warning" not in said
-    expected = {"config.json", "metrics.jsonl", "environment.json", "checkpoints"}
-    assert {path.name for path in out.iterdir()} == expected
+    process = torchrun(*flags(out=out, steps=4, device=place, parallel="context", sample_every=4))
+    printed, errors = process.communicate(timeout=300)
+    assert (process.returncode, printed) == (0, ""), errors
+    assert f"from step 0; processes: 2, device: {place}" in errors
+    assert errors.count("done; the model is in") == 1
+    assert place != "cpu" or "Warning" not in errors
 
-    damaged = out / "checkpoints/step-00000004/tensors-1.bin"
-    damaged.write_bytes(bytes(byte ^ (index == 99) for index, byte in enumerate(damaged.read_bytes())))
+    (out / "checkpoints/step-00000004.pt").write_bytes(b"damaged")
     process = torchrun("--resume", out, "--parallel", "fsdp", "--context-size", "0", "--steps", "100000")
     with process:
         begun = ""
@@ -216,27 +144,23 @@ def test_torchrun_trains_and_goes_on(flags, tmp_path, place):
             if line.startswith("[9/"):
                 break
         process.send_signal(signal.SIGTERM)
-        said = process.stderr.read()
-    assert begun.count("step-00000002 is the newest whole checkpoint") == 1
-    assert "step-00000004: the contents of tensors-1.bin differ from what was written" in begun
-    assert f"in {out}, from step 2 on" in begun
-    step = int(checkpoints(out / "checkpoints")[-1].name.removeprefix("step-"))
-    assert f"stopped by SIGTERM after step {step}" in said
-    assert f"torchrun --nproc-per-node 2 -m cs336_systems.training --resume {out}" in said
+        errors = process.stderr.read()
+    assert begun.count("step-00000004.pt in") == begun.count("is damaged; using step-00000002.pt") == 1
+    assert f"in {out}, from step 2;" in begun
+    step = int(newest(out / "checkpoints").stem.removeprefix("step-"))
+    assert f"SIGTERM at step {step}; --resume {out} continues" in errors
     assert [row["step"] for row in rows_of(out, "train")] == list(range(1, step + 1))
 
 
-def test_several_processes_and_no_torchrun_or_the_reverse(flags, tmp_path, capsys, monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert command.main(flags(out=tmp_path / "run", parallel="ddp")) == 2
-    assert capsys.readouterr().err.startswith("error: parallel 'ddp' needs torchrun")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    assert command.main(flags(out=tmp_path / "run")) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: parallel must be one of 'ddp'")
-    assert said.count("\n") == 1
-    monkeypatch.setenv("RANK", "1")
-    assert command.main(flags(out=tmp_path / "run")) == 2
-    assert capsys.readouterr().err == ""
+def test_several_processes_without_torchrun_or_the_reverse(flags, tmp_path, capsys, monkeypatch):
+    for variables, parallel, message in (
+        ({}, "ddp", "error: parallel 'ddp' needs torchrun"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "none", "error: parallel must be one of 'ddp'"),
+    ):
+        for name in ("WORLD_SIZE", "RANK"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        assert main(flags(out=tmp_path / "run", parallel=parallel)) == 2
+        assert capsys.readouterr().err.startswith(message)
     assert not (tmp_path / "run").exists()
