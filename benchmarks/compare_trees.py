@@ -32,7 +32,7 @@ if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.asked_device import asks_for_gpu
-from benchmarks.attention_presets import DTYPE_ALIASES, DTYPES, MASKS
+from benchmarks.flags import DTYPE_ALIASES, DTYPES, MASKS
 from benchmarks.suite import positive
 from cs336_systems.profiling.flops import PASSES, attention_flops, teraflops_per_second
 from cs336_systems.profiling.report import format_number, markdown_table

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from benchmarks.isolation import step
 from benchmarks.results import Outcome, Row, Status, error, outcome_of
+from cs336_systems.profiling.flops import implausible_rate
 from cs336_systems.profiling.memory import release_memory, without_frames
 from cs336_systems.profiling.timing import RoundTimes, TimingMethod, interleave, synchronize
 
@@ -69,7 +72,8 @@ class Comparison:
         """
         if provider in self._context.excluded:
             self.outcomes[provider] = error(self._context.excluded[provider])
-        if self.outcomes.setdefault(provider, Outcome()).status is not Status.OK:
+        self.outcomes.setdefault(provider, Outcome())
+        if not self.succeeded(provider):
             return None
         step(what, provider)
         try:
@@ -83,28 +87,61 @@ class Comparison:
     def interleave(self, measurements: Mapping[str, Callable[[], float]], method: TimingMethod) -> None:
         """Call every provider's measurement, which returns milliseconds, once a round in rotated order."""
         self.times |= interleave(
-            {name: call for name, call in measurements.items() if self.outcomes[name].status is Status.OK},
+            {name: call for name, call in measurements.items() if self.succeeded(name)},
             method=method,
             on_error=lambda provider, exception: self._fail(provider, outcome_of(exception)),
             on_measurement=lambda provider, index: step(f"round {index + 1}/{method.rounds}", provider),
         )
 
+    def succeeded(self, provider: str) -> bool:
+        """Whether every attempt and round of the provider so far was without a failure."""
+        return self.outcomes.get(provider, Outcome()).status is Status.OK
+
+    def speedup(self, provider: str, baseline: str) -> float | None:
+        """How many times faster than the baseline, the median ratio within rounds; None if either has no time."""
+        times, other = self.times.get(provider), self.times.get(baseline)
+        return times.speedup_over(other) if times and other else None
+
     def columns(self, provider: str, baseline: str | None = None) -> Row:
-        """The provider's status, reason and times; with ``baseline`` also `speedup`, the median ratio within rounds."""
-        times = self.times.get(provider)
-        row = self.outcomes[provider].columns | time_columns(times)
-        if baseline is not None:
-            other = self.times.get(baseline)
-            row["speedup"] = times.speedup_over(other) if times and other else None
-        return row
+        """The provider's status, reason and times; with ``baseline`` also its `speedup`."""
+        row = self.outcomes[provider].columns | time_columns(self.times.get(provider))
+        return row if baseline is None else row | {"speedup": self.speedup(provider, baseline)}
 
     def _fail(self, provider: str, outcome: Outcome) -> None:
         self.outcomes[provider] = outcome
-        try:
-            synchronize(self._device)
-            release_memory(self._device)
-        except RuntimeError as exception:
-            raise DeviceLostError(f"{outcome.reason}; then the device did not respond: {exception}") from exception
+        release_after_failure(self._device, f"{provider} failed: {outcome.reason}")
+
+
+def release_after_failure(device: torch.device, failure: str) -> None:
+    """Free the memory of a failed call. Raises DeviceLostError if the device does not respond any more."""
+    try:
+        synchronize(device)
+        release_memory(device)
+    except RuntimeError as exception:
+        raise DeviceLostError(f"the device does not respond after {failure}: {exception}") from exception
+
+
+# Relative differences between two right answers, with a margin: a few roundings of the dtype.
+_PLAUSIBLE_DIFFERENCE = {"bfloat16": 4e-2, "float16": 5e-3, "float32": 1e-4}
+_PLAUSIBLE_DIFFERENCE_TF32 = 5e-3
+_MORE_IN_GRADIENTS = 2.0
+_PLAUSIBLE_SPREAD = 2.0
+
+
+def plausible_difference(dtype: str, *, gradients: bool, tf32: bool = False) -> float:
+    """The largest `relative_difference` between right answers; with ``tf32``, float32 products may use TF32."""
+    allowed = _PLAUSIBLE_DIFFERENCE_TF32 if tf32 and dtype == "float32" else _PLAUSIBLE_DIFFERENCE[dtype]
+    return allowed * (_MORE_IN_GRADIENTS if gradients else 1.0)
+
+
+def relative_difference(tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest ‖tensor − expected‖ / ‖expected‖, computed in float32; infinite if a tensor has a NaN."""
+    ratios = []
+    for tensor, right in zip(tensors, expected, strict=True):
+        norm = right.float().norm().clamp_min(torch.finfo(torch.float32).tiny)
+        ratio = float((tensor.float() - right.float()).norm() / norm)
+        ratios.append(math.inf if math.isnan(ratio) else ratio)
+    return max(ratios)
 
 
 def time_columns(times: RoundTimes | None) -> Row:
@@ -115,6 +152,11 @@ def time_columns(times: RoundTimes | None) -> Row:
     each = times.milliseconds
     values = (len(each), times.median, times.minimum, times.maximum, times.mean, times.standard_deviation, [*each])
     return dict(zip(names, values, strict=True))
+
+
+def timing_method(options: argparse.Namespace) -> TimingMethod:
+    """How measurements are made, from --rounds, --warmup and --rep."""
+    return TimingMethod(options.rounds, warmup_ms=options.warmup, repetitions_ms=options.rep)
 
 
 def ran_out_of_memory(columns: Row, rows: Sequence[Row], *grows: str) -> Outcome | None:
@@ -128,3 +170,19 @@ def ran_out_of_memory(columns: Row, rows: Sequence[Row], *grows: str) -> Outcome
             at = ", ".join(f"{name} {row[name]}" for name in grows)
             return Outcome(Status.SKIPPED, f"memory ran out at {at} of the same series")
     return None
+
+
+def doubts(row: Row, device: str) -> list[str]:
+    """Why a row's time may mislead: a rate above the device's peak, scattered rounds, or a host-bound call.
+
+    Of the row are read: `median_ms`, `min_ms`, `max_ms`, `tflops`, `dtype`, `tf32`, and if it has it `host_ms`.
+    """
+    if row["median_ms"] is None:
+        return []
+    found = [implausible_rate(row["tflops"], device, row["dtype"], tf32=row["tf32"]) or ""]
+    spread = row["max_ms"] / row["min_ms"]
+    if spread > _PLAUSIBLE_SPREAD:
+        found.append(f"the slowest round took {spread:.1f} times the fastest: something else may have run")
+    if (row.get("host_ms") or 0.0) > row["median_ms"]:
+        found.append("host-bound: the call takes the host longer than the device")
+    return [text for text in found if text]

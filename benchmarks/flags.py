@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,7 @@ _SEVERAL: dict[str, tuple[Callable[[str], Any], str, str]] = {
 _SINGLE: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "preset": (str, "NAME", "a named set of defaults for the other flags"),
     "suite": (str, "NAME", "the year of the course that model sizes belong to"),
+    "batch": (positive, "B", "sequences in a batch"),
     "tokens": (positive, "N", "tokens in a batch: batch = tokens / length"),
     "channels": (positive, "N", "channels of a query: heads = channels / head dimension"),
     "heads": (count, "H", "query heads; 0: tensors without a head axis"),
@@ -183,6 +184,13 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = Non
     if options.resume and options.out is None:
         parser.error("--resume needs the folder to continue in: --out FOLDER")
     return options
+
+
+def fill(options: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
+    """Set the options that were not given (None) to their defaults, such as those of a preset."""
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
 
 
 def wants_gpu(arguments: Sequence[str] | None = None) -> bool:

@@ -23,12 +23,14 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
-from benchmarks.comparison import Context, DeviceLostError
+from benchmarks.comparison import Comparison, Context, DeviceLostError, ran_out_of_memory, timing_method
 from benchmarks.isolation import run_isolated, termination_as_interruption
-from benchmarks.results import CSV, Outcome, Row, RowStore, error, outcome_of
+from benchmarks.results import CSV, Outcome, Row, RowStore, Status, error, outcome_of
 from benchmarks.tables import markdown, page, summary
 from cs336_systems.profiling.environment import Environment, collect_environment
 
+__all__ = ["Case", "Comparison", "Context", "Estimate", "Outcome", "Program", "Row", "Status", "Sweep", "run"]
+__all__ += ["ran_out_of_memory", "timing_method"]
 _START_SECONDS = 300.0
 STAMP = ("case_s", "device", "torch", "triton", "cuda", "driver", "seed", "commit", "dirty", "date")
 """The last columns of every row: the seconds that its case took, and what it was measured with."""
@@ -50,8 +52,6 @@ class Case:
 
 
 CaseT = TypeVar("CaseT", bound=Case)
-
-
 Measure = Callable[[CaseT, Context], "Row | list[Row]"]
 
 
@@ -109,6 +109,7 @@ class Sweep(Generic[CaseT]):
         self.folder: Path = options.out or default_folder(program.name, self.environment.device)
         self._store = RowStore(self.folder, self._settings(), resume=options.resume)
         self.environment.write(self.folder / "environment.json")
+        self._visited: set[str] = set()
         self._progress = tqdm(total=total, unit="case", disable=None)
 
     @property
@@ -126,7 +127,9 @@ class Sweep(Generic[CaseT]):
             rows = [{"case": case.name, **case.columns, **row, **stamp} for row in measured]
             self._store.append(case.name, rows)
             self.note(f"{case.name}: {summary(rows)}")
-        self._progress.update()
+        if case.name not in self._visited:
+            self._visited.add(case.name)
+            self._progress.update()
         return self._store[case.name]
 
     def note(self, text: str) -> None:

@@ -22,7 +22,7 @@ if not __package__:
 import torch
 import torch.nn.functional as F
 
-from benchmarks.attention_presets import DTYPE_ALIASES, DTYPES
+from benchmarks.flags import DTYPE_ALIASES, DTYPES
 from benchmarks.suite_rows import write_at_once
 from cs336_systems.attention import attention
 from cs336_systems.kernels.torch_names import without_donated_buffers

@@ -141,7 +141,8 @@ class _Call:
 
     def failed(self, reason: str) -> Finished:
         """The end of a call without a result."""
-        return Finished(None, f"{reason}, at: {self.provider} {self.step}", self.provider, self.step)
+        where = f"{self.provider} {self.step}".strip()
+        return Finished(None, f"{reason}, at: {where}", self.provider, self.step)
 
     def close(self, patience: float) -> None:
         """Kill the process unless it exits within so many seconds."""

@@ -161,13 +161,9 @@ def _read_journal(path: Path) -> dict[str, list[Row]]:
     return {entry["case"]: entry["rows"] for entry in entries}
 
 
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], last: Sequence[str] = ()) -> None:
-    """Write rows as CSV, in one step: None is an empty field, a list its items with semicolons between them.
-
-    Columns come in the order of their first row, those of ``last`` at the end.
-    """
-    names = dict.fromkeys(name for row in rows for name in row)
-    columns = [name for name in names if name not in last] + [name for name in last if name in names]
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows as CSV, in one step: None is an empty field, a list its items with semicolons between them."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO(newline="")
     writer = csv.writer(text)
     writer.writerow(columns)

@@ -46,7 +46,8 @@ def matrix(frame: pd.DataFrame, index: Sequence[str], columns: str, value: str) 
             text = row["status"]
         cells.setdefault(tuple(row[name] for name in index), {})[row[columns]] = text
     lines = [[*map(str, key), *(line.get(name, ABSENT) for name in names)] for key, line in cells.items()]
-    return markdown_table([*index, *(f"{columns} {name}" for name in names)], lines)
+    titles = [name if isinstance(name, str) else f"{columns} {name}" for name in names]
+    return markdown_table([*index, *titles], lines)
 
 
 def page(title: str, environment: Environment, notes: Sequence[str], tables: str, frame: pd.DataFrame) -> str:
