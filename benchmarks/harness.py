@@ -80,6 +80,7 @@ class Program(Generic[CaseT]):
         estimate: what a case takes, for --dry-run.
         packages: distributions whose versions belong to the environment.
         preload: modules that every case imports, for example `torch_names.COMPILER` for what torch.compile needs.
+        isolated: false if ``measure`` itself starts the processes that compute, and may run in this one.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Program(Generic[CaseT]):
     estimate: Callable[[CaseT, argparse.Namespace], Estimate] = lambda case, options: Estimate()
     packages: tuple[str, ...] = ()
     preload: tuple[str, ...] = ()
+    isolated: bool = True
 
 
 class Sweep(Generic[CaseT]):
@@ -152,7 +154,7 @@ class Sweep(Generic[CaseT]):
     def _measure(self, case: CaseT) -> list[Row]:
         """The figures of a case. A provider that ends the process is excluded, and the case measured again."""
         context = Context(self.options, self._store.rows)
-        while True:
+        while self.program.isolated:
             finished = run_isolated(
                 measure_here,
                 self.program.measure,
@@ -169,6 +171,7 @@ class Sweep(Generic[CaseT]):
                 return [error(finished.failure).columns]
             excluded = {**context.excluded, finished.provider: finished.failure}
             context = dataclasses.replace(context, excluded=excluded)
+        return measure_here(self.program.measure, case, context)
 
     def _settings(self) -> Row:
         environment = self.environment
