@@ -281,13 +281,15 @@ def test_flags_replace_what_the_preset_says():
     ],
 )
 def test_invalid_arguments(capsys, arguments, message):
-    try:
-        status = attention.main(["--device", "cpu", *arguments])
-    except SystemExit as ended:
-        assert ended.code == 2
-    else:
-        assert status == 2
+    assert exit_status(["--device", "cpu", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def exit_status(arguments: list[str]) -> object:
+    try:
+        return attention.main(arguments)
+    except SystemExit as ended:
+        return ended.code
 
 
 def test_a_sweep_from_the_command_line_to_its_files(tmp_path, capsys):

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from benchmarks.comparison import Comparison, Context, DeviceLostError, ran_out_
 from benchmarks.results import Outcome, RowStore, Status, StoreError, outcome_of
 from cs336_systems.profiling.timing import RoundTimes, TimingMethod
 
+ROOT = Path(__file__).resolve().parents[2]
 METHOD = TimingMethod(rounds=2, warmup_ms=0, repetitions_ms=0, pause_ms=0)
 
 
@@ -249,3 +252,37 @@ def test_the_store_keeps_rows_over_crashes(tmp_path):
     journal.unlink()
     with pytest.raises(StoreError, match=r"no journal\.jsonl"):
         RowStore(tmp_path, {}, resume=True)
+
+
+EXAMPLE = """
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import pandas as pd
+import torch
+
+from benchmarks import flags
+from benchmarks.harness import Case, Comparison, Context, Program, Row, run, timing_method
+from benchmarks.tables import matrix
+from cs336_systems.profiling import measure_ms
+
+{}
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+
+
+def test_the_example_of_the_docs_runs(tmp_path):
+    text = (ROOT / "docs/benchmarking.md").read_text()
+    section = text[text.index("## Writing a benchmark") :]
+    code = section[section.index("```python\n") + 10 : section.index("\n```\n")]
+    (tmp_path / "products.py").write_text(EXAMPLE.format(code))
+    flags = ["--device", "cpu", "--lengths", "8", "16", "--rounds", "2", "--out", str(tmp_path / "rows")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    subprocess.run([sys.executable, str(tmp_path / "products.py"), *flags], env=environment, check=True)
+    frame = pd.read_csv(tmp_path / "rows" / "results.csv")
+    assert list(frame["provider"]) == ["matmul", "einsum"] * 2
+    assert (frame["median_ms"] > 0).all()
+    assert "| einsum   | float32 |" in (tmp_path / "rows" / "tables.md").read_text()
