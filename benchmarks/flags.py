@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from cs336_systems.devices import choose_device
+from cs336_systems.profiling.flops import PASSES as PASSES
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MASKS = ("causal", "full")
-PASSES = ("forward", "backward", "both")
 
 
 def positive(text: str) -> int:

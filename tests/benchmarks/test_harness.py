@@ -246,6 +246,7 @@ def test_the_store_keeps_rows_over_crashes(tmp_path):
     assert ("a" in again, "b" in again) == (True, False)
     assert again["a"] == again.rows == [{"ms": 1.5, "each": [1, 2]}, {"ms": None, "text": "x,y"}]
     again.append("b", [{"ms": 2.0}])
+    assert RowStore(tmp_path, {"seed": 0, "gone": 1}, resume=True)["b"] == [{"ms": 2.0}]
     (tmp_path / "settings.json").unlink()
     with pytest.raises(StoreError, match=r"no settings\.json"):
         RowStore(tmp_path, {}, resume=True)

@@ -118,11 +118,15 @@ def test_imports_use_no_gpu():
 
 PROGRAM = """
 from benchmarks.isolation import run_isolated
-from tests.benchmarks.test_isolation import start_of_process, act
+from tests.benchmarks.test_isolation import print_processes_and_hang
 if __name__ == "__main__":
-    print(run_isolated(start_of_process).result["parent"], flush=True)
-    run_isolated(act, "hang")
+    run_isolated(print_processes_and_hang)
 """
+
+
+def print_processes_and_hang() -> None:
+    print(os.getpid(), os.getppid(), flush=True)
+    time.sleep(600)
 
 
 @linux
@@ -133,15 +137,12 @@ def test_processes_end_with_the_program_even_if_it_is_killed(tmp_path):
         [sys.executable, str(tmp_path / "program.py")], env=environment, stdout=subprocess.PIPE, text=True
     )
     assert program.stdout is not None
-    server = int(program.stdout.readline())
-    children = Path(f"/proc/{server}/task/{server}/children")
-    deadline = time.monotonic() + 60
-    while not children.read_text() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    processes = [server, *map(int, children.read_text().split())]
+    processes = [int(text) for text in program.stdout.readline().split()]
     assert len(processes) == 2
-    program.send_signal(signal.SIGKILL)
-    program.communicate()
+    program.kill()
+    program.wait()
+    program.stdout.close()
+    deadline = time.monotonic() + 60
     while any(map(runs, processes)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(runs, processes))
