@@ -184,8 +184,7 @@ class CaseRun:
             )
         if first is None:
             return
-        self.first[name, which] = first
-        limit = self.options.max_seconds
+        self.first[name, which], limit = first, self.options.max_seconds
         if first["probe_ms"] > limit * 1e3:
             reason = f"one call takes {first['probe_ms'] * 1e-3:.1f} s, more than the {limit:g} s allowed"
             comparison.outcomes[name] = Outcome(Status.SKIPPED, reason)
@@ -288,10 +287,10 @@ def series_outcome(
     exhausted = [row["length"] for row in shorter if row["status"] == Status.OUT_OF_MEMORY.value]
     if exhausted:
         return Outcome(Status.SKIPPED, f"memory ran out at length {min(exhausted)} of the same series")
-    timed = [row for row in shorter if row["median_ms"] or row["probe_ms"]]
+    timed = {row["length"]: row for row in shorter if row["median_ms"] or row["probe_ms"]}
     if not timed:
         return None
-    nearest = max(timed, key=lambda row: int(row["length"]))
+    nearest = timed[max(timed)]
     sizes = {name: nearest[name] for name in ("batch", "heads", "kv_heads", "length")}
     growth = problem.flops(which) / replace(problem, **sizes).flops(which)
     seconds = (nearest["median_ms"] or nearest["probe_ms"]) * growth * 1e-3
