@@ -1,250 +1,255 @@
 """The main benchmark: attention over lengths and head dimensions, for every implementation, in time and in memory.
 
-    python benchmarks/attention.py --help
+    python benchmarks/attention.py                             # `quick` on a GPU, `cpu` without one
+    python benchmarks/attention.py --preset paper --providers flash torch --out results/paper
+    python benchmarks/attention.py --lengths 1024 4096 --head-dims 64 --dtypes bf16 fp32 --batch 4 --heads 16
+    python benchmarks/attention.py --preset course --dry-run
+    python benchmarks/attention.py --preset course --out results/course --resume
 
-One cell is one problem. All implementations are measured in it together, interleaved, when the first of its figures is
-asked for; the sweep itself is driven by `triton.testing.perf_report`. docs/benchmarking.md says what is measured, and
-why in this way.
+For each length, head dimension, dtype and mask it measures the forward pass, the backward pass and both, the memory
+held for the backward pass and the peak, for this library's implementations, torch's backends, and other libraries if
+they are installed. All are measured in turns and compared with `naive`. docs/benchmarking.md says how, and why.
 """
 
 from __future__ import annotations
 
-import datetime
+import argparse
+import dataclasses
 import importlib.util
-import re
-import signal
-import site
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 if not __package__:
-    # Run as a script: let it find `benchmarks` and the library beside it in this checkout, installed or not.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.attention_cell import CellRun, CellSettings
-from benchmarks.attention_guards import SeriesHistory
-from benchmarks.attention_options import RunOptions, parse
-from benchmarks.attention_peers import PEER_DISTRIBUTIONS
-from benchmarks.attention_plan import Plan, dry_run, headline, method_notes
-from benchmarks.attention_presets import Problem, SweepConfiguration
-from benchmarks.attention_providers import all_providers
-from benchmarks.attention_report import Report, draw
-from benchmarks.attention_rows import RowMaker, rows_from_csv, summary
-from cs336_systems.kernels.torch_names import without_donated_buffers
-from cs336_systems.profiling.environment import Environment, collect_environment
-from cs336_systems.profiling.memory import release_memory
-from cs336_systems.profiling.progress import Progress
-from cs336_systems.profiling.sweep import DeathLog, Row, RowStore
+from benchmarks import flags, harness
+from benchmarks.attention_measure import measure
+from benchmarks.attention_providers import (
+    PEER_DISTRIBUTIONS,
+    Problem,
+    Provider,
+    add_peers,
+    all_providers,
+    chosen_providers,
+)
+from benchmarks.attention_report import METRICS, NOTHING, Figures, benchmark, figures_of, plots, tables
+from benchmarks.comparison import timing_method
+from benchmarks.isolation import run_isolated
+from benchmarks.tables import number
+from cs336_systems.kernels.torch_names import COMPILER
 
-NOT_A_NUMBER = float("nan")
-
-# One may have been the machine, or whoever ended the process.
-_DEATHS_ALLOWED = 2
-
-
-class SweepStoppedError(RuntimeError):
-    """The sweep cannot go on in this process; what was measured is stored."""
-
-
-class Sweep:
-    """Measures cells when their figures are asked for, and stores each cell when it is finished."""
-
-    def __init__(self, plan: Plan, environment: Environment, store: RowStore, progress: Progress) -> None:
-        self._plan = plan
-        self._store = store
-        self._progress = progress
-        self._maker = RowMaker(plan.configuration, environment, plan.device)
-        self._history = SeriesHistory(store.rows)
-        self._deaths = DeathLog(store.folder)
-        self._noted: set[str] = set()
-        self._settings = CellSettings(
-            device=plan.device,
-            passes=plan.configuration.passes,
-            method=plan.method,
-            max_seconds=plan.configuration.max_seconds,
-            seed=plan.configuration.seed,
-        )
-        self._problems = {(p.dtype, p.mask, p.head_dim, p.length): p for p in plan.problems}
-
-    def figures(self, dtype: str, mask: str, head_dim: int, length: int, provider: str, metric: str) -> Sequence[float]:
-        """A figure for `perf_report`, as median, minimum and maximum; not-a-numbers where there is none."""
-        for row in self.rows_of(self._problems[dtype, mask, head_dim, length]):
-            if (row["implementation"], row["pass"]) == (provider, metric) and row["median_ms"] is not None:
-                return row["median_ms"], row["min_ms"], row["max_ms"]
-        return (NOT_A_NUMBER,) * 3
-
-    def rows_of(self, problem: Problem) -> list[Row]:
-        """The rows of a cell, measured now if they are not stored. Raises SweepStoppedError when the device is lost."""
-        if not self._store.is_finished(problem.key):
-            self._measure(problem)
-        return self._store.rows_of(problem.key)
-
-    def _measure(self, problem: Problem) -> None:
-        self._progress.start_cell(problem.key)
-        if any(provider.compiles for provider in self._plan.providers):
-            # A second shape would make the compiler try dynamic shapes, and a ninth leave the function uncompiled.
-            torch.compiler.reset()
-
-        def on_step(name: str, what: str) -> None:
-            self._deaths.begin(_attempt(problem, name))
-            self._progress.step(f"{name}: {what}")
-
-        def condemned(name: str) -> str | None:
-            deaths = self._deaths.deaths(_attempt(problem, name))
-            return f"{deaths} processes ended while it ran here" if deaths >= _DEATHS_ALLOWED else None
-
-        try:
-            result = CellRun(problem, self._settings, self._history, on_step, condemned).measure(self._plan.providers)
-        finally:
-            self._deaths.end()
-        rows = self._maker.rows(problem, self._plan.providers, result)
-        self._store.append(problem.key, rows)
-        for row in rows:
-            self._history.add(row)
-        self._progress.finish_cell(summary(rows))
-        warned = [f"{row['implementation']}: {row['warning']}" for row in rows if row["warning"]]
-        for text in dict.fromkeys([*result.warnings, *warned]):
-            kind = re.sub(r"\d", "", text)  # the same in other numbers is no news
-            if kind not in self._noted:
-                self._noted.add(kind)
-                self._progress.note(f"  note: {text}")
-        if result.device_lost:
-            raise SweepStoppedError("the device was lost; the cell is stored, so --resume goes on with the next one")
-        release_memory(self._plan.device)
+_TOKENS = "--tokens 16384 --channels 2048 --dtypes bf16"
+_COURSE = "--heads 0 --head-dims 16 32 64 128 --dtypes fp32 bf16"
+PRESETS = {
+    "cpu": "--lengths 128 256 512 1024 --head-dims 32 64 --dtypes fp32 --masks causal --batch 1 --heads 4",
+    "quick": f"--lengths 512 1024 2048 4096 8192 --head-dims 64 128 --masks causal {_TOKENS}",
+    "paper": "--lengths 512 1024 2048 4096 8192 16384 --head-dims 64 128 256 --masks causal full "
+    f"--passes forward backward {_TOKENS}",
+    "course": f"--lengths 256 1024 4096 8192 16384 --masks full --batch 8 {_COURSE}",
+    "course-causal": "--lengths 128 256 512 1024 2048 4096 8192 16384 32768 65536 --masks causal --batch 1 " + _COURSE,
+}
+"""Flags by the name of a sweep: `cpu` and `quick` are the defaults without and with a GPU, `paper` is the sweep of the
+FlashAttention papers, and the others are those of Stanford's CS336."""
+_FROM_PRESET = ("preset", "lengths", "head_dims", "dtypes", "masks", "passes")
+_SIZES = ("batch", "tokens", "heads", "channels", "kv_heads")
 
 
-def _attempt(problem: Problem, name: str) -> str:
-    return f"{problem.key}: {name}"
+def make_parser() -> argparse.ArgumentParser:
+    """The command line. What is not given comes from the preset."""
+    none: dict[str, Any] = dict.fromkeys((*_FROM_PRESET, *_SIZES, "rep", "peers"))
+    measured = {"providers": ["all"], "rounds": 5, "warmup": 5.0, "max_seconds": 1.0, "tf32": False}
+    parser = flags.make_parser(__doc__, timeout=1800, **none, **measured)
+    presets = [f"  {name}: {text}" for name, text in PRESETS.items()]
+    members: dict[str, list[str]] = {}
+    for provider in all_providers(torch.device("cpu")):
+        members.setdefault(provider.group, []).append(provider.name)
+    groups = [f"  {group}: {', '.join(names)}" for group, names in members.items()]
+    parser.epilog = "\n".join(["presets:", *presets, "", "providers, by group:", *groups])
+    return parser
 
 
-def drive(sweep: Sweep, plan: Plan) -> None:
-    """Go through the whole sweep with `triton.testing.perf_report`, and print each of its tables.
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options, with those of the preset."""
+    parser = make_parser()
+    options = flags.parse(parser, arguments)
+    options.preset = options.preset or ("quick" if options.device.type == "cuda" else "cpu")
+    if options.preset not in PRESETS:
+        parser.error(f"--preset must be one of {', '.join(PRESETS)}; got {options.preset}")
+    preset = vars(flags.parse(parser, PRESETS[options.preset].split()))
+    for pair in (("batch", "tokens"), ("heads", "channels")):
+        given = [name for name in pair if getattr(options, name) is not None]
+        if len(given) == 2:
+            parser.error(f"--{pair[0]} and --{pair[1]} exclude each other")
+        preset |= dict.fromkeys(pair) if given else {}
+    flags.fill(options, preset)
+    # Times of a CPU scatter more, so measurements there last longer.
+    flags.fill(options, {"passes": list(flags.PASSES), "rep": 15.0 if options.device.type == "cuda" else 30.0})
+    return options
 
-    Where Triton does not exist (it has no wheels for some systems) the same cells are measured in the same order.
+
+def problems(options: argparse.Namespace) -> list[Problem]:
+    """The cases; lengths ascend within a dtype, mask and head dimension.
+
+    Raises ValueError for sizes that do not fit.
+    """
+    return [
+        problem_of(options, dtype, mask, head_dim, length)
+        for dtype in options.dtypes
+        for mask in options.masks
+        for head_dim in options.head_dims
+        for length in sorted(options.lengths)
+    ]
+
+
+def problem_of(options: argparse.Namespace, dtype: str, mask: str, head_dim: int, length: int) -> Problem:
+    """One case. Raises ValueError for sizes that do not fit."""
+    batch = _quotient("tokens", options.tokens, "length", length) if options.batch is None else options.batch
+    heads = options.heads
+    if heads is None:
+        heads = _quotient("channels", options.channels, "head dimension", head_dim)
+    kv_heads = heads if options.kv_heads is None else options.kv_heads
+    if kv_heads != heads and (not heads or heads % kv_heads):
+        raise ValueError(f"--kv-heads must divide the {heads} heads; got {kv_heads}")
+    return Problem(dtype, mask, batch, heads, kv_heads, head_dim, length)
+
+
+def _quotient(name: str, total: int, divisor: str, size: int) -> int:
+    if total % size or total < size:
+        raise ValueError(f"--{name} ({total}) must be a multiple of every {divisor}; got {size}")
+    return total // size
+
+
+def missing_providers(options: argparse.Namespace) -> dict[str, str]:
+    """Each provider that the options name, with the reason why it cannot be measured here, or an empty text."""
+    add_peers(options.peers)
+    chosen = chosen_providers(all_providers(options.device), options.providers)
+    return {provider.name: provider.missing for provider in chosen}
+
+
+def estimate(problem: Problem, options: argparse.Namespace) -> harness.Estimate:
+    """A lower bound of the time, and the memory of the providers that keep the score matrix, if one is measured."""
+    method = timing_method(options)
+    seconds = (method.pause_ms + method.warmup_ms + method.repetitions_ms) * method.rounds * 1e-3
+    chosen = chosen_providers(all_providers(torch.device("cpu")), options.providers)
+    needed = max(problem.quadratic_bytes(which) for which in options.passes)
+    quadratic = any(provider.quadratic for provider in chosen)
+    return harness.Estimate(seconds * len(chosen) * len(options.passes), needed if quadratic else None)
+
+
+def notes(options: argparse.Namespace) -> list[str]:
+    """How the figures are measured, in sentences."""
+    method = timing_method(options)
+    clock = "device events, the L2 cache cleared before each" if options.device.type == "cuda" else "the wall clock"
+    precision = "may use TF32" if options.tf32 else "do not use TF32 (precision `highest`)"
+    return [
+        f"{method.rounds} rounds, in each of which every provider is measured once, in rotated order",
+        f"one measurement: {method.pause_ms:g} ms of pause, {method.warmup_ms:g} ms of warm-up, "
+        f"{method.repetitions_ms:g} ms of calls timed by {clock}",
+        "times are medians over the rounds; speed-ups are medians of the ratios within a round",
+        f"float32 products {precision}; inputs are normal random numbers, seed {options.seed}",
+        *(f"not measured: {name} ({reason})" for name, reason in options.missing.items()),
+    ]
+
+
+def drive(sweep: harness.Sweep[Problem], cases: Sequence[Problem]) -> None:
+    """Measure with `triton.testing.perf_report`, and print its tables of times.
+
+    Where Triton does not exist (macOS), the same cases are measured in the same order.
     """
     if importlib.util.find_spec("triton") is None:
-        print("Triton is not installed: the sweep runs without its perf_report, and prints no tables.")
-        for problem in plan.problems:
-            sweep.rows_of(problem)
+        print("Triton is not installed: the sweep runs without perf_report.")
+        for case in cases:
+            sweep.rows(case)
         return
-    from triton.testing import Benchmark, perf_report
+    from triton.testing import perf_report
 
-    configuration = plan.configuration
-    names = [provider.name for provider in plan.providers]
-    for dtype, mask, head_dim in dict.fromkeys((p.dtype, p.mask, p.head_dim) for p in plan.problems):
-        group = [p for p in plan.problems if (p.dtype, p.mask, p.head_dim) == (dtype, mask, head_dim)]
-        benchmarks = [
-            Benchmark(
-                x_names=["length"],
-                x_vals=sorted(problem.length for problem in group),
-                line_arg="provider",
-                line_vals=names,
-                line_names=names,
-                plot_name="",  # no plots from here: it leaves its figures open, and ours show all dimensions at once
-                ylabel="ms",
-                args={"dtype": dtype, "mask": mask, "head_dim": head_dim, "metric": which},
-            )
-            for which in configuration.passes
-        ]
-        frames = perf_report(benchmarks)(sweep.figures).run(return_df=True)
-        for which, frame in zip(configuration.passes, frames, strict=True):
-            table = frame.astype({"length": int}).rename(columns=lambda name: name.replace(" (ms)", ""))
-            print(f"\n{which}, ms: {dtype}, {mask}, d {head_dim}")
-            print(table.to_string(index=False, na_rep="–", float_format="{:.4g}".format))
+    options, by_sizes = sweep.options, {(p.dtype, p.mask, p.head_dim, p.length): p for p in cases}
+    groups = list(dict.fromkeys((p.dtype, p.mask, p.head_dim, which) for p in cases for which in options.passes))
+    benchmarks = [
+        benchmark(
+            [p.length for p in cases if (p.dtype, p.mask, p.head_dim) == (dtype, mask, head_dim)],
+            options.providers,
+            METRICS[0],
+            dtype=dtype,
+            mask=mask,
+            head_dim=head_dim,
+            which=which,
+        )
+        for dtype, mask, head_dim, which in groups
+    ]
 
+    @perf_report(benchmarks)  # type: ignore[untyped-decorator]
+    def milliseconds(
+        length: int, provider: str, dtype: str, mask: str, head_dim: int, which: str, column: str
+    ) -> Figures:
+        for row in sweep.rows(by_sizes[dtype, mask, head_dim, length]):
+            if (row.get("provider"), row.get("pass")) == (provider, which):
+                return figures_of(row, column)
+        return NOTHING
 
-def default_folder(device_name: str) -> Path:
-    """A folder for a new sweep, by device and time."""
-    slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
-    return Path("results") / "attention" / f"{slug}-{datetime.datetime.now():%Y-%m-%d-%H%M%S}"
-
-
-def run(plan: Plan, options: RunOptions) -> int:
-    """Measure, and write the results, also when it is interrupted; the program's exit status."""
-    environment = collect_environment(plan.device, packages=PEER_DISTRIBUTIONS, commit=options.commit)
-    folder = options.folder or default_folder(environment.device)
-    store = RowStore.open(folder, plan.as_dict(environment))
-    environment.write(folder / "environment.json")
-    progress = Progress(len(plan.problems))
-    for problem in plan.problems:
-        if store.is_finished(problem.key):
-            progress.keep_cell()
-    progress.note(f"results: {folder}")
-    if plan.device.type == "cpu" and (environment.load_average or 0) > environment.cpu_threads / 2:
-        progress.note(f"note: the load average is {environment.load_average:.1f}: other programs make these times long")
-    status = 0
-    try:
-        with termination_as_interruption():
-            drive(Sweep(plan, environment, store, progress), plan)
-    except KeyboardInterrupt:
-        progress.note(f"interrupted; finished cells are kept, go on with --resume {folder}")
-        status = 130
-    except SweepStoppedError as error:
-        progress.note(str(error))
-        status = 3
-    report = Report(store.rows, environment, plan.missing, method_notes(plan))
-    for path in report.write(folder, plots=options.plots):
-        progress.note(f"wrote {path}")
-    return status
+    for (dtype, mask, head_dim, which), frame in zip(groups, milliseconds.run(return_df=True), strict=True):
+        print(f"\n{which}, ms: {dtype}, {mask}, d {head_dim}")
+        table = frame.astype({"length": int}).rename(columns=lambda name: name.removesuffix(" (ms)"))
+        print(table.to_string(index=False, na_rep="–", float_format=number))
 
 
-@contextmanager
-def termination_as_interruption() -> Iterator[None]:
-    """Let what a time limit sends (SIGTERM) end the sweep as Ctrl-C does: with its tables written."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may say what signals do
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def torch_settings(configuration: SweepConfiguration, device: torch.device) -> Iterator[None]:
-    """The process-wide settings of torch that the sweep needs, for as long as it runs."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if configuration.tf32 else "highest")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    try:
-        # A compiled backward may otherwise overwrite what it was given, and then cannot run again on the same graph.
-        with without_donated_buffers():
-            yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
+PROGRAM = harness.Program(
+    name="attention",
+    title="Attention",
+    measure=measure,
+    tables=tables,
+    plots=plots,
+    settings=("preset", "providers", "passes", "rounds", "warmup", "rep", "max_seconds", "seed", "tf32"),
+    notes=notes,
+    estimate=estimate,
+    packages=PEER_DISTRIBUTIONS,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 0, 2 for what cannot be done, 3 for a lost device, 130 when interrupted."""
-    configuration, options = parse(arguments)
-    if options.peers is not None:
-        site.addsitedir(str(options.peers))
-    for module in ("matplotlib", "pandas"):
-        if importlib.util.find_spec(module) is None:
-            print(f"attention.py needs {module}: pip install 'cs336_systems[bench]'", file=sys.stderr)
-            return 2
+    """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
+    options = parse(arguments)
     if options.redraw is not None:
-        for path in draw(options.redraw, rows_from_csv(options.redraw / "results.csv")):
-            print(f"wrote {path}")
-        return 0
+        return harness.run(PROGRAM, options, [])
     try:
-        with torch_settings(configuration, options.device):
-            plan = Plan.make(configuration, options.device, all_providers(options.device), options.filter)
-            print("\n".join(headline(plan)))
-            if options.dry_run:
-                print("\n".join(dry_run(plan)))
-                return 0
-            return run(plan, options)
+        cases = problems(options)
+        providers = available_providers(options)
     except ValueError as error:
         print(f"attention.py: error: {error}", file=sys.stderr)
         return 2
+    options.providers = [provider.name for provider in providers]
+    print(f"preset {options.preset} on {options.device}: {len(cases)} cases; {', '.join(options.passes)}")
+    if options.device.type != "cuda":
+        print(f"No GPU is used: these are times of the {options.device.type.upper()}, for small problems.")
+    print(f"measured: {', '.join(options.providers)}")
+    for name, reason in options.missing.items():
+        print(f"not measured: {name} ({reason})")
+    compiles = any(provider.compiles for provider in providers)
+    program = dataclasses.replace(PROGRAM, preload=COMPILER if compiles else ())
+    return harness.run(program, options, cases, drive)
+
+
+def available_providers(options: argparse.Namespace) -> list[Provider]:
+    """The providers that can be measured here; ``options.missing`` becomes the reasons why the others cannot.
+
+    Raises:
+        ValueError: --providers has an unknown name, or names none that can be measured.
+    """
+    known = chosen_providers(all_providers(torch.device("cpu")), options.providers)
+    # In a process of its own: other libraries load CUDA when they are imported.
+    finished = run_isolated(missing_providers, options)
+    if finished.failure:
+        raise ValueError(f"--providers: {finished.failure}")
+    options.missing = {name: reason for name, reason in finished.result.items() if reason}
+    providers = [provider for provider in known if provider.name not in options.missing]
+    if not providers:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in options.missing.items())
+        raise ValueError(f"--providers must name one that can be measured here; got {reasons}")
+    return providers
 
 
 if __name__ == "__main__":

@@ -1,52 +1,166 @@
-"""Who computes attention in the benchmark: our implementations, torch's backends, and peers that are installed.
+"""The providers of the attention benchmark: this library's implementations, torch's backends, and other libraries.
 
-To add one, write a `Provider` and put it into `all_providers`; nothing else has to know about it.
+To add one, write a `Provider` and put it into `all_providers`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import importlib
+import site
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.attention_peers import peer_providers
-from benchmarks.attention_presets import Problem
-from benchmarks.attention_provider import Attend, Provider
+from benchmarks.flags import DTYPES
+from benchmarks.harness import Case
 from cs336_systems.attention import attention
 from cs336_systems.attention.choose import interpreting
+from cs336_systems.profiling.flops import Pass, attention_flops
 
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Layout = Literal["as given", "heads first", "length first"]
+"""The shape of a provider's tensors: (batch, heads, length, d), without the axis of heads if the problem has none; the
+same, always with that axis; or (batch, length, heads, d)."""
+
+GROUPS = ("ours", "torch", "peers")
 BASELINE = "naive"
-"""The implementation that all others are compared with."""
+"""The provider that all others are compared with."""
+KERNELS, KERNELS_LABEL = "flash", "ours"
+"""This library's kernels: the provider's name, and its label in plots that also show other libraries."""
+PEER_DISTRIBUTIONS = ("flash-attn-3", "fa3-fwd", "flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl")
+"""Distributions whose versions are recorded: the other libraries, and the compiler that one of them needs."""
+# What the flash_attn libraries say in exceptions of any type when they refuse a call.
+_REFUSAL_PHRASES = ("not supported", "does not support", "nsupported compute capability", "only supports")
+
+
+# Tensors of length × length that are alive at once: forward the scores, the masked scores and the probabilities; in
+# training their gradients too. An estimate on the safe side, counted in float32 at least.
+_QUADRATIC_TENSORS: dict[Pass, int] = {"forward": 3, "backward": 5, "both": 5}
+
+
+@dataclass(frozen=True)
+class Problem(Case):
+    """The attention call of one case. ``heads`` 0 means tensors without an axis of heads."""
+
+    dtype: str
+    mask: str
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    length: int
+
+    @property
+    def causal(self) -> bool:
+        """Whether a query sees only the keys up to its own position."""
+        return self.mask == "causal"
+
+    def flops(self, which: Pass) -> float:
+        """Operations of one call, as `attention_flops` counts them."""
+        sizes = (self.batch, max(1, self.heads), self.length, self.length, self.head_dim)
+        return attention_flops(*sizes, causal=self.causal, which=which)
+
+    def quadratic_bytes(self, which: Pass) -> int:
+        """Estimated bytes of an implementation that keeps the score matrix."""
+        scores = self.batch * max(1, self.heads) * self.length**2 * max(4, DTYPES[self.dtype].itemsize)
+        return scores * _QUADRATIC_TENSORS[which]
+
+
+def accepts_all(problem: Problem, which: Pass) -> str | None:
+    """A `Provider.refusal` that refuses nothing."""
+    return None
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One implementation of attention.
+
+    Attributes:
+        bind: makes the function that is timed, for one problem; what it prepares is not timed.
+        quadratic: it keeps tensors of length × length.
+        compiles: it uses torch.compile.
+        missing: why it cannot be used on this machine at all.
+        refusal: why it cannot compute a problem and pass; None if it can.
+        refusals, refusal_phrases: exceptions, and texts in the message of any exception, by which it says the same.
+        warns_why: the reasons of such an exception are the warnings before it.
+        context: entered around every call.
+    """
+
+    name: str
+    group: str
+    bind: Callable[[Any], Attend]
+    layout: Layout = "heads first"
+    quadratic: bool = False
+    compiles: bool = False
+    missing: str = ""
+    refusal: Callable[[Any, Pass], str | None] = accepts_all
+    refusals: tuple[type[Exception], ...] = (NotImplementedError,)
+    refusal_phrases: tuple[str, ...] = ()
+    warns_why: bool = False
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+def all_providers(device: torch.device) -> list[Provider]:
+    """Every provider, in the order of tables and legends, those missing on this machine too; the baseline first."""
+    ours = [_ours(name) for name in (BASELINE, "compiled", "tiled", KERNELS, "sdpa")]
+    backends = {
+        "torch-flash": SDPBackend.FLASH_ATTENTION,
+        "torch-efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "torch-cudnn": SDPBackend.CUDNN_ATTENTION,
+        "torch-math": SDPBackend.MATH,
+    }
+    return [*ours, *(_torch_backend(name, backend) for name, backend in backends.items()), *peer_providers(device)]
+
+
+@functools.cache
+def add_peers(folder: Path | None) -> None:
+    """Let other libraries be imported from a folder that `pip install --target` made."""
+    if folder is not None:
+        site.addsitedir(str(folder))
+
+
+def chosen_providers(providers: Sequence[Provider], wanted: Sequence[str]) -> list[Provider]:
+    """The providers named by their name, their group, or `all`. Raises ValueError for an unknown name."""
+    known = [*(provider.name for provider in providers), *GROUPS, "all"]
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"--providers must be taken from {', '.join(known)}; got {name}")
+    return [p for p in providers if "all" in wanted or p.name in wanted or p.group in wanted]
+
+
+def reference_name(dtype: str, device: torch.device) -> str:
+    """The torch backend that times are compared with: flash, or memory-efficient for float32 on a GPU."""
+    return "torch-efficient" if dtype == "float32" and device.type == "cuda" else "torch-flash"
 
 
 def _ours(name: str) -> Provider:
     def bind(problem: Problem) -> Attend:
         return lambda q, k, v: attention(q, k, v, causal=problem.causal, impl=name)
 
+    interpreted = name == KERNELS and interpreting()
     return Provider(
         name=name,
         group="ours",
         bind=bind,
         layout="as given",
-        quadratic=name in ("naive", "compiled"),
+        quadratic=name in (BASELINE, "compiled"),
         compiles=name == "compiled",
-        missing="TRITON_INTERPRET is set: these would be times of the interpreter"
-        if name == "flash" and interpreting()
-        else "",
-        # An implementation that was asked for by name and cannot do the call raises ValueError and says why.
+        missing="TRITON_INTERPRET is set: these would be times of the interpreter" if interpreted else "",
         refusals=(ValueError, NotImplementedError),
     )
 
 
 def _bind_sdpa(problem: Problem) -> Attend:
-    return functools.partial(
-        F.scaled_dot_product_attention,
-        is_causal=problem.causal,
-        enable_gqa=problem.heads != problem.kv_heads,
-    )
+    grouped = problem.heads != problem.kv_heads
+    return functools.partial(F.scaled_dot_product_attention, is_causal=problem.causal, enable_gqa=grouped)
 
 
 def _torch_backend(name: str, backend: SDPBackend) -> Provider:
@@ -61,40 +175,112 @@ def _torch_backend(name: str, backend: SDPBackend) -> Provider:
     )
 
 
-def our_providers() -> list[Provider]:
-    """The implementations of `cs336_systems.attention`, the baseline first."""
-    return [_ours(name) for name in ("naive", "compiled", "tiled", "flash", "sdpa")]
-
-
-def torch_providers() -> list[Provider]:
-    """The backends of torch's `scaled_dot_product_attention`, each by itself."""
-    return [
-        _torch_backend("torch-flash", SDPBackend.FLASH_ATTENTION),
-        _torch_backend("torch-efficient", SDPBackend.EFFICIENT_ATTENTION),
-        _torch_backend("torch-cudnn", SDPBackend.CUDNN_ATTENTION),
-        _torch_backend("torch-math", SDPBackend.MATH),
+def peer_providers(device: torch.device) -> list[Provider]:
+    """Other libraries, with the reason in `missing` for each that cannot be used here."""
+    flex = Provider(
+        name="flex",
+        group="peers",
+        bind=functools.partial(_bind_flex, device),
+        compiles=True,
+        refusal=_flex_refusal,
+        refusal_phrases=("NYI", "not supported", "does not support"),
+    )
+    peers = [
+        # All of FlashAttention-3 first; the distribution fa3-fwd has the forward pass alone.
+        _flash_attention("fa3", ("flash_attn_interface", "fa3_fwd_interface"), device),
+        _flash_attention("fa4", ("flash_attn.cute",), device),
+        flex,
     ]
+    if device.type != "cuda":
+        return [replace(peer, missing="measured on a CUDA device only") for peer in peers]
+    return peers
 
 
-def all_providers(device: torch.device) -> list[Provider]:
-    """Every provider, in the order of tables and legends, those that are missing on this machine too."""
-    return [*our_providers(), *torch_providers(), *peer_providers(device)]
+def _flash_attention(name: str, modules: Sequence[str], device: torch.device) -> Provider:
+    """The first of the modules that can be imported and has `flash_attn_func`."""
+
+    def unusable(problem: Problem) -> Attend:
+        raise NotImplementedError(f"{name} is not installed")
+
+    refusal = functools.partial(_flash_attention_refusal, name)
+    provider = Provider(
+        name, "peers", unusable, layout="length first", refusal=refusal, refusal_phrases=_REFUSAL_PHRASES
+    )
+    failures = []
+    for module in modules if device.type == "cuda" else ():  # importing it loads CUDA libraries
+        try:
+            function = importlib.import_module(module).flash_attn_func
+        except ModuleNotFoundError as error:
+            missing = error.name or ""
+            if module != missing and not module.startswith(f"{missing}."):
+                failures.append(f"{module} needs {missing}, which is not installed")
+        except Exception as error:
+            failures.append(f"{module} cannot be imported: {type(error).__name__}: {error}")
+        else:
+            return replace(provider, bind=functools.partial(_bind_flash_attention, function))
+    return replace(provider, missing="; ".join(failures) or "not installed")
 
 
-def chosen_providers(providers: Sequence[Provider], wanted: Sequence[str]) -> list[Provider]:
-    """The providers that `wanted` names, by name, by group, or `all`. Raises ValueError for a name that is none."""
-    names = {provider.name for provider in providers}
-    groups = {provider.group for provider in providers}
-    for name in wanted:
-        if name != "all" and name not in names and name not in groups:
-            known = ", ".join([*(provider.name for provider in providers), *sorted(groups), "all"])
-            raise ValueError(f"--impl must be taken from {known}; got {name}")
-    return [p for p in providers if "all" in wanted or p.name in wanted or p.group in wanted]
+def _bind_flash_attention(function: Callable[..., Any], problem: Problem) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        result = function(q, k, v, causal=problem.causal)
+        # FlashAttention-4 returns (output, log-sum-exp or None).
+        output: Tensor = result[0] if isinstance(result, (tuple, list)) else result
+        return output
+
+    return attend
 
 
-def reference_name(problem: Problem, device: torch.device) -> str:
-    """The torch backend that a problem's times are compared with: the fastest of its kernels without cuDNN.
+def _flash_attention_refusal(name: str, problem: Problem, which: Pass) -> str | None:
+    """What these libraries refuse in words of their own; the rest they say by `_REFUSAL_PHRASES`."""
+    if problem.dtype not in ("bfloat16", "float16"):
+        return f"{name} takes bfloat16 and float16, not {problem.dtype}"
+    if problem.head_dim % 8:
+        return f"{name} takes head dimensions that are multiples of 8, not {problem.head_dim}"
+    return None
 
-    Torch's flash kernel takes no float32 on a GPU; its memory-efficient one does.
+
+def _flex_refusal(problem: Problem, which: Pass) -> str | None:
+    return None if problem.head_dim >= 16 else f"flex takes head dimensions from 16 on, not {problem.head_dim}"
+
+
+def _bind_flex(device: torch.device, problem: Problem) -> Attend:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # fullgraph: beyond its limit of recompilations torch.compile would run the function eagerly, which keeps every
+    # score, and the time would still be reported as flex's.
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    mask = causal_block_mask(problem.length, device) if problem.causal else None
+    return functools.partial(compiled, block_mask=mask, enable_gqa=problem.heads != problem.kv_heads)
+
+
+def causal_block_mask(length: int, device: torch.device, block: int = 128) -> Any:
+    """The BlockMask of a causal mask over ``length`` queries and keys, in blocks of ``block`` × ``block``.
+
+    It equals what `create_block_mask` makes, which first evaluates the mask at every pair of a query and a key: 4 GiB
+    at length 65,536.
     """
-    return "torch-efficient" if problem.dtype == "float32" and device.type == "cuda" else "torch-flash"
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+    def visible(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
+
+    if length % block:
+        return create_block_mask(visible, None, None, length, length, device=str(device), BLOCK_SIZE=block)
+    count = length // block
+    index = torch.arange(count, dtype=torch.int32, device=device)
+    ascending = index.expand(1, 1, count, count).contiguous()
+    # Each row of blocks: first its diagonal block, which is masked in part; full are all blocks before it.
+    diagonal_first = ascending.clone()
+    below = index[:, None] >= index
+    diagonal_first[0, 0][below] = (ascending[0, 0] - 1)[below]
+    diagonal_first[..., 0] = index
+    return BlockMask.from_kv_blocks(
+        torch.ones(1, 1, count, dtype=torch.int32, device=device),
+        diagonal_first,
+        index[None, None].contiguous(),
+        ascending,
+        BLOCK_SIZE=block,
+        mask_mod=visible,
+        seq_lengths=(length, length),
+    )

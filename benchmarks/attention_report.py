@@ -1,227 +1,213 @@
-"""Tables and plots of the attention benchmark, made from its rows alone: they can be written again at any time."""
+"""Tables and plots of the attention benchmark, made from its rows alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import pandas as pd
 import torch
 
-from benchmarks.attention_account import account_of
-from benchmarks.attention_provider import GROUPS, KERNELS, KERNELS_LABEL
-from benchmarks.attention_providers import all_providers
-from benchmarks.attention_roofline import draw_rooflines
-from benchmarks.attention_rows import COLUMNS
-from cs336_systems.profiling.environment import Environment
-from cs336_systems.profiling.plots import Axes, Panel, save_panels, series_of
-from cs336_systems.profiling.report import (
-    ABSENT,
-    collected,
-    environment_lines,
-    format_number,
-    markdown_table,
-    several_commits,
-)
-from cs336_systems.profiling.sweep import Row, Status, write_csv
+from benchmarks.attention_providers import GROUPS, KERNELS, KERNELS_LABEL, all_providers
+from benchmarks.flags import DTYPES, PASSES
+from benchmarks.tables import line_style, markdown, matrix, number
+from cs336_systems.profiling.attention_memory import AttentionSizes, memory_account
+from cs336_systems.profiling.flops import attention_bytes, device_peak
+from cs336_systems.profiling.memory import MIB
+
+Figures = tuple[float, float, float]
+NOTHING: Figures = (float("nan"),) * 3
 
 
-@dataclass(frozen=True)
-class Metric:
-    """A column of the results that gets tables and plots: its name, a title, a unit, and the passes it is shown for."""
+class Metric(NamedTuple):
+    """A column that gets a table and plots: its title, its unit, and whether its axis is logarithmic."""
 
     column: str
     title: str
     unit: str
     logarithmic: bool = True
-    passes: tuple[str, ...] = ("forward", "backward", "both")
-    level: float | None = None
 
 
 METRICS = (
     Metric("median_ms", "time", "ms"),
-    Metric("tflops", "rate", "TFLOP/s", logarithmic=False),
-    Metric("speedup_over_naive", "speed-up over naive", "×", level=1.0),
-    Metric("speedup_over_reference", "speed-up over torch's kernel", "×", logarithmic=False, level=1.0),
-    Metric("held_mib", "memory held before the backward", "MiB", passes=("backward", "both")),
+    Metric("tflops", "rate", "TFLOP/s", False),
+    Metric("speedup_over_naive", "speed-up over naive", "×"),
+    Metric("speedup_over_reference", "speed-up over torch's kernel", "×", False),
+    Metric("held_mib", "memory held for the backward", "MiB"),
     Metric("peak_mib", "peak memory", "MiB"),
 )
 
 
-@dataclass(frozen=True)
-class Report:
-    """What a report is made of: the rows, where they were measured, who was not there and how was measured."""
+def sections(frame: pd.DataFrame) -> Iterator[tuple[Metric, str, pd.DataFrame]]:
+    """Each metric and pass of which there is a figure, with the rows of the pass.
 
-    rows: Sequence[Row]
-    environment: Environment
-    missing: dict[str, str]
-    method: Sequence[str]
-
-    def write(self, folder: Path, *, plots: bool) -> list[Path]:
-        """Write results.csv, tables.md, rows.md and, if asked for, the plots into `folder`; return their paths."""
-        written = [folder / "results.csv", folder / "tables.md", folder / "rows.md"]
-        write_csv(written[0], self.rows, COLUMNS)
-        written[1].write_text(self.tables(), encoding="utf-8")
-        written[2].write_text(self.long_table(), encoding="utf-8")
-        return written + (draw(folder, self.rows) if plots else [])
-
-    def tables(self) -> str:
-        """The Markdown page: environment, method, what did not run, and a lengths × dimensions matrix per metric."""
-        parts = ["# Attention benchmark", "\n".join(environment_lines(self.environment))]
-        kernels = (
-            [f"{KERNELS}: this library's kernels, `{KERNELS_LABEL}` in the plots"] if _has_others(self.rows) else []
-        )
-        parts += ["\n".join(f"- {sentence}" for sentence in [*self.method, *kernels])]
-        if commits := several_commits(self.rows):
-            parts.append(commits)
-        if self.missing:
-            parts += ["Not measured:", "\n".join(f"- {name}: {reason}" for name, reason in self.missing.items())]
-        for title, column in (("Without a figure:", "reason"), ("Warnings:", "warning")):
-            told = [row for row in self.rows if row[column]]
-            states = [f"{row['implementation']}: {row['status']}: {row[column]}" for row in told]
-            parts += [title, "\n".join(f"- {text}" for text in collected(states))] if told else []
-        for dtype, mask in _groups(self.rows):
-            parts.append(f"## {dtype}, {mask}")
-            for metric, which, rows in _sections(self.rows, dtype, mask):
-                parts += [f"### {_title(metric, which)}, {metric.unit}", _matrix(rows, metric)]
-            parts += account_of([row for row in self.rows if (row["dtype"], row["mask"]) == (dtype, mask)])
-        return "\n\n".join(parts) + "\n"
-
-    def long_table(self) -> str:
-        """Every row as a line of one Markdown table."""
-        return "# Attention benchmark, row by row\n\n" + _long_table(self.rows) + "\n"
-
-
-def draw(folder: Path, rows: Sequence[Row]) -> list[Path]:
-    """Draw every metric of the rows against length, and rooflines, into PNG files in `folder`; return their paths.
-
-    Where the rows have other libraries' kernels, this library's have the label "ours".
+    Memory held for the backward is the same for all passes that have a backward, and comes once.
     """
-    # All that there are, so that one that is measured in two sweeps looks the same in the figures of both.
-    known = _known()
-    labels = known | {row["implementation"]: 0 for row in rows if row["implementation"] not in known}
-    if _has_others(rows):
-        renamed = {KERNELS: KERNELS_LABEL}
-        labels = {renamed.get(name, name): group for name, group in labels.items()}
-        rows = [{**row, "implementation": renamed.get(row["implementation"], row["implementation"])} for row in rows]
-    paths = []
-    for dtype, mask in _groups(rows):
-        for metric, which, shown in _sections(rows, dtype, mask):
-            path = folder / f"{metric.column.replace('_', '-')}-{which}-{dtype}-{mask}.png"
-            panels = [_panel(shown, metric, dim, labels) for dim in dict.fromkeys(row["head_dim"] for row in shown)]
-            axes = Axes(_length_label(shown), f"{metric.title} ({metric.unit})", metric.logarithmic, metric.level)
-            title = f"{_title(metric, which)}: {dtype}, {mask}, {shown[0]['device']}"
-            if save_panels(path, panels, title=title, axes=axes, labels=labels):
-                paths.append(path)
-    return paths + draw_rooflines(folder, rows, labels)
-
-
-def _known() -> dict[str, int]:
-    """Every provider's name, with the number of its group."""
-    return {provider.name: GROUPS.index(provider.group) for provider in all_providers(torch.device("cpu"))}
-
-
-def _has_others(rows: Sequence[Row]) -> bool:
-    """Whether the rows have kernels of torch or of other libraries."""
-    known = _known()
-    return any(known.get(row["implementation"], 0) != GROUPS.index("ours") for row in rows)
-
-
-def _panel(rows: Sequence[Row], metric: Metric, head_dim: int, labels: Mapping[str, int]) -> Panel:
-    rows = [row for row in rows if row["head_dim"] == head_dim]
-    points = ((row["implementation"], row["length"], row[metric.column]) for row in rows if row[metric.column])
-    heads, kv_heads = rows[0]["heads"], rows[0]["kv_heads"]
-    shape = f", {heads} heads" if heads else ""
-    return Panel(
-        f"d {head_dim}{shape}" + (f", {kv_heads} of k and v" if kv_heads != heads else ""), series_of(points, labels)
-    )
-
-
-def _length_label(rows: Sequence[Row]) -> str:
-    batches, tokens = {row["batch"] for row in rows}, {row["batch"] * row["length"] for row in rows}
-    if len(batches) == 1:
-        return f"length (batch {batches.pop()})"
-    return f"length (batch = {tokens.pop():,} / length)" if len(tokens) == 1 else "length"
-
-
-def _groups(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    return list(dict.fromkeys((row["dtype"], row["mask"]) for row in rows))
-
-
-def _sections(rows: Sequence[Row], dtype: str, mask: str) -> Iterable[tuple[Metric, str, list[Row]]]:
-    group = [row for row in rows if (row["dtype"], row["mask"]) == (dtype, mask)]
     for metric in METRICS:
-        shown = [row for row in group if row["pass"] in metric.passes]
+        passes: list[str] = [name for name in PASSES if name in set(frame["pass"])]
         if metric.column == "held_mib":
-            # The same figure stands in the rows of both passes that have a backward: one table is enough.
-            shown = [row for row in shown if row["pass"] == shown[0]["pass"]]
-        for which in dict.fromkeys(row["pass"] for row in shown):
-            of_pass = [row for row in shown if row["pass"] == which]
-            if any(row[metric.column] is not None for row in of_pass):
-                yield metric, which, of_pass
+            passes = [name for name in passes if name != "forward"][:1]
+        for which in passes:
+            rows = frame[frame["pass"] == which]
+            if rows[metric.column].notna().any():
+                yield metric, which, rows
 
 
-def _title(metric: Metric, which: str) -> str:
-    if metric.column == "held_mib":
-        return metric.title.capitalize()
-    return f"{'forward and backward' if which == 'both' else which} {metric.title}".capitalize()
+def tables(frame: pd.DataFrame) -> str:
+    """Lengths × head dimensions of each metric, and the memory account, for each dtype and mask."""
+    frame = frame.dropna(subset=["provider"])  # a case that could not be measured at all has none
+    parts = []
+    for (dtype, mask), group in frame.groupby(["dtype", "mask"], sort=False):
+        parts.append(f"## {dtype}, {mask}")
+        for metric, which, rows in sections(group):
+            able = list(dict.fromkeys(rows[rows["status"] != "unsupported"]["provider"]))
+            rows = pd.concat([rows[rows["provider"] == name].sort_values("length", kind="stable") for name in able])
+            table = matrix(rows, ["provider", "length"], "head_dim", metric.column)
+            parts.append(f"### {which.capitalize()} {metric.title}, {metric.unit}\n\n{table}")
+        parts += memory_tables(group)
+    return "\n\n".join(parts)
 
 
-def _matrix(rows: Sequence[Row], metric: Metric) -> str:
-    """Lengths × head dimensions, for one implementation after the other; a status where there is no figure.
+def memory_tables(frame: pd.DataFrame) -> list[str]:
+    """What formulas say that attention has to keep, beside what was measured, for the rows of one dtype and mask.
 
-    An implementation that could do none of it is left out: the page says elsewhere why.
+    Only for sweeps of one batch size with as many key heads as query heads.
     """
-    able = {row["implementation"] for row in rows if row["status"] != Status.UNSUPPORTED.value}
-    rows = [row for row in rows if row["implementation"] in able]
-    dims = list(dict.fromkeys(row["head_dim"] for row in rows))
-    cells = {(row["implementation"], row["length"], row["head_dim"]): _cell(row, metric.column) for row in rows}
-    places = dict.fromkeys((row["implementation"], row["length"]) for row in rows)
-    # Rows come cell by cell; a reader wants an implementation's lengths together.
-    names = list(dict.fromkeys(name for name, _ in places))
-    ordered = sorted(places, key=lambda place: (names.index(place[0]), place[1]))
-    return markdown_table(
-        ["implementation", "length", *(f"d {dim}" for dim in dims)],
-        [[name, str(length), *(cells.get((name, length, dim), ABSENT) for dim in dims)] for name, length in ordered],
+    if frame["batch"].nunique() > 1 or (frame["heads"] != frame["kv_heads"]).any() or frame["held_mib"].isna().all():
+        return []
+    shapes = frame.drop_duplicates(["length", "head_dim"]).sort_values(["length", "head_dim"])
+    accounts = [memory_account(sizes_of(row)) for row in shapes.to_dict("records")]
+    bytes_by_name = pd.DataFrame([{share.name: share.bytes / MIB for share in account} for account in accounts])
+    analytic = pd.concat([shapes[["length", "head_dim"]].reset_index(drop=True), bytes_by_name], axis=1)
+    formulas = "; ".join(f"{share.name} {share.formula}" for share in accounts[0])
+    backward = frame[frame["pass"] != "forward"].drop_duplicates(["provider", "length", "head_dim"])
+    kept = [_with_quadratic(row) for row in backward.to_dict("records")]
+    measured = matrix(backward.assign(held=kept), ["length", "head_dim"], "provider", "held")
+    return [
+        "### Memory account, MiB\n\nWith batch B, H heads, length N, head dimension d and s bytes per element: "
+        f"{formulas}. Held is what is kept for the backward with 3, 2, 1 and 0 tensors of N × N: scores, masked scores "
+        f"and probabilities; two of them; the probabilities alone; or a log-sum-exp per query.\n\n{markdown(analytic)}",
+        f"### Held for the backward, measured, MiB (N × N tensors)\n\n{measured}",
+    ]
+
+
+def _with_quadratic(row: dict[Any, Any]) -> str | None:
+    held = row["held_mib"]
+    return None if pd.isna(held) else f"{number(held)} ({sizes_of(row).quadratic_kept(held * MIB):.1f})"
+
+
+def sizes_of(row: dict[Any, Any]) -> AttentionSizes:
+    """The sizes of a row's problem."""
+    width = DTYPES[row["dtype"]].itemsize
+    return AttentionSizes(row["batch"], max(1, row["heads"]), row["length"], row["head_dim"], width)
+
+
+def benchmark(
+    lengths: Sequence[int], providers: Sequence[str], metric: Metric, plot_name: str = "", **fixed: Any
+) -> Any:
+    """The `triton.testing.Benchmark` of a metric: lengths on the x axis, a line for each provider.
+
+    Without ``plot_name``, perf_report makes its table and no plot.
+    """
+    from triton.testing import Benchmark
+
+    known = {provider.name: provider.group for provider in all_providers(torch.device("cpu"))}
+    others = any(known.get(name) != "ours" for name in providers)
+    styles = {
+        name: line_style(index, GROUPS.index(known[name]) if name in known else 0)
+        for index, name in enumerate([*known, *(name for name in providers if name not in known)])
+    }
+    return Benchmark(
+        x_names=["length"],
+        x_vals=list(lengths),
+        x_log=True,
+        y_log=metric.logarithmic,
+        line_arg="provider",
+        line_vals=list(providers),
+        line_names=[KERNELS_LABEL if others and name == KERNELS else name for name in providers],
+        styles=[(styles[name]["color"], styles[name]["linestyle"]) for name in providers],
+        ylabel=metric.unit,
+        plot_name=plot_name,
+        args={"column": metric.column, **fixed},
     )
 
 
-def _cell(row: Row, column: str) -> str:
+def plots(frame: pd.DataFrame, folder: Path) -> None:
+    """Draw every metric against length into ``folder``/plots with `triton.testing.perf_report`, and rooflines."""
+    frame = frame.dropna(subset=["provider"])
+    draw_rooflines(frame, folder)
+    try:
+        from triton.testing import perf_report
+    except ImportError:
+        print("Triton is not installed: there are no plots of perf_report.")
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    benchmarks = []
+    for (dtype, mask, dim), group in frame.groupby(["dtype", "mask", "head_dim"], sort=False):
+        for metric, which, rows in sections(group):
+            shown = rows[rows[metric.column].notna()]
+            name = f"{metric.column.replace('_', '-')}-{which}-{dtype}-{mask}-d{dim}"
+            fixed = {"dtype": dtype, "mask": mask, "head_dim": dim, "which": which}
+            providers = list(dict.fromkeys(shown["provider"]))
+            benchmarks.append(benchmark(sorted(set(shown["length"])), providers, metric, name, **fixed))
+    indexed = frame.set_index(["dtype", "mask", "head_dim", "length", "provider", "pass"]).sort_index()
+
+    def figures(dtype: str, mask: str, head_dim: int, length: int, provider: str, which: str, column: str) -> Figures:
+        return figures_of(indexed.loc[(dtype, mask, head_dim, length, provider, which)].to_dict(), column)
+
+    (folder / "plots").mkdir(exist_ok=True)
+    with plt.rc_context({"figure.max_open_warning": 0, "axes.grid": True}):
+        perf_report(benchmarks)(figures).run(save_path=str(folder / "plots"))
+        plt.close("all")
+
+
+def figures_of(row: dict[Any, Any], column: str) -> Figures:
+    """A row's figure for perf_report, as (value, minimum, maximum); a time has a range over its rounds."""
     value = row[column]
-    if value is not None:
-        return format_number(value)
-    return ABSENT if row["status"] == Status.OK.value else str(row["status"])
+    if value is None or pd.isna(value):
+        return NOTHING
+    return (value, row["min_ms"], row["max_ms"]) if column == "median_ms" else (value, value, value)
 
 
-def _time(row: Row) -> str:
-    if row["median_ms"] is None:
-        return ABSENT
-    return f"{format_number(row['median_ms'])} ± {format_number(row['std_ms'], 2)}"
+def draw_rooflines(frame: pd.DataFrame, folder: Path) -> None:
+    """Plot rates over operations per byte, under the peak rate and the memory bandwidth of the device.
+
+    The model is of Williams, Waterman and Patterson, "Roofline", CACM 52 (2009). Bytes are those of q, k, v, the output
+    and, in the backward pass, their gradients, which every implementation has to move. There is no plot for a device
+    whose peak rates are unknown.
+    """
+    peak = device_peak(frame["device"].iloc[0])
+    frame = frame.dropna(subset=["tflops"])
+    if peak is None or frame.empty:
+        return
+    import matplotlib.pyplot as plt
+
+    for (dtype, mask, which), rows in frame.groupby(["dtype", "mask", "pass"], sort=False):
+        roofs = {"float32": peak.float32, "TF32": peak.tf32} if dtype == "float32" else {dtype: peak.half}
+        rows = rows.assign(intensity=[intensity(row) for row in rows.to_dict("records")]).sort_values("intensity")
+        figure, axes = plt.subplots(layout="constrained")
+        for index, (name, line) in enumerate(rows.groupby("provider", sort=False)):
+            axes.plot(line["intensity"], line["tflops"], label=name, **{**line_style(index), "linestyle": ""})
+        ends = [rows["intensity"].min() / 1.4, rows["intensity"].max() * 1.4]
+        for label, rate in roofs.items():
+            bends = sorted([*ends, min(max(1e3 * rate / peak.bandwidth, ends[0]), ends[1])])
+            axes.plot(bends, [min(rate, peak.bandwidth * x / 1e3) for x in bends], color="black", label=f"{label} peak")
+        axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s")
+        axes.set_title(f"Roofline, {which}: {dtype}, {mask}, {rows['device'].iloc[0]}")
+        axes.legend(fontsize=7)
+        (folder / "plots").mkdir(exist_ok=True)
+        figure.savefig(folder / "plots" / f"roofline-{which}-{dtype}-{mask}.png")
+        plt.close(figure)
 
 
-_LONG_COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
-    ("implementation", lambda row: row["implementation"]),
-    ("pass", lambda row: row["pass"]),
-    ("dtype", lambda row: row["dtype"]),
-    ("mask", lambda row: row["mask"]),
-    ("batch", lambda row: str(row["batch"])),
-    ("heads", lambda row: str(row["heads"] or ABSENT)),
-    ("length", lambda row: str(row["length"])),
-    ("d", lambda row: str(row["head_dim"])),
-    ("ms ± std", _time),
-    ("min ms", lambda row: format_number(row["min_ms"])),
-    ("max ms", lambda row: format_number(row["max_ms"])),
-    ("TFLOP/s", lambda row: format_number(row["tflops"])),
-    ("over naive", lambda row: format_number(row["speedup_over_naive"])),
-    ("over torch's", lambda row: format_number(row["speedup_over_reference"])),
-    ("held MiB", lambda row: format_number(row["held_mib"])),
-    ("peak MiB", lambda row: format_number(row["peak_mib"])),
-    ("status", lambda row: row["status"]),
-)
-
-
-def _long_table(rows: Sequence[Row]) -> str:
-    return markdown_table(
-        [title for title, _ in _LONG_COLUMNS],
-        [[text(row) for _, text in _LONG_COLUMNS] for row in rows],
-    )
+def intensity(row: dict[Any, Any]) -> float:
+    """Operations of a row's pass, as its rate counts them, per byte that the pass has to move."""
+    heads, kv_heads = (max(1, row[name]) for name in ("heads", "kv_heads"))
+    sizes = (row["batch"], heads, row["length"], row["length"], row["head_dim"], kv_heads)
+    moved = attention_bytes(*sizes, DTYPES[row["dtype"]].itemsize, row["pass"])
+    return float(row["tflops"] * row["median_ms"] * 1e9 / moved)

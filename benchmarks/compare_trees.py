@@ -1,233 +1,203 @@
-"""Two or more checkouts of this library side by side: is a change faster?
+"""Two or more checkouts of this library compared: is a change faster?
 
     git worktree add ../before main
-    python benchmarks/compare_trees.py ../before . --passes backward --dims 64 128 --lengths 1024 4096 16384
-    python benchmarks/compare_trees.py . .:../triton-3.9       # or one checkout with two Tritons
+    python benchmarks/compare_trees.py ../before . --passes backward --head-dims 64 128 --lengths 1024 4096 16384
+    python benchmarks/compare_trees.py . .:../triton-3.9       # one checkout with two versions of Triton
 
-After a colon stands a folder of packages that go before the installed ones, as `pip install --target` makes it. The
-pass `decode` is attention of one query a head over a cache.
+After a colon comes a folder of packages that precede the installed ones, as `pip install --target` makes it. With
+--decode, a call is one query per head over a full cache (`attention_with_cache`).
 
-A process for each checkout computes the same calls, on the same inputs, in turns: for each cell every checkout is
-measured once a round, in rotated order, so that a clock that falls under load falls for all. Results are held to the
-error budget first, and all are compiled before anything is timed. The table has each one's rate, and in brackets how
-many times as fast as the first it is, by the median of the ratios within rounds; differences of 1 % need --rounds 7.
+One process per checkout computes the same calls on the same inputs, in turns: each checkout is measured once a round,
+in rotated order, so that clocks that fall under load fall for all. Results are compared with float64 first. The table
+has the rate of each, and in brackets how many times as fast as the first checkout it is: the median of the ratios
+within rounds. Differences of 1 % need --rounds 7.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.asked_device import asks_for_gpu
-from benchmarks.attention_presets import DTYPE_ALIASES, DTYPES, MASKS
-from benchmarks.suite import positive
-from cs336_systems.profiling.flops import PASSES, attention_flops, teraflops_per_second
-from cs336_systems.profiling.report import format_number, markdown_table
-from cs336_systems.profiling.sweep import Row, write_csv
-from cs336_systems.profiling.timing import RoundTimes, TimingMethod, interleave
+import pandas as pd
+
+from benchmarks import flags
+from benchmarks.harness import Case, Comparison, Context, Program, Row, Status, Sweep, run, timing_method
+from benchmarks.tables import markdown, number
+from cs336_systems.profiling.flops import Pass, attention_flops, teraflops_per_second
 
 WORKER = Path(__file__).with_name("tree_worker.py")
 DECODE = "decode"
-COLUMNS = (
-    "tree",
-    "pass",
-    "mask",
-    "head_dim",
-    "length",
-    "batch",
-    "heads",
-    "groups",
-    "median_ms",
-    "tflops",
-    "over_first",
-    "round_ms",
-)
 
 
 class TreeError(RuntimeError):
     """A checkout cannot compute a call, or computes it wrong."""
 
 
-class Cell(NamedTuple):
-    """A call: its pass, mask, the shape of k and v, and how many heads of q each of their heads serves."""
+@dataclass(frozen=True)
+class TreeCase(Case):
+    """An attention call; ``which`` is its pass, or `decode`."""
 
-    which: Any
+    provider: str
+    which: str
+    dtype: str
     mask: str
-    shape: tuple[int, int, int, int]
-    groups: int = 1
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    length: int
 
     @property
     def flops(self) -> float:
         """Operations of one call."""
-        batch, heads, length, head_dim = self.shape
-        heads *= self.groups
-        if self.which == DECODE:
-            return attention_flops(batch, heads, 1, length, head_dim, causal=False, which="forward")
-        causal = self.mask == "causal"
-        return attention_flops(batch, heads, length, length, head_dim, causal=causal, which=self.which)
-
-    def __str__(self) -> str:
-        grouped = f", {self.groups} heads a group" if self.groups > 1 else ""
-        if self.which == DECODE:
-            return f"decode, d {self.shape[3]}, {self.shape[0]} × {self.shape[2]}{grouped}"
-        return f"{self.which}, d {self.shape[3]}, {self.mask}, {self.shape[2]}{grouped}"
+        queries = 1 if self.which == DECODE else self.length
+        which = cast(Pass, "forward" if self.which == DECODE else self.which)
+        causal = self.mask == "causal" and self.which != DECODE
+        return attention_flops(self.batch, self.heads, queries, self.length, self.head_dim, causal=causal, which=which)
 
 
 class Tree:
-    """A process with one checkout's library."""
+    """A checkout and the process that computes with it, which is started again after it ended."""
 
-    def __init__(self, name: str, process: subprocess.Popen[str], settings: Row) -> None:
-        self.name, self._process, self._settings = name, process, settings
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._process: subprocess.Popen[str] | None = None
 
-    def ask(self, what: str, cell: Cell) -> None:
-        """Begin a request, which `answer` ends."""
-        call = {"pass": cell.which, "shape": cell.shape, "groups": cell.groups, "causal": cell.mask == "causal"}
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": what} | call | self._settings) + "\n")
-        self._process.stdin.flush()
+    def ask(self, what: str, case: TreeCase, options: argparse.Namespace) -> float:
+        """Send a request and wait for its answer: milliseconds for `time`, otherwise 0. Raises TreeError."""
+        process = self._started()
+        request = {"do": what, "case": case.columns, "device": str(options.device)}
+        assert process.stdin is not None
+        assert process.stdout is not None
+        timer = threading.Timer(options.timeout, process.kill)
+        timer.start()
+        try:
+            process.stdin.write(json.dumps(request | {"warmup": options.warmup, "rep": options.rep}) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        finally:
+            timer.cancel()
+        reply = json.loads(line) if line else {"failure": f"its process ended with {process.wait()}"}
+        if "failure" in reply:
+            raise TreeError(f"{self.name}: {what}: {reply['failure']}")
+        return float(reply["value"] or 0.0)
 
-    def answer(self, cell: Cell) -> float:
-        """What came of it. Raises TreeError where that is a failure."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        said = json.loads(line) if line else {"failure": f"its process ended with {self._process.wait()}"}
-        if "failure" in said:
-            raise TreeError(f"{self.name}: {cell}: {said['failure']}")
-        return float(said["value"] or 0.0)
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()  # closes the pipes
 
-    def time(self, cell: Cell) -> float:
-        """Milliseconds of a call."""
-        self.ask("time", cell)
-        return self.answer(cell)
-
-
-def folders_of(asked: str) -> list[Path]:
-    """The checkout's folder, and those of its packages."""
-    return [Path(part).resolve() for part in asked.split(os.pathsep)]
-
-
-@contextmanager
-def tree_of(asked: str, settings: Row) -> Iterator[Tree]:
-    """The process of a checkout, which ends with the block."""
-    environment = dict(os.environ)
-    folder, *packages = folders_of(asked)
-    before = environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = os.pathsep.join([*map(str, packages), str(folder), *([before] if before else [])])
-    environment["PYTHONSAFEPATH"] = "1"  # nothing comes from the worker's own folder
-    command = [sys.executable, str(WORKER)]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=folder
-    )
-    try:
-        yield Tree(asked, process, settings)
-    finally:
-        process.kill()
-        process.communicate()
+    def _started(self) -> subprocess.Popen[str]:
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            folder, *packages = folders_of(self.name)
+            before = os.environ.get("PYTHONPATH")
+            path = os.pathsep.join([*map(str, packages), str(folder), *([before] if before else [])])
+            # PYTHONSAFEPATH: nothing is imported from the worker's own folder.
+            environment = os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self._process = subprocess.Popen([sys.executable, str(WORKER)], env=environment, cwd=folder, **pipes)
+        return self._process
 
 
-def all_at_once(trees: Sequence[Tree], what: str, cell: Cell) -> None:
-    """One request to all checkouts at the same time, for what is not timed."""
-    for tree in trees:
-        tree.ask(what, cell)
-    for tree in trees:
-        tree.answer(cell)
+@functools.cache
+def tree_of(name: str) -> Tree:
+    """The checkout of this name; one for the whole program."""
+    return Tree(name)
 
 
-def shape_of(options: argparse.Namespace, length: int, dim: int) -> tuple[int, int, int, int]:
-    """That of k and v: all have as many tokens, and queries as many channels."""
-    return max(1, options.tokens // length), max(1, options.channels // dim // options.groups), length, dim
+def folders_of(tree: str) -> list[Path]:
+    """The folder of a checkout, and those of its packages."""
+    return [Path(folder).resolve() for folder in tree.split(os.pathsep)]
 
 
-def cells_of(options: argparse.Namespace) -> list[Cell]:
-    """What is measured, in this order."""
-    return [
-        Cell(which, mask, shape_of(options, length, dim), options.groups)
-        for which, dim, mask, length in itertools.product(options.passes, options.dims, options.masks, options.lengths)
-    ]
-
-
-def rows_of(cell: Cell, times: dict[str, RoundTimes]) -> list[Row]:
+def measure(case: TreeCase, context: Context) -> list[Row]:
     """A row for each checkout."""
-    first = next(iter(times.values()))
-    batch, heads, length, head_dim = cell.shape
-    return [
-        {
-            "tree": name,
-            "pass": cell.which,
-            "mask": cell.mask,
-            "head_dim": head_dim,
-            "length": length,
-            "batch": batch,
-            "heads": heads,
-            "groups": cell.groups,
-            "median_ms": own.median,
-            "tflops": teraflops_per_second(cell.flops, own.median),
-            "over_first": statistics.median(a / b for a, b in zip(first.milliseconds, own.milliseconds, strict=True)),
-            "round_ms": list(own.milliseconds),
-        }
-        for name, own in times.items()
-    ]
+    options = context.options
+    comparison, first = Comparison(context), options.trees[0]
+
+    def attempt(name: str) -> None:
+        for what in ("check", "prepare"):
+            comparison.attempt(name, what, functools.partial(tree_of(name).ask, what, case, options))
+
+    with ThreadPoolExecutor(len(options.trees)) as threads:  # they compile at the same time
+        list(threads.map(attempt, options.trees))
+    calls = {name: functools.partial(tree_of(name).ask, "time", case, options) for name in options.trees}
+    comparison.interleave(calls, timing_method(options))
+    rows = []
+    for name in options.trees:
+        columns = comparison.columns(name, first)
+        over_first, median = columns.pop("speedup"), columns["median_ms"]
+        tflops = None if median is None else teraflops_per_second(case.flops, median)
+        rows.append({"tree": name, **columns, "tflops": tflops, "over_first": over_first})
+    return rows
 
 
-def line_of(cell: Cell, rows: Sequence[Row]) -> list[str]:
-    """The table's line of a cell."""
-    return [str(cell), *(f"{format_number(row['tflops'])} ({row['over_first']:.3f})" for row in rows)]
+def tables(frame: pd.DataFrame) -> str:
+    """TFLOP/s of each checkout, and its speed-up over the first one, for each case."""
+    lines: dict[str, dict[str, str]] = {}
+    for row in frame.to_dict("records"):
+        names = ("provider", "which", "dtype", "mask")
+        title = " ".join([*(row[name] for name in names), f"d {row['head_dim']}", f"length {row['length']}"])
+        line = lines.setdefault(row["case"], {"TFLOP/s (over the first)": title})
+        line[row["tree"]] = row["status"]
+        if row["tflops"] == row["tflops"]:  # not NaN
+            line[row["tree"]] = f"{number(row['tflops'])} ({row['over_first']:.3f})"
+    return markdown(pd.DataFrame(list(lines.values())))
 
 
-def measure(options: argparse.Namespace) -> Iterator[tuple[Cell, list[Row]]]:
-    """The rows of each cell, as they come. Raises TreeError."""
-    method = TimingMethod(rounds=options.rounds)
-    timing = {"warmup_ms": method.warmup_ms, "repetitions_ms": method.repetitions_ms, "pause_ms": 0.0, "rounds": 1}
-    settings = {"device": options.device, "dtype": options.dtype, "impl": options.impl, "method": timing}
-    cells = cells_of(options)
-    with ExitStack() as stack:
-        trees = [stack.enter_context(tree_of(asked, settings)) for asked in options.trees]
-        for cell in cells:
-            all_at_once(trees, "check", cell)
-            all_at_once(trees, "prepare", cell)
-        for cell in cells:
-            all_at_once(trees, "prepare", cell)
-            times = interleave({tree.name: partial(tree.time, cell) for tree in trees}, method=method)
-            yield cell, rows_of(cell, times)
+PROGRAM = Program(
+    "compare_trees",
+    "Checkouts compared",
+    measure,
+    tables,
+    settings=("trees", "rounds", "warmup", "rep"),
+    isolated=False,
+)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    gpu = asks_for_gpu(arguments)
-    add = parser.add_argument
-    trees = "checkouts, each optionally with a folder of packages; the others are compared with the first"
-    add("trees", nargs="+", metavar="TREE[:PACKAGES]", help=trees)
-    passes = ["forward", "backward"]
-    add("--passes", nargs="+", choices=[*PASSES, DECODE], default=passes, help="default: %(default)s")
-    add("--dims", nargs="+", type=positive, default=[64, 128] if gpu else [32], metavar="D", help="%(default)s")
-    add("--lengths", nargs="+", type=positive, default=[1024, 4096] if gpu else [128], metavar="N", help="%(default)s")
-    add("--masks", nargs="+", choices=MASKS, default=["causal"], help="default: %(default)s")
-    add("--tokens", type=positive, default=16384 if gpu else 256, help="batch × length (default: %(default)s)")
-    add("--channels", type=positive, default=2048 if gpu else 64, help="heads of q × d (default: %(default)s)")
-    add("--groups", type=positive, default=1, help="heads of q for each of k and v (default: %(default)s)")
-    add("--dtype", default="bfloat16" if gpu else "float32", choices=[*DTYPES, *DTYPE_ALIASES], help="%(default)s")
-    add("--impl", default="flash" if gpu else "tiled", help="of attention() (default: %(default)s)")
-    add("--device", default="cuda" if gpu else "cpu", help="default: %(default)s")
-    add("--rounds", type=positive, default=5, help="default: %(default)s")
-    add("--output", type=Path, metavar="FILE", help="a CSV file for all rows")
-    options = parser.parse_args(arguments)
-    options.dtype = DTYPE_ALIASES.get(options.dtype, options.dtype)
-    for asked in options.trees:
-        tree, *packages = folders_of(asked)
+    """The options. Ends the program for trees that cannot be compared."""
+    gpu = flags.wants_gpu(arguments)
+    parser = flags.make_parser(
+        __doc__,
+        lengths=[1024, 4096] if gpu else [128],
+        head_dims=[64, 128] if gpu else [32],
+        dtypes=["bfloat16" if gpu else "float32"],
+        masks=["causal"],
+        passes=["forward", "backward"],
+        providers=["flash" if gpu else "tiled"],
+        tokens=16384 if gpu else 256,
+        channels=2048 if gpu else 64,
+        rounds=5,
+        warmup=5.0,
+        rep=15.0,
+    )
+    parser.add_argument("trees", nargs="*", metavar="TREE[:PACKAGES]", help="checkouts; the first is the baseline")
+    parser.add_argument("--groups", type=flags.positive, default=1, help="query heads per key head (%(default)s)")
+    parser.add_argument("--decode", action="store_true", help="attention over a cache, in place of --passes")
+    options = flags.parse(parser, arguments)
+    if not options.trees and options.redraw is None:
+        parser.error("TREE must name at least one checkout")
+    for name in options.trees:
+        tree, *packages = folders_of(name)
         if not (tree / "cs336_systems" / "__init__.py").is_file():
             parser.error(f"TREE must be a checkout of this library, with a folder cs336_systems; got {tree}")
         for folder in packages:
@@ -238,23 +208,34 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def cases_of(options: argparse.Namespace) -> list[TreeCase]:
+    """The cases: each has --tokens tokens in a batch, and --channels channels in a query, or the least possible."""
+    passes = [DECODE] if options.decode else options.passes
+    axes = (options.providers, passes, options.dtypes, options.head_dims, options.masks, options.lengths)
+    cases = []
+    for provider, which, dtype, dim, mask, length in itertools.product(*axes):
+        kv_heads = max(1, options.channels // dim // options.groups)
+        batch = max(1, options.tokens // length)
+        cases.append(TreeCase(provider, which, dtype, mask, batch, kv_heads * options.groups, kv_heads, dim, length))
+    return cases
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit status is 1 if a checkout fails."""
+    """Run the comparison; the exit status is 0, 1 if a checkout failed, 2 for invalid input, 130 when interrupted."""
     options = parse(arguments)
-    rows: list[Row] = []
-    lines: list[list[str]] = []
+    failed: list[Row] = []
+
+    def drive(sweep: Sweep[TreeCase], cases: list[TreeCase]) -> None:
+        for case in cases:
+            failed.extend(row for row in sweep.rows(case) if row["status"] != Status.OK.value)
+        print(tables(sweep.frame))
+
     try:
-        for cell, measured in measure(options):
-            rows += measured
-            lines.append(line_of(cell, measured))
-            print(": ".join([lines[-1][0], "  ".join(lines[-1][1:])]), file=sys.stderr, flush=True)
-            if options.output is not None:
-                write_csv(options.output, rows, COLUMNS)
-    except TreeError as error:
-        print(f"compare_trees.py: error: {error}", file=sys.stderr)
-        return 1
-    print(markdown_table(["TFLOP/s", *options.trees], lines))
-    return 0
+        status = run(PROGRAM, options, cases_of(options), drive)
+    finally:
+        for name in options.trees:
+            tree_of(name).close()
+    return status or bool(failed)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.attention_cell import DeviceLostError, release_memory_of_failure
-from benchmarks.attention_contender import relative_difference
+from benchmarks.comparison import DeviceLostError, relative_difference
+from benchmarks.comparison import release_after_failure as release_memory_of_failure
 from benchmarks.feature_cases import CASES, OURS, PLAIN
 from benchmarks.feature_setting import Contender, Layout, Setting, Sizes, random_tensors
 from cs336_systems.kernels.torch_names import without_donated_buffers

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.attention_peers import causal_block_mask
+from benchmarks.attention_providers import causal_block_mask
 from benchmarks.feature_setting import (
     ONE_ROW,
     Attend,

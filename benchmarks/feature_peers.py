@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.attention_peers import peer_providers
+from benchmarks.attention_providers import peer_providers
 from benchmarks.feature_setting import (
     HEADS_FIRST,
     LENGTH_FIRST,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from benchmarks.attention_contender import plausible_difference
+from benchmarks.comparison import plausible_difference
 from benchmarks.feature_cases import CASES, OURS, PEERS, PLAIN
 from benchmarks.feature_cells import BESIDE, Cell, Conditions, Measurement
 from cs336_systems.profiling.report import ABSENT, format_number, markdown_table

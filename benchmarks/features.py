@@ -31,14 +31,14 @@ os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 import torch
 
 from benchmarks.asked_device import asks_for_gpu
-from benchmarks.attention import termination_as_interruption
-from benchmarks.attention_peers import PEER_DISTRIBUTIONS
-from benchmarks.attention_presets import DTYPE_ALIASES, DTYPES
+from benchmarks.attention_providers import PEER_DISTRIBUTIONS
 from benchmarks.feature_cases import CASES, OURS, PEERS
 from benchmarks.feature_cells import BESIDE, PASSES, Cell, CellRun, Conditions, add_peers, first_call
 from benchmarks.feature_peers import why_no_fa4
 from benchmarks.feature_report import COLUMNS, report, rows_of
 from benchmarks.feature_setting import Sizes
+from benchmarks.flags import DTYPE_ALIASES, DTYPES
+from benchmarks.isolation import termination_as_interruption
 from benchmarks.processes import run_jobs
 from benchmarks.suite import opened
 from cs336_systems.profiling.environment import Environment, collect_environment

@@ -23,10 +23,9 @@ if not __package__:
 import torch
 
 from benchmarks.asked_device import asks_for_gpu
-from benchmarks.attention import termination_as_interruption
-from benchmarks.attention_cell import DeviceLostError
-from benchmarks.attention_presets import DTYPE_ALIASES, DTYPES
+from benchmarks.comparison import DeviceLostError
 from benchmarks.feature_cells import Measurement
+from benchmarks.flags import DTYPE_ALIASES, DTYPES
 from benchmarks.generation_cells import (
     BACKENDS,
     MODES,
@@ -40,6 +39,7 @@ from benchmarks.generation_cells import (
     measure_steps,
     weight_bytes,
 )
+from benchmarks.isolation import termination_as_interruption
 from benchmarks.suite import opened
 from cs336_systems.profiling.environment import Environment, collect_environment
 from cs336_systems.profiling.memory import release_memory

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.attention_cell import release_memory_of_failure
-from benchmarks.attention_contender import relative_difference
+from benchmarks.comparison import relative_difference
+from benchmarks.comparison import release_after_failure as release_memory_of_failure
 from benchmarks.feature_cells import Measurement
 from cs336_systems.attention import attention_with_cache
 from cs336_systems.profiling.memory import collection_paused, release_memory, without_frames

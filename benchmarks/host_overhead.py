@@ -1,214 +1,163 @@
-"""Host time of an eager attention call: how long Python and the launches keep the processor, not the GPU.
+"""Host time of an eager attention call: how long Python and the launches keep the CPU, not the GPU.
 
-    python benchmarks/host_overhead.py --length 256                # writes into results/host_overhead
+    python benchmarks/host_overhead.py --lengths 256 --dtypes bf16
 
-Many calls are made in a row without waiting for the device; the median over several such batches is shown for every
-implementation beside torch's `scaled_dot_product_attention`: of the forward pass without and with its graph recorded,
-and of the backward pass. On a CPU a call computes before it returns, so there the figure is the whole time of a call.
+Makes many calls in a row without waiting for the device, and compares every implementation with torch's
+`scaled_dot_product_attention`: the forward pass without and with its graph recorded, and the backward pass. On a CPU a
+call computes before it returns, so there the figure is the whole time of a call.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from benchmarks.attention_presets import DTYPE_ALIASES, DTYPES
-from benchmarks.suite_rows import write_at_once
+from benchmarks import flags
+from benchmarks.harness import Case, Comparison, Context, Outcome, Program, Row, run
+from benchmarks.results import outcome_of
+from benchmarks.tables import markdown, number
 from cs336_systems.attention import attention
 from cs336_systems.kernels.torch_names import without_donated_buffers
-from cs336_systems.profiling.environment import Environment, collect_environment
-from cs336_systems.profiling.memory import collection_paused
-from cs336_systems.profiling.report import ABSENT, collected, format_number, markdown_table, report_page
-from cs336_systems.profiling.sweep import Row, Status
-from cs336_systems.profiling.timing import RoundTimes, TimingMethod, interleave, synchronize
+from cs336_systems.profiling.timing import TimingMethod, host_milliseconds
 
 REFERENCE = "torch"
-IMPLEMENTATIONS = ("auto", "flash", "sdpa", "compiled", "naive", "tiled")
-
-COLUMNS = {"forward": "forward, µs", "recorded": "with its graph, µs", "backward": "backward, µs"}
-"""What is measured, and how the table names it."""
-WHOLE_TIME = "Not on a GPU: a call computes before it returns, so this is its whole time."
-
-FIELDS = (
-    *("what", "implementation", "status", "reason", "median_us", "min_us", "over_torch", "rounds", "calls"),
-    *("batch", "heads", "length", "head_dim", "dtype", "causal"),
-)
-"""The columns of results.csv, before those of the run."""
-
-Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+PROVIDERS = [REFERENCE, "auto", "flash", "sdpa", "compiled", "naive", "tiled"]
+PASSES = {"forward": "forward, µs", "recorded": "with its graph, µs", "backward": "backward, µs"}
+_WARMUP_CALLS = 3
 
 
-def host_milliseconds(call: Callable[[], object], device: torch.device, calls: int) -> float:
-    """Wall-clock milliseconds of one of `calls` calls made in a row; the device is idle before and waited for after.
+@dataclass(frozen=True)
+class HostCase(Case):
+    """One pass of one attention call."""
 
-    Keep `calls` small enough for the device's queue (about a thousand launches), or the host waits for room in it.
+    dtype: str
+    mask: str
+    batch: int
+    heads: int
+    length: int
+    head_dim: int
+    which: str
+
+
+def make_call(provider: str, case: HostCase, tensors: Sequence[Tensor]) -> Callable[[], object]:
+    """A function of which one call is one pass, warmed up; for the backward pass on a graph that is kept.
+
+    Raises:
+        ValueError: the implementation cannot compute it.
     """
-    synchronize(device)
-    with collection_paused():
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        elapsed = time.perf_counter() - start
-    synchronize(device)
-    return elapsed * 1e3 / calls
+    causal = case.mask == "causal"
+    attend: Callable[..., Tensor] = functools.partial(attention, causal=causal, impl=provider)
+    if provider == REFERENCE:
+        attend = functools.partial(F.scaled_dot_product_attention, is_causal=causal)
+    call: Callable[[], object] = functools.partial(attend, *tensors)
+    if case.which == "backward":
+        output = attend(*tensors)
+        call = functools.partial(torch.autograd.grad, output, tensors, torch.randn_like(output), retain_graph=True)
+    for _ in range(_WARMUP_CALLS):
+        call()
+    return call
 
 
-def call_of(candidate: Call, tensors: Sequence[torch.Tensor], what: str) -> Callable[[], object]:
-    """A function of which one call is a forward pass, or a backward pass on a graph that is kept."""
-    if what != "backward":
-        return functools.partial(candidate, *tensors)
-    output = candidate(*tensors)
-    gradient = torch.randn_like(output)
-    return lambda: torch.autograd.grad(output, tensors, gradient, retain_graph=True)
-
-
-def contenders(
-    tensors: Sequence[torch.Tensor], causal: bool, what: str
-) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
-    """A call without arguments for each implementation that can do it, warmed up, and why the others cannot."""
-    candidates: dict[str, Call] = {REFERENCE: functools.partial(F.scaled_dot_product_attention, is_causal=causal)}
-    for name in IMPLEMENTATIONS:
-        candidates[name] = functools.partial(attention, causal=causal, impl=name)
-    ready: dict[str, Callable[[], object]] = {}
-    refused: dict[str, str] = {}
-    torch.compiler.reset()  # what was compiled before has its own idea of the setting below
-    for name, candidate in candidates.items():
-        try:
-            # A compiled backward may otherwise overwrite what it was given, and cannot run again on the same graph.
-            with without_donated_buffers():
-                call = call_of(candidate, tensors, what)
-                for _ in range(3):
-                    call()
-        except ValueError as error:
-            refused[name] = " ".join(str(error).split())
-        else:
-            ready[name] = call
-    return ready, refused
-
-
-def measure(options: argparse.Namespace, what: str) -> tuple[dict[str, RoundTimes], dict[str, str]]:
-    """Host time of one of `COLUMNS` by implementation, interleaved, and the reasons of those that were left out."""
-    generator = torch.Generator(options.device).manual_seed(0)
-    draw = functools.partial(
-        torch.randn, shape_of(options), generator=generator, device=options.device, dtype=options.dtype
-    )
-    tensors = [draw(requires_grad=what != "forward") for _ in range(3)]
-    ready, refused = contenders(tensors, options.causal, what)
-    measurements = {
-        name: functools.partial(host_milliseconds, call, options.device, options.calls) for name, call in ready.items()
+def measure(case: HostCase, context: Context) -> list[Row]:
+    """A row for each provider, with microseconds per call."""
+    options = context.options
+    shape = (case.batch, case.heads, case.length, case.head_dim)
+    draw = functools.partial(torch.randn, shape, device=options.device, dtype=flags.DTYPES[case.dtype])
+    tensors = [draw(requires_grad=case.which != "forward") for _ in range(3)]
+    comparison, calls = Comparison(context), dict[str, Callable[[], object]]()
+    # A compiled backward pass may otherwise overwrite its inputs, and cannot run again on the same graph.
+    with without_donated_buffers():
+        for name in options.providers:
+            made = functools.partial(make_call, name, case, tensors)
+            call = comparison.attempt(name, "first calls", made, _refused)
+            if call is not None:
+                calls[name] = call
+    times = {
+        name: functools.partial(host_milliseconds, c, options.calls, device=options.device) for name, c in calls.items()
     }
-    method = TimingMethod(rounds=options.rounds, pause_ms=5.0)
-    return interleave(measurements, method=method), refused
+    comparison.interleave(times, TimingMethod(options.rounds, pause_ms=5.0))
+    return [{"provider": name, **_microseconds(comparison.columns(name, REFERENCE))} for name in options.providers]
 
 
-def table(measured: Mapping[str, Mapping[str, RoundTimes]]) -> str:
-    """Microseconds a call by implementation, and as a multiple of torch's, for each of `COLUMNS` that was measured."""
-    lines = []
-    for name in dict.fromkeys(name for times in measured.values() for name in times):
-        line = [name]
-        for times in measured.values():
-            if name not in times or REFERENCE not in times:
-                line += [ABSENT, ABSENT]
-                continue
-            ratio = 1 / times[name].speedup_over(times[REFERENCE])
-            line += [format_number(times[name].median * 1e3), f"{ratio:.2f} ×"]
-        lines.append(line)
-    headers = [header for what in measured for header in (COLUMNS[what], "of torch's")]
-    return markdown_table(["implementation", *headers], lines)
+def _refused(exception: Exception) -> Outcome:
+    return outcome_of(exception, refusals=(ValueError,))
 
 
-def rows_of(what: str, measured: Mapping[str, RoundTimes], refused: Mapping[str, str], facts: Row) -> list[Row]:
-    """A row for each implementation that was asked for one of `COLUMNS`, those that cannot do it too."""
-    rows = [
-        {
-            "implementation": name,
-            "status": Status.OK.value,
-            "median_us": times.median * 1e3,
-            "min_us": times.minimum * 1e3,
-            "over_torch": 1 / times.speedup_over(measured[REFERENCE]) if REFERENCE in measured else None,
-            "rounds": len(times.milliseconds),
-        }
-        for name, times in measured.items()
-    ]
-    rows += [
-        {"implementation": name, "status": Status.UNSUPPORTED.value, "reason": reason}
-        for name, reason in refused.items()
-    ]
-    return [{"what": what, **row, **facts} for row in rows]
+def _microseconds(row: Row) -> Row:
+    speedup = row.pop("speedup")
+    row |= {f"{name}_us": row[f"{name}_ms"] and row[f"{name}_ms"] * 1e3 for name in ("median", "min", "max")}
+    return row | {"over_torch": speedup and 1 / speedup}
 
 
-def page(text: str, rows: Sequence[Row], options: argparse.Namespace, environment: Environment) -> str:
-    """The tables for people."""
-    method = [
-        f"q, k and v of shape {shape_of(options)}, {dtype_of(options)}, {'causal' if options.causal else 'no'} mask",
-        f"the median over {options.rounds} batches of {options.calls} calls in a row, interleaved, which do not wait "
-        "for the device; ratios are medians of those within a round",
-        f"torch: scaled_dot_product_attention; {', '.join(IMPLEMENTATIONS)}: attention() with that implementation",
-    ]
-    if options.device.type != "cuda":
-        method.append(WHOLE_TIME)
-    reasons = [f"{row['implementation']}, {row['what']}: {row['reason']}" for row in rows if row.get("reason")]
-    return report_page("Host time of an eager call", environment, method, [text], reasons=collected(reasons))
+def tables(frame: pd.DataFrame) -> str:
+    """Microseconds per call by provider and pass, and as a multiple of torch's, for each call."""
+    parts = []
+    for sizes, rows in frame.groupby(["dtype", "mask", "batch", "heads", "length", "head_dim"], sort=False):
+        table: dict[str, dict[str, str]] = {}
+        for row in rows.dropna(subset=["median_us"]).to_dict("records"):
+            title = PASSES[row["which"]]
+            line = table.setdefault(row["provider"], {"provider": row["provider"]})
+            line |= {
+                title: number(row["median_us"]),
+                f"{title.removesuffix(', µs')}, of torch's": number(row["over_torch"]),
+            }
+        dtype, mask, *shape = sizes
+        parts.append(f"## {dtype}, {mask}, q {tuple(shape)}\n\n{markdown(pd.DataFrame(list(table.values())))}")
+    return "\n\n".join(parts)
 
 
-def shape_of(options: argparse.Namespace) -> tuple[int, int, int, int]:
-    """Of q, k and v."""
-    return (options.batch, options.heads, options.length, options.dim)
+def notes(options: argparse.Namespace) -> list[str]:
+    """How the figures are measured, in sentences."""
+    whole = [] if options.device.type == "cuda" else ["not on a GPU: a call computes before it returns"]
+    batches = (
+        f"the median over {options.rounds} rounds of {options.calls} calls in a row, which do not wait for the GPU"
+    )
+    return [batches, "ratios are medians of those within a round", *whole]
 
 
-def dtype_of(options: argparse.Namespace) -> str:
-    """The dtype's name."""
-    return str(options.dtype).removeprefix("torch.")
-
-
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    available = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=torch.device, default=torch.device(available), help="default: %(default)s")
-    parser.add_argument("--dtype", default="bfloat16", choices=[*DTYPES, *DTYPE_ALIASES], help="default: %(default)s")
-    for name, value in (("batch", 1), ("heads", 8), ("length", 256), ("dim", 64)):
-        parser.add_argument(f"--{name}", type=int, default=value, help="default: %(default)s")
-    parser.add_argument("--causal", action="store_true", help="with a causal mask")
-    parser.add_argument("--calls", type=int, default=100, help="calls in a row (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=15, help="batches of calls (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("results/host_overhead"), help="default: %(default)s")
-    parser.add_argument("--commit", help="the commit to record where the checkout is not in a git repository")
-    options = parser.parse_args(arguments)
-    options.dtype = DTYPES[DTYPE_ALIASES.get(options.dtype, options.dtype)]
-    return options
+PROGRAM = Program(
+    "host_overhead",
+    "Host time of an eager call",
+    measure,
+    tables,
+    notes=notes,
+    settings=("seed", "rounds", "calls", "providers"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table, and write it."""
-    options = parse(arguments)
-    environment = collect_environment(options.device, commit=options.commit)
-    sizes = dict(zip(("batch", "heads", "length", "head_dim"), shape_of(options), strict=True))
-    facts = {**sizes, "dtype": dtype_of(options), "causal": options.causal, "calls": options.calls}
-    measured, rows = dict[str, dict[str, RoundTimes]](), list[Row]()
-    for what in COLUMNS:
-        measured[what], refused = measure(options, what)
-        rows += rows_of(what, measured[what], refused, facts)
-    text = table(measured)
-    print(f"Host time of one eager call, {options.device}, {dtype_of(options)}, q {shape_of(options)}")
-    if options.device.type != "cuda":
-        print(WHOLE_TIME)
-    print(text)
-    for name, row in {row["implementation"]: row for row in reversed(rows) if row.get("reason")}.items():
-        print(f"{name} was not measured, {row['what']}: {row['reason']}")
-    written = write_at_once(options.output, rows, FIELDS, environment, page(text, rows, options, environment))
-    print(f"wrote {written}")
-    return 0
+    """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
+    parser = flags.make_parser(
+        __doc__,
+        lengths=[256],
+        head_dims=[64],
+        dtypes=["bfloat16"],
+        masks=["full"],
+        batch=1,
+        heads=8,
+        rounds=15,
+        providers=PROVIDERS,
+    )
+    parser.add_argument("--calls", type=flags.positive, default=100, help="calls in a row (default: %(default)s)")
+    options = flags.parse(parser, arguments)
+    sizes = itertools.product(options.dtypes, options.masks, options.lengths, options.head_dims, PASSES)
+    cases = [
+        HostCase(d, mask, options.batch, options.heads, length, dim, which) for d, mask, length, dim, which in sizes
+    ]
+    return run(PROGRAM, options, cases)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.asked_device import asks_for_gpu
-from benchmarks.attention_presets import DTYPE_ALIASES, DTYPES
+from benchmarks.flags import DTYPE_ALIASES, DTYPES
 from benchmarks.suite_rows import write_at_once
 from cs336_systems.attention import FlashAttentionFunction, TiledAttentionFunction
 from cs336_systems.profiling.environment import Environment, collect_environment

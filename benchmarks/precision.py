@@ -20,7 +20,7 @@ if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.asked_device import asks_for_gpu
-from benchmarks.attention_presets import DTYPE_ALIASES, DTYPES, MASKS
+from benchmarks.flags import DTYPE_ALIASES, DTYPES, MASKS
 from benchmarks.precision_cells import (
     ACCUMULATION,
     ATTENTION,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.attention_presets import DTYPES
+from benchmarks.flags import DTYPES
 from benchmarks.suite import columns_here, columns_of_failure
 from cs336_systems.attention import attention
 from cs336_systems.profiling.precision import ACCUMULATIONS, ADDEND, ADDITIONS, Reference, ToyModel, dtypes_of

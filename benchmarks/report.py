@@ -24,8 +24,8 @@ from pathlib import Path
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.attention import termination_as_interruption
 from benchmarks.cell_filter import check_filter
+from benchmarks.isolation import termination_as_interruption
 from benchmarks.report_page import assemble
 from benchmarks.report_parts import (
     FOLDER,

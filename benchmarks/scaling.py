@@ -24,8 +24,8 @@ if not __package__:
 import torch
 
 from benchmarks.asked_device import asks_for_gpu
-from benchmarks.attention import termination_as_interruption
 from benchmarks.cell_filter import check_filter, chosen
+from benchmarks.isolation import termination_as_interruption
 from benchmarks.scaling_cell import LONGEST, SCALES, STEP, STRONG, WEAK, Cell, Job
 from benchmarks.scaling_groups import log_of, run_group
 from benchmarks.scaling_report import row_of, write

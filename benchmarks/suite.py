@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from benchmarks.attention import termination_as_interruption
 from benchmarks.cell_filter import HELP, CellT, check_filter, chosen
+from benchmarks.isolation import termination_as_interruption
 from benchmarks.processes import module_of, run_jobs
 from benchmarks.suite_rows import Rows
 from cs336_systems.devices import choose_device

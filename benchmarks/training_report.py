@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.attention_provider import KERNELS_LABEL
+from benchmarks.attention_providers import KERNELS_LABEL
 from benchmarks.training_cell import Cell
 from benchmarks.training_models import FLASH, LLAMA, MODELS, SDPA
 from cs336_systems.profiling.environment import Environment

@@ -1,111 +1,130 @@
-"""A process that computes attention with the `cs336_systems` of one checkout, as compare_trees.py asks.
+"""Computes attention with the `cs336_systems` of one checkout, on request of compare_trees.py.
 
-Run with that checkout first on PYTHONPATH. A line of JSON comes in for each request, and one goes out:
-{"do": "prepare" | "check" | "time", "device", "dtype", "impl", "pass", "shape", "groups", "causal", "method"} and
-{"value"} or {"failure"}. Only what every checkout has is imported from it.
+Runs with that checkout first on PYTHONPATH. Each line of standard input is a request in JSON: {"do": "check", "prepare"
+or "time", "case", "device", "warmup", "rep"}. Each line of standard output is {"value"} or {"failure"}. Of the checkout
+only `attention` and `attention_with_cache` are used, so that checkouts of any age can be compared.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
+import statistics
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cs336_systems.attention import attention
-from cs336_systems.profiling import TimingMethod, measure_ms
-from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs
 
 LONGEST_CHECKED = 512
-"""The float64 oracle keeps every pair of a query and a key."""
+# Relative error against float64, in the Frobenius norm, with a margin.
+_BOUNDS = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 2e-5}
 
 
-Shape = tuple[int, ...]
+def make_tensors(case: dict[str, Any], device: str) -> list[Tensor]:
+    """q, k, v and the gradient of the output; the same for every checkout."""
+    generator = torch.Generator(device).manual_seed(0)
+    keys = (case["batch"], case["kv_heads"], case["length"], case["head_dim"])
+    queries = (case["batch"], case["heads"], 1 if case["which"] == "decode" else case["length"], case["head_dim"])
+    dtype = getattr(torch, case["dtype"])
+    shapes = (queries, keys, keys, queries)
+    return [torch.randn(shape, generator=generator, device=device, dtype=dtype) for shape in shapes]
+
+
+def attend(case: dict[str, Any], provider: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The call of a case."""
+    if case["which"] != "decode":
+        return attention(q, k, v, causal=case["mask"] == "causal", impl=provider)
+    from cs336_systems.attention import attention_with_cache  # older checkouts lack it
+
+    return attention_with_cache(q, k, v, torch.full((k.shape[0],), k.shape[2], device=k.device), impl=provider)
+
+
+def make_call(case: dict[str, Any], provider: str, tensors: list[Tensor]) -> Callable[[], Any]:
+    """A function of which one call is one pass, and which returns its output or gradients."""
+    *inputs, gradient = tensors
+    forward = functools.partial(attend, case, provider, *inputs)
+    if case["which"] in ("forward", "decode"):
+        return forward
+    for x in inputs:
+        x.requires_grad_()
+    if case["which"] == "both":
+        return lambda: torch.autograd.grad(forward(), inputs, gradient)
+    output = forward()
+    return lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)
 
 
 @functools.lru_cache(maxsize=1)
-def call_of(
-    which: str, shape: Shape, groups: int, causal: bool, impl: str, dtype: str, device: str
-) -> Callable[[], Any]:
-    """The pass of an attention call on random inputs, the same for every checkout."""
-    generator = torch.Generator(device).manual_seed(0)
-    batch, heads, length, d = shape
-    of_queries = (batch, heads * groups, 1 if which == "decode" else length, d)
-    q, k, v, dout = (
-        torch.randn(size, generator=generator, device=device, dtype=getattr(torch, dtype))
-        for size in (of_queries, shape, shape, of_queries)
-    )
-    if which == "decode":
-        return decoding(q, k, v, impl)
-    if which == "forward":
-        return lambda: attention(q, k, v, causal=causal, impl=impl)
-    for x in (q, k, v):
-        x.requires_grad_()
-    if which == "both":
-        return lambda: torch.autograd.grad(attention(q, k, v, causal=causal, impl=impl), (q, k, v), dout)
-    out = attention(q, k, v, causal=causal, impl=impl)
-    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+def call_of(case: str, device: str) -> Callable[[], Any]:
+    """The call of a case in JSON; the last one is kept."""
+    values = json.loads(case)
+    return make_call(values, values["provider"], make_tensors(values, device))
 
 
-def decoding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, impl: str) -> Callable[[], Any]:
-    """A call over caches that are full."""
-    # Here, because older checkouts lack it.
-    from cs336_systems.attention import attention_with_cache
-
-    lengths = torch.full((k.shape[0],), k.shape[2], device=k.device)
-    return lambda: attention_with_cache(q, k, v, lengths, impl=impl)
-
-
-def check_decoding(shape: Shape, groups: int, causal: bool, impl: str, dtype: str, device: str) -> None:
-    """Hold a call over a shorter cache to twice the rounding of its dtype, by the norm of the error."""
-    batch, heads, length, d = shape
-    length = min(length, LONGEST_CHECKED) - 3
-    q = torch.randn(batch, heads * groups, 1, d, device=device, dtype=getattr(torch, dtype))
-    k, v = (torch.randn(batch, heads, length, d, device=device, dtype=q.dtype) for _ in range(2))
-    expected = decoding(q.double(), k.double(), v.double(), "naive")()
-    error = float((decoding(q, k, v, impl)() - expected).norm() / expected.norm())
-    bound = 2 * torch.finfo(q.dtype).eps
-    if not error <= bound:
-        raise AssertionError(f"expected a relative error of at most {bound:.1e}; got {error:.1e}")
+@functools.cache
+def check(case: str, device: str) -> None:
+    """Compare output and gradients with float64. Raises AssertionError if they differ by more than rounding."""
+    values = json.loads(case)
+    tensors = make_tensors(values, device)
+    exact = [x.double() for x in tensors]
+    for which in ("decode",) if values["which"] == "decode" else ("forward", "backward"):
+        computed = make_call(values | {"which": which}, values["provider"], tensors)()
+        expected = make_call(values | {"which": which}, "naive", exact)()
+        pairs = [(computed, expected)] if isinstance(computed, Tensor) else zip(computed, expected, strict=True)
+        error = max(float((x - right).norm() / right.norm()) for x, right in pairs)
+        bound = _BOUNDS[values["dtype"]]
+        if not error <= bound:
+            raise AssertionError(f"{which}: expected a relative error of at most {bound:g}; got {error:.1e}")
 
 
-def check(shape: Shape, groups: int, causal: bool, impl: str, dtype: str, device: str) -> None:
-    """Hold values and gradients of a shorter call, whose last tile is not whole, to the error budget."""
-    length = min(shape[2], LONGEST_CHECKED) - 3
-    heads = min(shape[1], 2)
-    shapes = Shapes.of(1, q_len=length, d=shape[3], q_heads=heads * groups, kv_heads=heads)
-    inputs = make_inputs(shapes, dtype=getattr(torch, dtype), device=device)
-    attend = functools.partial(attention, causal=causal, impl=impl, return_lse=True)
-    assert_within_budget(evaluate(attend, inputs), inputs, causal=causal)
+def milliseconds(call: Callable[[], Any], device: str, warmup: float, rep: float) -> float:
+    """The median time of a call."""
+    gc.disable()
+    if device.startswith("cuda"):
+        from triton.testing import do_bench
+
+        return float(do_bench(call, warmup=warmup, rep=rep, return_mode="median"))
+    times: list[float] = []
+    for total in (warmup, rep):
+        times.clear()
+        while not times or sum(times) < total:
+            start = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
 
 
 def answer(request: dict[str, Any]) -> float | None:
-    """What a request asks for: a time in milliseconds, or nothing."""
-    shape, where = tuple(request["shape"]), [request[name] for name in ("groups", "causal", "impl", "dtype", "device")]
+    """Do what a request says; the result is a time in milliseconds, or None."""
+    case, device = request["case"], request["device"]
     if request["do"] == "check":
-        (check_decoding if request["pass"] == "decode" else check)(shape, *where)
+        # The oracle keeps every pair of a query and a key. This length is a multiple of no tile.
+        small = case | {"length": min(case["length"], LONGEST_CHECKED) - 3, "batch": 1}
+        check(json.dumps(small), device)
         return None
-    call = call_of(request["pass"], shape, *where)
-    if request["do"] == "prepare":
-        call()
-        return None
-    return measure_ms(call, device=request["device"], method=TimingMethod(**request["method"]))
+    call = call_of(json.dumps(case), device)
+    if request["do"] == "time":
+        return milliseconds(call, device, request["warmup"], request["rep"])
+    call()
+    return None
 
 
 def main() -> None:
-    """Answer until there are no more requests. What anything else prints goes to standard error."""
+    """Answer requests until standard input ends. Anything else that is printed goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
         try:
-            said: dict[str, Any] = {"value": answer(json.loads(line))}
+            reply: dict[str, Any] = {"value": answer(json.loads(line))}
         except Exception as error:
-            said = {"failure": f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}"}
-        print(json.dumps(said), file=answers, flush=True)
+            reply = {"failure": f"{type(error).__name__}: {' '.join(str(error).split())[:1000]}"}
+        print(json.dumps(reply), file=answers, flush=True)
 
 
 if __name__ == "__main__":

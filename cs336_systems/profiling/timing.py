@@ -121,6 +121,22 @@ def call_milliseconds(function: Callable[[], object], device: torch.device | str
     return (time.perf_counter() - start) * 1e3
 
 
+def host_milliseconds(function: Callable[[], object], count: int, *, device: torch.device | str) -> float:
+    """Milliseconds that the host takes for a call, on average over ``count`` calls that do not wait for the device.
+
+    The device is idle before, and is waited for afterwards. Keep ``count`` small enough for its queue, which has room
+    for about a thousand launches. On a CPU a call computes before it returns, so this is its whole time.
+    """
+    synchronize(device)
+    with collection_paused():
+        start = time.perf_counter()
+        for _ in range(count):
+            function()
+        elapsed = time.perf_counter() - start
+    synchronize(device)
+    return elapsed * 1e3 / count
+
+
 def measure_ms(function: Callable[[], object], *, device: torch.device | str, method: TimingMethod) -> float:
     """One short measurement of `function`: the median time of a call, in milliseconds.
 

@@ -17,7 +17,6 @@ PROGRAMS = {
     "compare_trees": [TREE],
     "features": [],
     "generation": [],
-    "host_overhead": [],
     "leaderboard": [],
     "memory": [],
     "precision": [],
@@ -42,7 +41,7 @@ def test_asked(monkeypatch, there_is_one):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_cpu_is_asked_for_the_same_with_and_without_a_gpu(monkeypatch, name):
-    module = importlib.import_module("benchmarks.attention_options" if name == "attention" else f"benchmarks.{name}")
+    module = importlib.import_module(f"benchmarks.{name}")
 
     def asked(there_is_one):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: there_is_one)

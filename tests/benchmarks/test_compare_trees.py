@@ -1,102 +1,94 @@
-"""Checkouts side by side: each computes with its own library, is checked, and is timed in turns."""
+"""Checkouts compared: each computes with its own library, is checked, and is timed in turns."""
 
 from __future__ import annotations
 
-import csv
 import shutil
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from benchmarks import compare_trees
-from benchmarks.compare_trees import Cell, TreeError, cells_of, parse, rows_of, tree_of
-from cs336_systems.profiling.timing import RoundTimes
+from benchmarks.compare_trees import Tree, TreeCase, TreeError, cases_of, parse, tables
 
 ROOT = Path(__file__).resolve().parents[2]
-CELL = Cell("backward", "causal", (2, 4, 64, 16))
-SETTINGS = {"device": "cpu", "dtype": "float32", "impl": "naive", "method": {"rounds": 1, "repetitions_ms": 1.0}}
+CASE = TreeCase("naive", "backward", "float32", "causal", batch=2, heads=4, kv_heads=4, head_dim=16, length=64)
+SMALL = ["--device", "cpu", "--lengths", "64", "--head-dims", "16", "--providers", "naive", "--rounds", "2"]
 
 
 @pytest.fixture
-def changed(tmp_path):
-    """A checkout whose naive attention is wrong."""
-    tree = tmp_path / "changed"
-    shutil.copytree(ROOT / "cs336_systems", tree / "cs336_systems", ignore=shutil.ignore_patterns("__pycache__"))
-    path = tree / "cs336_systems" / "attention" / "run.py"
-    path.write_text(path.read_text() + "\nfor _name in [*RUN]:\n    RUN[_name] = lambda *a, _run=RUN[_name]: 1 / 0\n")
+def wrong(tmp_path):
+    """A checkout whose tiled attention is wrong."""
+    tree = tmp_path / "wrong"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "cs336_systems", tree / "cs336_systems", ignore=ignored)
+    path = tree / "cs336_systems" / "attention" / "__init__.py"
+    lines = ["_right = attention", "def attention(*tensors, impl, **options):"]
+    lines += ["    return _right(*tensors, impl=impl, **options) * (1.5 if impl == 'tiled' else 1)"]
+    path.write_text("\n".join([path.read_text(), *lines, ""]))
     return tree
 
 
-def test_cells():
-    sizes = ["--dims", "16", "32", "--lengths", "64", "--masks", "full"]
+def test_cases():
+    sizes = ["--head-dims", "16", "32", "--lengths", "64", "--masks", "full", "--groups", "2"]
     options = parse([str(ROOT), "--passes", "forward", "--device", "cpu", *sizes])
-    assert cells_of(options) == [Cell("forward", "full", (4, 4, 64, 16)), Cell("forward", "full", (4, 2, 64, 32))]
-    assert CELL.flops == 2.5 * 2 * 2 * 4 * 64 * 64 * (16 + 16) / 2
-    assert str(CELL) == "backward, d 16, causal, 64"
+    first = TreeCase("tiled", "forward", "float32", "full", batch=4, heads=4, kv_heads=2, head_dim=16, length=64)
+    second = TreeCase("tiled", "forward", "float32", "full", batch=4, heads=2, kv_heads=1, head_dim=32, length=64)
+    assert cases_of(options) == [first, second]
+    assert CASE.flops == 2.5 * 2 * 2 * 4 * 64 * 64 * (16 + 16) / 2
+    (decode,) = cases_of(parse([str(ROOT), "--device", "cpu", "--decode", "--head-dims", "16"]))
+    assert (decode.which, decode.flops) == ("decode", 2 * 2 * 4 * 1 * 128 * (16 + 16))
 
 
-def test_rows():
-    times = {"before": RoundTimes((4.0, 6.0, 5.0)), "after": RoundTimes((2.0, 3.0, 2.0))}
-    before, after = rows_of(CELL, times)
-    assert (before["over_first"], after["over_first"]) == (1.0, 2.0)
-    assert after["tflops"] == pytest.approx(CELL.flops / 2e-3 / 1e12)
-    assert compare_trees.line_of(CELL, [before, after])[2].endswith("(2.000)")
+def test_two_checkouts_side_by_side(tmp_path, capsys):
+    (tmp_path / "packages").mkdir()
+    trees = [str(ROOT), f"{ROOT}:{tmp_path / 'packages'}"]
+    more = ["--passes", "forward", "both", "--groups", "2", "--out", str(tmp_path / "rows")]
+    assert compare_trees.main([*trees, *SMALL, *more]) == 0
+    frame = pd.read_csv(tmp_path / "rows" / "results.csv")
+    assert list(frame["tree"]) == trees * 2
+    assert list(frame["which"]) == ["forward", "forward", "both", "both"]
+    assert (frame["median_ms"] > 0).all()
+    assert list(frame["over_first"])[::2] == [1, 1]
+    assert "| naive forward float32 causal d 16 length 64 " in capsys.readouterr().out
+    assert compare_trees.main([*trees[:1], *SMALL, "--decode", "--out", str(tmp_path / "decode")]) == 0
 
 
-def test_decoding_has_one_query_a_head():
-    options = parse([str(ROOT), "--passes", "decode", "--dims", "16", "--lengths", "64", "--groups", "2"])
-    (cell,) = cells_of(options)
-    assert cell == Cell("decode", "causal", (4, 2, 64, 16), groups=2)
-    assert cell.flops == 2 * 4 * 4 * 1 * 64 * (16 + 16)
-    assert str(cell) == "decode, d 16, 4 × 64, 2 heads a group"
+def test_a_checkout_that_computes_wrong_is_not_timed_and_the_others_are(wrong, tmp_path):
+    arguments = [*SMALL, "--providers", "tiled", "--passes", "forward", "--out", str(tmp_path / "rows")]
+    assert compare_trees.main([str(ROOT), str(wrong), *arguments]) == 1
+    frame = pd.read_csv(tmp_path / "rows" / "results.csv")
+    assert list(frame["status"]) == ["ok", "error"]
+    assert f"{wrong}: check: AssertionError: forward: expected a relative error of at most 2e-05" in frame["reason"][1]
+    assert "| error |" in " ".join(tables(frame).split())
 
 
-def test_two_checkouts(tmp_path, capsys):
-    calls = ["--lengths", "64", "--dims", "16", "--groups", "2", "--passes", "forward", "both", "decode"]
-    how = ["--impl", "naive", "--rounds", "2", "--output", str(tmp_path / "rows.csv")]
-    assert compare_trees.main([str(ROOT), f"{ROOT}:{tmp_path}", *calls, *how]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[0].startswith("| TFLOP/s")
-    assert shown[2].startswith("| forward, d 16, causal, 64")
-    with (tmp_path / "rows.csv").open() as file:
-        rows = [*csv.DictReader(file)]
-    assert [row["pass"] for row in rows] == ["forward", "forward", "both", "both", "decode", "decode"]
-    assert all(float(row["median_ms"]) > 0 for row in rows)
-
-
-def test_each_computes_with_its_own_library(changed):
-    with tree_of(str(ROOT), SETTINGS) as whole, tree_of(str(changed), SETTINGS) as other:
-        for what in ("check", "prepare"):
-            whole.ask(what, CELL)
-            whole.answer(CELL)
-        assert whole.time(CELL) > 0
-        other.ask("check", CELL)
-        with pytest.raises(TreeError, match="changed: backward, d 16, causal, 64: ZeroDivisionError"):
-            other.answer(CELL)
-
-
-def test_a_checkout_that_fails_ends_the_comparison(changed, capsys):
-    assert compare_trees.main([str(ROOT), str(changed), "--lengths", "64", "--dims", "16", "--impl", "naive"]) == 1
-    assert f"compare_trees.py: error: {changed}: forward" in capsys.readouterr().err
-
-
-def test_packages_go_before_the_installed_ones(tmp_path):
+def test_a_process_that_ends_is_a_failure_and_starts_again(tmp_path):
+    options = parse([str(ROOT), *SMALL])
     (tmp_path / "einops.py").write_text("raise SystemExit(7)")
-    with tree_of(f"{ROOT}:{tmp_path}", SETTINGS) as tree:
-        tree.ask("prepare", CELL)
-        with pytest.raises(TreeError, match="its process ended with 7"):
-            tree.answer(CELL)
+    tree = Tree(f"{ROOT}:{tmp_path}")  # packages precede the installed ones
+    with pytest.raises(TreeError, match="prepare: its process ended with 7"):
+        tree.ask("prepare", CASE, options)
+    (tmp_path / "einops.py").unlink()
+    assert tree.ask("time", CASE, options) > 0  # in a new process
+    with pytest.raises(TreeError, match="check: KeyError: 'float64'"):
+        tree.ask("check", TreeCase(**CASE.columns | {"dtype": "float64"}), options)
+    options.timeout = 0.01
+    with pytest.raises(TreeError, match="its process ended with -9"):
+        tree.ask("check", TreeCase(**CASE.columns | {"length": 100}), options)
+    tree.close()
 
 
 @pytest.mark.parametrize(
-    ("trees", "said"),
+    ("trees", "message"),
     [
+        ([], "TREE must name at least one checkout"),
         (["/nowhere"], "TREE must be a checkout"),
         ([f"{ROOT}:/nowhere"], "PACKAGES must be a folder"),
         ([str(ROOT)] * 2, "named once"),
     ],
 )
-def test_trees_that_cannot_be_compared(trees, said, capsys):
+def test_trees_that_cannot_be_compared(trees, message, capsys):
     with pytest.raises(SystemExit):
-        parse(trees)
-    assert said in capsys.readouterr().err
+        parse([*trees, "--device", "cpu"])
+    assert message in capsys.readouterr().err

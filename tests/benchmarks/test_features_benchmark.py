@@ -16,8 +16,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks import feature_cells, feature_flex, feature_peers, features
-from benchmarks.attention_cell import DeviceLostError
-from benchmarks.attention_contender import relative_difference
+from benchmarks.comparison import DeviceLostError, relative_difference
 from benchmarks.feature_cases import CASES, OURS, PEERS
 from benchmarks.feature_cells import PASSES, Cell, CellRun, Conditions, first_call, prepared
 from benchmarks.feature_report import COLUMNS, lines_of, report

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import generation, generation_cells
-from benchmarks.attention_cell import DeviceLostError
+from benchmarks.comparison import DeviceLostError
 from benchmarks.generation_cells import Shape, cache_bytes, weight_bytes
 from cs336_systems.profiling.timing import TimingMethod
 from cs336_systems.transformer import Transformer, TransformerConfig

@@ -1,0 +1,204 @@
+"""The command-line flags of all benchmarks. Each is defined once, here; a program names those that it has.
+
+    parser = flags.make_parser(__doc__, lengths=[1024, 4096], head_dims=[64], dtypes=["bfloat16"])
+    options = flags.parse(parser, arguments)
+
+Flags that take several values take them separated by spaces or commas. Flags of one program alone are added to the
+parser with ``add_argument``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cs336_systems.devices import choose_device
+from cs336_systems.profiling.flops import PASSES as PASSES
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+MASKS = ("causal", "full")
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1. Raises argparse.ArgumentTypeError for anything else."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1; got {text!r}")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """A whole number of at least 0. Raises argparse.ArgumentTypeError for anything else."""
+    return 0 if text == "0" else positive(text)
+
+
+def seconds(text: str) -> float:
+    """A positive number of seconds. Raises argparse.ArgumentTypeError for anything else."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"expected a positive number of seconds; got {text!r}")
+    return value
+
+
+def dtype(text: str) -> str:
+    """The name of a dtype, with aliases resolved. Raises argparse.ArgumentTypeError for an unknown one."""
+    return one_of(*DTYPES)(DTYPE_ALIASES.get(text, text))
+
+
+def one_of(*names: str) -> Callable[[str], str]:
+    """A converter that accepts the names. It raises argparse.ArgumentTypeError for any other."""
+
+    def convert(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"expected one of {', '.join(names)}; got {text!r}")
+        return text
+
+    return convert
+
+
+def pattern(text: str) -> re.Pattern[str]:
+    """A compiled regular expression. Raises argparse.ArgumentTypeError for text that is none."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"expected a regular expression, but {error}; got {text!r}") from None
+
+
+def folder(text: str) -> Path:
+    """A folder that exists. Raises argparse.ArgumentTypeError otherwise."""
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"expected a folder that exists; got {text!r}")
+    return Path(text)
+
+
+# Several values: the type of one, its metavar, and the help.
+_SEVERAL: dict[str, tuple[Callable[[str], Any], str, str]] = {
+    "lengths": (positive, "N", "sequence lengths"),
+    "head_dims": (positive, "D", "head dimensions"),
+    "dtypes": (dtype, "TYPE", f"{', '.join(DTYPES)}, or {', '.join(DTYPE_ALIASES)}"),
+    "masks": (one_of(*MASKS), "MASK", f"of {', '.join(MASKS)}"),
+    "passes": (one_of(*PASSES), "PASS", f"of {', '.join(PASSES)}; both is one after the other"),
+    "providers": (str, "NAME", "implementations to measure"),
+    "models": (str, "NAME", "model sizes"),
+    "modes": (str, "MODE", "what of a model is measured"),
+    "batches": (positive, "B", "batch sizes, in sequences"),
+    "compile": (str, "HOW", "what torch.compile compiles"),
+    "warmup_steps": (count, "N", "steps before those that are timed"),
+}
+# One value.
+_SINGLE: dict[str, tuple[Callable[[str], Any], str, str]] = {
+    "preset": (str, "NAME", "a named set of defaults for the other flags"),
+    "suite": (str, "NAME", "the year of the course that model sizes belong to"),
+    "batch": (positive, "B", "sequences in a batch"),
+    "tokens": (positive, "N", "tokens in a batch: batch = tokens / length"),
+    "channels": (positive, "N", "channels of a query: heads = channels / head dimension"),
+    "heads": (count, "H", "query heads; 0: tensors without a head axis"),
+    "kv_heads": (positive, "H", "key and value heads (default: as many as query heads)"),
+    "steps": (positive, "N", "timed steps"),
+    "rounds": (positive, "N", "rounds, in each of which every provider is measured once"),
+    "warmup": (float, "MS", "milliseconds of calls before each measurement"),
+    "rep": (float, "MS", "milliseconds of timed calls in each measurement"),
+    "max_seconds": (seconds, "S", "skip what takes longer than this in a single call"),
+    "jobs": (count, "N", "processes that compile at the same time"),
+    "peers": (folder, "FOLDER", "where other libraries were installed with `pip install --target FOLDER`"),
+}
+_SWITCHES = {"tf32": "let float32 products use TF32"}
+
+
+def make_parser(description: str | None, *, timeout: float = 600.0, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser with a flag for each keyword, whose value is the default, and with the flags of every program.
+
+    Args:
+        description: the program's docstring, shown by --help.
+        timeout: the default of --timeout.
+        **defaults: by the flag's name with underscores: `lengths=[512]` makes --lengths. None shows no default.
+
+    Raises:
+        KeyError: there is no such flag.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        option = f"--{name.replace('_', '-')}"
+        if name in _SWITCHES:
+            parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default, help=_SWITCHES[name])
+            continue
+        convert, metavar, text = (_SEVERAL if name in _SEVERAL else _SINGLE)[name]
+        if default is not None:
+            shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else default
+            text += f" (default: {shown})"
+        if name in _SEVERAL:
+            parser.add_argument(option, nargs="+", type=_list_of(convert), default=default, metavar=metavar, help=text)
+        else:
+            parser.add_argument(option, type=convert, default=default, metavar=metavar, help=text)
+    _add_run_flags(parser, timeout)
+    return parser
+
+
+def _list_of(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    def convert_all(text: str) -> list[Any]:
+        return [convert(word) for word in text.split(",") if word]
+
+    return convert_all
+
+
+def _add_run_flags(parser: argparse.ArgumentParser, timeout: float) -> None:
+    add = parser.add_argument_group("every benchmark").add_argument
+    add("--device", default="auto", help="cuda, cuda:1, mps or cpu (default: a GPU if there is one)")
+    add("--seed", type=count, default=0, metavar="N", help="seed of random inputs (default: %(default)s)")
+    add("--timeout", type=seconds, default=timeout, metavar="S", help="seconds for one case (default: %(default)g)")
+    add("--out", type=Path, metavar="FOLDER", help="folder of the results (default: results/PROGRAM/DEVICE-DATE)")
+    add("--resume", action="store_true", help="continue in --out FOLDER: skip the cases that have rows there")
+    add("--filter", type=pattern, metavar="REGEX", help="only cases whose name, as --dry-run lists it, matches")
+    add("--dry-run", action="store_true", help="list the cases and measure nothing")
+    add("--plots", action=argparse.BooleanOptionalAction, default=True, help="draw plots (default: yes)")
+    add("--redraw", type=folder, metavar="FOLDER", help="draw the plots of this folder's results.csv again, then stop")
+    add("--commit", metavar="HASH", help="the commit to record if the checkout is not a git repository")
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options: several values as one list without repetitions, and ``device`` as a torch.device.
+
+    Ends the program with a message and status 2 if the arguments are invalid.
+    """
+    options = parser.parse_args(arguments)
+    for name in _SEVERAL:
+        value = getattr(options, name, None)
+        if value and isinstance(value[0], list):
+            value = list(dict.fromkeys(itertools.chain.from_iterable(value)))
+            setattr(options, name, value)
+            if not value:
+                parser.error(f"--{name.replace('_', '-')} must have at least one value")
+    try:
+        options.device = choose_device(options.device)
+    except ValueError as error:
+        parser.error(f"--{error}")
+    if options.resume and options.out is None:
+        parser.error("--resume needs the folder to continue in: --out FOLDER")
+    return options
+
+
+def fill(options: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
+    """Set the options that were not given (None) to their defaults, such as those of a preset."""
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+
+
+def wants_gpu(arguments: Sequence[str] | None = None) -> bool:
+    """Whether --device names a CUDA GPU, or is auto and there is one: defaults of other flags may depend on it.
+
+    Arguments are as argparse takes them: None means those of the command line.
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--device", default="auto")
+    device: str = parser.parse_known_args(arguments)[0].device
+    return torch.cuda.is_available() if device == "auto" else device.startswith("cuda")

@@ -1,0 +1,297 @@
+"""The harness of all benchmarks: cases, each measured in a process of its own, whose rows are stored as they come.
+
+A program defines its cases as a frozen dataclass, a function that measures one of them, and the tables of all rows;
+`run` does the rest: --filter, --dry-run and --resume, isolation, time limits, progress, results.csv, tables.md and
+plots. docs/benchmarking.md has an example.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import pandas as pd
+import torch
+from tqdm import tqdm
+
+from benchmarks.comparison import Comparison, Context, DeviceLostError, ran_out_of_memory, timing_method
+from benchmarks.isolation import run_isolated, termination_as_interruption
+from benchmarks.results import CSV, Outcome, Row, RowStore, Status, error, outcome_of
+from benchmarks.tables import markdown, page, summary
+from cs336_systems.profiling.environment import Environment, collect_environment
+
+__all__ = ["Case", "Comparison", "Context", "Estimate", "Outcome", "Program", "Row", "Status", "Sweep", "run"]
+__all__ += ["ran_out_of_memory", "timing_method"]
+_START_SECONDS = 300.0
+STAMP = ("case_s", "device", "torch", "triton", "cuda", "driver", "seed", "commit", "dirty", "date")
+"""The last columns of every row: the seconds that its case took, and what it was measured with."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration to measure. A subclass is a frozen dataclass with a field for each property of the case."""
+
+    @property
+    def columns(self) -> Row:
+        """The first columns of the case's rows: its fields. Override it if a field is not a JSON value."""
+        return dataclasses.asdict(self)
+
+    @property
+    def name(self) -> str:
+        """The case in one line, unique in a run: what --dry-run lists, --filter searches and --resume recognises."""
+        return " ".join(f"{name}={value}" for name, value in self.columns.items())
+
+
+CaseT = TypeVar("CaseT", bound=Case)
+Measure = Callable[[CaseT, Context], "Row | list[Row]"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a case is expected to take, for --dry-run: seconds, and bytes of device memory; None if unknown."""
+
+    seconds: float | None = None
+    bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Program(Generic[CaseT]):
+    """A benchmark.
+
+    Attributes:
+        name: of its file, without .py.
+        title: of its tables.
+        measure: measures a case in a process of its own, and returns its row or rows: the columns of figures, and
+            `status` and `reason` unless all is well. An exception becomes a row with a status. The columns of the case
+            and `STAMP` are added. It must be a function of a module.
+        tables: Markdown, from a DataFrame of all rows.
+        plots: draws plots into a folder, from the same DataFrame.
+        settings: names of options that must be the same for all rows of a folder, besides device and versions.
+        notes: how it is measured, in sentences for the tables, from the options.
+        estimate: what a case takes, for --dry-run.
+        packages: distributions whose versions belong to the environment.
+        preload: modules that every case imports, for example `torch_names.COMPILER` for what torch.compile needs.
+        isolated: false if ``measure`` itself starts the processes that compute, and may run in this one.
+    """
+
+    name: str
+    title: str
+    measure: Measure[CaseT]
+    tables: Callable[[pd.DataFrame], str] = markdown
+    plots: Callable[[pd.DataFrame, Path], object] | None = None
+    settings: tuple[str, ...] = ("seed",)
+    notes: Callable[[argparse.Namespace], Sequence[str]] = lambda options: ()
+    estimate: Callable[[CaseT, argparse.Namespace], Estimate] = lambda case, options: Estimate()
+    packages: tuple[str, ...] = ()
+    preload: tuple[str, ...] = ()
+    isolated: bool = True
+
+
+class Sweep(Generic[CaseT]):
+    """The cases of a run. `rows` measures a case when it is first called for it, and stores its rows."""
+
+    def __init__(self, program: Program[CaseT], options: argparse.Namespace, total: int) -> None:
+        """Open the folder of the results.
+
+        Raises:
+            StoreError: the folder cannot take the rows of this run.
+            RuntimeError: the environment of the device cannot be read.
+        """
+        self.program, self.options = program, options
+        self.environment = environment_of(options, program)
+        self.folder: Path = options.out or default_folder(program.name, self.environment.device)
+        self._store = RowStore(self.folder, self._settings(), resume=options.resume)
+        self.environment.write(self.folder / "environment.json")
+        self._visited: set[str] = set()
+        self._progress = tqdm(total=total, unit="case", disable=None)
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """All rows, those of earlier runs in the folder too."""
+        return pd.DataFrame(self._store.rows)
+
+    def rows(self, case: CaseT) -> list[Row]:
+        """The rows of a case, measured now unless they are stored."""
+        if case.name not in self._store:
+            self._progress.set_description(case.name)
+            begin = time.monotonic()
+            measured = self._measure(case)
+            stamp = self._stamp(time.monotonic() - begin)
+            rows = [{"case": case.name, **case.columns, **row, **stamp} for row in measured]
+            self._store.append(case.name, rows)
+            self.note(f"{case.name}: {summary(rows)}")
+        if case.name not in self._visited:
+            self._visited.add(case.name)
+            self._progress.update()
+        return self._store[case.name]
+
+    def note(self, text: str) -> None:
+        """Print a line that stays above the progress bar."""
+        self._progress.write(text, file=sys.stderr)
+
+    def write(self) -> None:
+        """Write tables.md and draw the plots, from all rows."""
+        self._progress.close()
+        frame, program = self.frame, self.program
+        if frame.empty:
+            return
+        notes = program.notes(self.options)
+        text = page(program.title, self.environment, notes, program.tables(frame), frame)
+        (self.folder / "tables.md").write_text(text, encoding="utf-8")
+        if self.options.plots and program.plots is not None:
+            program.plots(frame, self.folder)
+        print(f"wrote {self.folder / 'tables.md'}")
+
+    def _measure(self, case: CaseT) -> list[Row]:
+        """The figures of a case. A provider that ends the process is excluded, and the case measured again."""
+        context = Context(self.options, self._store.rows)
+        while self.program.isolated:
+            finished = run_isolated(
+                measure_here,
+                self.program.measure,
+                case,
+                context,
+                limit=self.options.timeout,
+                preload=self.program.preload,
+                on_step=lambda provider, text: self._progress.set_postfix_str(f"{provider} {text}"),
+            )
+            if not finished.failure:
+                rows: list[Row] = finished.result
+                return rows
+            if not finished.provider or finished.provider in context.excluded:
+                return [error(finished.failure).columns]
+            excluded = {**context.excluded, finished.provider: finished.failure}
+            context = dataclasses.replace(context, excluded=excluded)
+        return measure_here(self.program.measure, case, context)
+
+    def _settings(self) -> Row:
+        environment = self.environment
+        versions = {"device": environment.device, "torch": environment.torch, "triton": environment.triton}
+        chosen = {name: getattr(self.options, name) for name in self.program.settings}
+        return {**chosen, **versions, **environment.packages}
+
+    def _stamp(self, duration: float) -> Row:
+        values = vars(self.environment) | {"case_s": round(duration, 1), "seed": self.options.seed}
+        return {name: values[name] for name in STAMP}
+
+
+def measure_here(measure: Measure[CaseT], case: CaseT, context: Context) -> list[Row]:
+    """Measure a case in this process, with the settings of torch that the options name; an exception is a row.
+
+    Raises:
+        DeviceLostError: the device does not respond any more.
+    """
+    options = context.options
+    if options.device.type == "cuda" and options.device.index is not None:
+        torch.cuda.set_device(options.device)
+    if hasattr(options, "tf32"):
+        torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
+    torch.manual_seed(options.seed)
+    try:
+        measured = measure(case, context)
+    except DeviceLostError:
+        raise
+    except Exception as exception:
+        measured = outcome_of(exception).columns
+    rows = measured if isinstance(measured, list) else [measured]
+    return [Outcome().columns | row for row in rows]
+
+
+def environment_of(options: argparse.Namespace, program: Program[Any]) -> Environment:
+    """The environment, read in a process of its own, so that this one takes no memory of the GPU.
+
+    Raises:
+        RuntimeError: it cannot be read.
+    """
+    read = functools.partial(collect_environment, packages=program.packages, commit=options.commit)
+    finished = run_isolated(read, options.device, limit=_START_SECONDS, preload=program.preload)
+    if finished.failure:
+        raise RuntimeError(f"the environment of {options.device} cannot be read: {finished.failure}")
+    environment: Environment = finished.result
+    return environment
+
+
+def default_folder(program: str, device_name: str) -> Path:
+    """The folder of a new run: results/<program>/<device>-<date and time>."""
+    device = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+    return Path("results") / program / f"{device}-{datetime.datetime.now():%Y-%m-%d-%H%M%S}"
+
+
+def chosen_cases(cases: Sequence[CaseT], pattern: re.Pattern[str] | None) -> list[CaseT]:
+    """The cases whose name matches --filter. Raises ValueError if there are none."""
+    chosen = [case for case in cases if pattern is None or pattern.search(case.name)]
+    if pattern is not None and not chosen:
+        example = f", for example {cases[0].name!r}" if cases else ""
+        raise ValueError(f"--filter must match the name of a case{example}; got {pattern.pattern!r}")
+    return chosen
+
+
+def run(
+    program: Program[CaseT],
+    options: argparse.Namespace,
+    cases: Sequence[CaseT],
+    drive: Callable[[Sweep[CaseT], list[CaseT]], object] | None = None,
+) -> int:
+    """Run a benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted.
+
+    Args:
+        options: as `flags.parse` returns them.
+        cases: all that the options name; --filter chooses among them.
+        drive: calls `Sweep.rows` for the cases, if another order or choice is needed than one after the other.
+    """
+    try:
+        if options.redraw is not None:
+            redraw(program, options.redraw)
+            return 0
+        chosen = chosen_cases(cases, options.filter)
+        if options.dry_run:
+            print(listing(chosen, [program.estimate(case, options) for case in chosen]))
+            return 0
+        sweep = Sweep(program, options, len(chosen))
+    except (ValueError, RuntimeError, FileNotFoundError) as exception:
+        print(f"{program.name}.py: error: {exception}", file=sys.stderr)
+        return 2
+    sweep.note(f"results: {sweep.folder}")
+    try:
+        with termination_as_interruption():
+            if drive is not None:
+                drive(sweep, chosen)
+            else:
+                for case in chosen:
+                    sweep.rows(case)
+    except KeyboardInterrupt:
+        sweep.note(f"interrupted; the same command with --out {sweep.folder} --resume continues")
+        return 130
+    finally:
+        sweep.write()
+    return 0
+
+
+def redraw(program: Program[Any], folder: Path) -> None:
+    """Draw the plots of a folder again from its results.csv. Raises ValueError if there is none, or no plots."""
+    if program.plots is None:
+        raise ValueError(f"--redraw must name a benchmark with plots; {program.name} has none")
+    if not (folder / CSV).exists():
+        raise ValueError(f"--redraw must name a folder with a {CSV}; got {folder}")
+    program.plots(pd.read_csv(folder / CSV), folder)
+
+
+def listing(cases: Sequence[Case], estimates: Sequence[Estimate]) -> str:
+    """A line for each case with its estimate where there is one, and the total."""
+    lines = []
+    for case, expected in zip(cases, estimates, strict=True):
+        known = [] if expected.seconds is None else [f"about {expected.seconds:.0f} s"]
+        known += [] if expected.bytes is None else [f"{expected.bytes / 2**30:.2f} GiB"]
+        lines.append(": ".join(filter(None, [case.name, ", ".join(known)])))
+    seconds = [expected.seconds for expected in estimates if expected.seconds is not None]
+    total = f", about {sum(seconds) / 60:.0f} min" if seconds and len(seconds) == len(cases) else ""
+    return "\n".join([*lines, f"{len(cases)} cases{total}"])

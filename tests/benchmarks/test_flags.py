@@ -1,0 +1,76 @@
+"""The flags of all benchmarks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import flags
+
+
+def parse(*arguments: str, **defaults: object):
+    return flags.parse(flags.make_parser("About", **defaults), ["--device", "cpu", *arguments])
+
+
+def test_several_values_are_separated_by_spaces_or_commas_and_come_once():
+    options = parse("--lengths", "8,4", "4", "--dtypes", "bf16", "float32", lengths=[1], dtypes=None, head_dims=[64])
+    assert (options.lengths, options.dtypes, options.head_dims) == ([8, 4], ["bfloat16", "float32"], [64])
+
+
+def test_every_program_has_the_same_flags_for_a_run():
+    options = parse("--out", "here", "--resume", "--filter", "a.c", "--no-plots", "--seed", "3", timeout=5)
+    assert (options.out, options.resume, options.filter.pattern) == (Path("here"), True, "a.c")
+    assert (options.plots, options.seed, options.timeout, options.dry_run) == (False, 3, 5, False)
+    assert options.device == torch.device("cpu")
+
+
+def test_every_flag_can_be_made():
+    names = {*flags._SEVERAL, *flags._SINGLE, *flags._SWITCHES}
+    text = flags.make_parser("About", **dict.fromkeys(names)).format_help()
+    assert all(f"--{name.replace('_', '-')}" in text for name in names)
+    with pytest.raises(KeyError):
+        flags.make_parser("", length=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lengths", "many"], "expected a whole number of at least 1; got 'many'"),
+        (["--lengths", "0"], "expected a whole number of at least 1; got '0'"),
+        (["--lengths", ","], "--lengths must have at least one value"),
+        (["--dtypes", "int8"], "expected one of bfloat16, float16, float32; got 'int8'"),
+        (["--filter", "("], "expected a regular expression, but missing )"),
+        (["--timeout", "-1"], "expected a positive number of seconds; got '-1'"),
+        (["--peers", "/nowhere"], "expected a folder that exists; got '/nowhere'"),
+        (["--device", "toaster"], "--device must be auto, cuda"),
+        (["--resume"], "--resume needs the folder to continue in: --out FOLDER"),
+    ],
+)
+def test_invalid_arguments_end_the_program(capsys, arguments, message):
+    with pytest.raises(SystemExit) as ended:
+        parse(*arguments, lengths=[1], dtypes=["float32"], peers=None)
+    assert ended.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_presets_fill_what_is_not_given():
+    options = parse("--lengths", "8", lengths=None, head_dims=None)
+    flags.fill(options, {"lengths": [1], "head_dims": [2]})
+    assert (options.lengths, options.head_dims) == ([8], [2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "available", "wanted"),
+    [
+        ([], True, True),
+        ([], False, False),
+        (["--device", "auto", "--other", "1"], True, True),
+        (["--device", "cpu"], True, False),
+        (["--device=cuda:1"], False, True),
+    ],
+)
+def test_defaults_may_depend_on_the_device(monkeypatch, arguments, available, wanted):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    assert flags.wants_gpu(arguments) is wanted

@@ -1,0 +1,289 @@
+"""The harness: cases are chosen, measured in processes, stored, and never lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from benchmarks import flags, harness
+from benchmarks.comparison import Comparison, Context, DeviceLostError, ran_out_of_memory, time_columns
+from benchmarks.results import Outcome, RowStore, Status, StoreError, outcome_of
+from cs336_systems.profiling.timing import RoundTimes, TimingMethod
+
+ROOT = Path(__file__).resolve().parents[2]
+METHOD = TimingMethod(rounds=2, warmup_ms=0, repetitions_ms=0, pause_ms=0)
+
+
+@dataclass(frozen=True)
+class Square(harness.Case):
+    number: int
+
+
+def measure(case: Square, context: Context) -> harness.Row:
+    if case.number == 13:
+        raise NotImplementedError("unlucky")
+    if case.number == 66:
+        os._exit(6)
+    columns = {"square": case.number**2, "earlier": len(context.rows)}
+    return columns | {"precision": torch.get_float32_matmul_precision()}
+
+
+PROGRAM = harness.Program("squares", "Squares", measure, settings=("seed", "rounds"))
+CASES = [Square(2), Square(3), Square(13)]
+
+
+def options(*arguments: object):
+    parser = flags.make_parser("", rounds=3, tf32=False)
+    return flags.parse(parser, ["--device", "cpu", *map(str, arguments)])
+
+
+def rows_in(folder: Path) -> list[harness.Row]:
+    lines = (folder / "journal.jsonl").read_text().splitlines()
+    return [row for line in lines for row in json.loads(line)["rows"]]
+
+
+def test_a_run_from_cases_to_files(tmp_path):
+    chosen = options("--out", tmp_path, "--commit", "abc", "--seed", 4, "--tf32")
+    assert harness.run(PROGRAM, chosen, [*CASES, Square(66)]) == 0
+    rows = rows_in(tmp_path)
+    assert [row["case"] for row in rows] == ["number=2", "number=3", "number=13", "number=66"]
+    assert [(row.get("square"), row["status"]) for row in rows[:2]] == [(4, "ok"), (9, "ok")]
+    assert [row["earlier"] for row in rows[:2]] == [0, 1]
+    assert rows[0]["precision"] == "high"
+    assert (rows[2]["status"], rows[2]["reason"]) == ("unsupported", "unlucky")
+    assert (rows[3]["status"], rows[3]["reason"]) == ("error", "the process ended with status 6, at: start")
+    for row in rows:
+        assert (row["commit"], row["seed"], row["torch"]) == ("abc", 4, torch.__version__)
+        assert row["case_s"] >= 0
+    frame = pd.read_csv(tmp_path / "results.csv")
+    assert list(frame.columns) == [*rows[0]]
+    assert list(frame["number"]) == [2, 3, 13, 66]
+    text = (tmp_path / "tables.md").read_text()
+    assert text.startswith("# Squares\n\n- device: ")
+    assert "- number=13: unsupported: unlucky" in text
+    assert json.loads((tmp_path / "environment.json").read_text())["commit"] == "abc"
+
+
+def test_a_folder_with_rows_is_continued_only_on_request(tmp_path, capsys):
+    assert harness.run(PROGRAM, options("--out", tmp_path), CASES[:1]) == 0
+    before = (tmp_path / "journal.jsonl").read_bytes()
+    assert harness.run(PROGRAM, options("--out", tmp_path), CASES) == 2
+    assert "add --resume to continue, or choose another --out" in capsys.readouterr().err
+    assert harness.run(PROGRAM, options("--out", tmp_path, "--resume", "--rounds", 9), CASES) == 2
+    assert "rounds was 3 and is now 9" in capsys.readouterr().err
+    assert (tmp_path / "journal.jsonl").read_bytes() == before
+    assert harness.run(PROGRAM, options("--out", tmp_path, "--resume"), CASES) == 0
+    assert (tmp_path / "journal.jsonl").read_bytes().startswith(before)
+    assert len(rows_in(tmp_path)) == 3
+
+
+def test_filter_and_dry_run_measure_what_they_say_and_nothing_else(tmp_path, capsys):
+    folder = tmp_path / "new"
+    program = dataclasses.replace(PROGRAM, estimate=lambda case, options: harness.Estimate(60 * case.number, 2**30))
+    assert harness.run(program, options("--out", folder, "--dry-run", "--filter", "=[23]$"), CASES) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert listed == ["number=2: about 120 s, 1.00 GiB", "number=3: about 180 s, 1.00 GiB", "2 cases, about 5 min"]
+    assert harness.run(program, options("--out", folder, "--filter", "none"), CASES) == 2
+    message = "squares.py: error: --filter must match the name of a case, for example 'number=2'; got 'none'"
+    assert message in capsys.readouterr().err
+    assert not folder.exists()
+    assert harness.listing(CASES[:1], [harness.Estimate()]) == "number=2\n1 cases"
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, None])
+def test_an_interruption_keeps_what_is_measured_and_writes_the_tables(tmp_path, capsys, interrupt):
+    before = signal.getsignal(signal.SIGTERM)
+
+    def drive(sweep: harness.Sweep[Square], cases: list[Square]) -> None:
+        sweep.rows(cases[0])
+        if interrupt:
+            raise interrupt
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert harness.run(PROGRAM, options("--out", tmp_path), CASES, drive) == 130
+    assert [row["number"] for row in rows_in(tmp_path)] == [2]
+    assert "| number=2 " in (tmp_path / "tables.md").read_text()
+    assert f"the same command with --out {tmp_path} --resume continues" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_plots_are_drawn_after_a_run_and_again_from_the_csv(tmp_path, capsys):
+    drawn = []
+    program = dataclasses.replace(PROGRAM, plots=lambda frame, folder: drawn.append((list(frame["square"]), folder)))
+    assert harness.run(program, options("--out", tmp_path, "--no-plots"), CASES[:2]) == 0
+    assert drawn == []
+    assert harness.run(program, options("--redraw", tmp_path), []) == 0
+    assert harness.run(program, options("--out", tmp_path, "--resume"), CASES[:2]) == 0
+    assert drawn == [([4, 9], tmp_path)] * 2
+    assert harness.run(PROGRAM, options("--redraw", tmp_path), []) == 2
+    (tmp_path / "empty").mkdir()
+    assert harness.run(program, options("--redraw", tmp_path / "empty"), []) == 2
+    assert "--redraw must name a folder with a results.csv" in capsys.readouterr().err
+
+
+def test_a_new_run_has_a_folder_by_device_and_time(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert harness.run(PROGRAM, options(), CASES[:1]) == 0
+    assert [folder.parent.name for folder in tmp_path.glob("results/squares/*/journal.jsonl")] != []
+    assert harness.default_folder("squares", "NVIDIA H100 80GB HBM3").name.startswith("nvidia-h100-80gb-hbm3-20")
+
+
+def fail(what: str) -> Callable[[], float]:
+    def act() -> float:
+        if what == "crash":
+            os._exit(7)
+        if what == "oom":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if what == "lost":
+            raise DeviceLostError("the device does not respond")
+        return {"naive": 4.0, "fast": 2.0}[what]
+
+    return act
+
+
+def compare(case: Square, context: Context) -> list[harness.Row]:
+    comparison, names = Comparison(context), ("naive", "fast", "oom", "crash", "lost")
+    for name in names:
+        comparison.attempt(name, "first call", fail(name))
+    comparison.interleave({name: fail(name) for name in names}, METHOD)
+    return [{"provider": name, **comparison.columns(name, "naive")} for name in names]
+
+
+def test_a_provider_that_ends_the_process_is_excluded_and_the_others_are_measured(tmp_path):
+    program = dataclasses.replace(PROGRAM, measure=compare)
+    assert harness.run(program, options("--out", tmp_path), CASES[:1]) == 0
+    rows = {row["provider"]: row for row in rows_in(tmp_path)}
+    assert {name: row["status"] for name, row in rows.items()} == {
+        "naive": "ok",
+        "fast": "ok",
+        "oom": "oom",
+        "crash": "error",
+        "lost": "error",
+    }
+    assert rows["crash"]["reason"] == "the process ended with status 7, at: crash first call"
+    assert "the device does not respond" in rows["lost"]["reason"]
+    assert rows["fast"]["speedup"] == 2.0
+    assert rows["fast"]["round_ms"] == [2.0, 2.0]
+    assert rows["oom"]["speedup"] is None
+
+
+def test_a_failure_in_the_rounds_is_that_providers_alone():
+    comparison = Comparison(Context(options()))
+    left = [1.0]
+    comparison.attempt("tired", "first call", lambda: 1)
+    comparison.attempt("good", "first call", lambda: 1)
+    comparison.interleave({"tired": lambda: left.pop(), "good": lambda: 1.0}, METHOD)
+    assert comparison.columns("tired")["status"] == "error"
+    assert comparison.columns("tired")["median_ms"] is None
+    assert comparison.columns("good")["median_ms"] == 1.0
+
+
+def test_a_device_that_does_not_respond_is_lost(monkeypatch):
+    def synchronize(device: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("benchmarks.comparison.synchronize", synchronize)
+    with pytest.raises(DeviceLostError, match="does not respond after wild failed: ZeroDivisionError"):
+        Comparison(Context(options())).attempt("wild", "first call", lambda: 1 / 0)
+
+
+def test_time_columns():
+    columns = time_columns(RoundTimes((1.0, 3.0, 2.0)))
+    values = {"rounds": 3, "median_ms": 2.0, "min_ms": 1.0, "max_ms": 3.0, "mean_ms": 2.0, "std_ms": 1.0}
+    assert columns == values | {"round_ms": [1.0, 3.0, 2.0]}
+    assert time_columns(None) == dict.fromkeys(columns)
+
+
+def test_a_series_that_ran_out_of_memory():
+    rows = [{"model": "small", "length": 512, "batch": 4, "status": "oom"}]
+    larger = {"model": "small", "length": 1024, "batch": 4}
+    outcome = ran_out_of_memory(larger, rows, "length", "batch")
+    assert outcome == Outcome(Status.SKIPPED, "memory ran out at length 512, batch 4 of the same series")
+    for other in ({"model": "large"}, {"batch": 2}, {"length": 256}):
+        assert ran_out_of_memory(larger | other, rows, "length", "batch") is None
+    assert ran_out_of_memory(larger, [rows[0] | {"status": "ok"}], "length", "batch") is None
+
+
+def test_exceptions_become_outcomes():
+    assert outcome_of(torch.OutOfMemoryError("CUDA out of memory.\nTried")).columns == {
+        "status": "oom",
+        "reason": "CUDA out of memory. Tried",
+    }
+    assert outcome_of(ValueError("no"), refusals=(ValueError,)) == Outcome(Status.UNSUPPORTED, "no")
+    with pytest.raises(ValueError, match="complex") as raised:
+        int("complex")
+    line = raised.traceback[-1].lineno + 1
+    assert outcome_of(raised.value).reason.endswith(f"'complex' (test_harness.py:{line})")
+    assert len(outcome_of(RuntimeError("word " * 1000)).reason) < 330
+    assert outcome_of(RuntimeError()).reason == "RuntimeError: no message"
+
+
+def test_the_store_keeps_rows_over_crashes(tmp_path):
+    store = RowStore(tmp_path, {"seed": 0, "gone": 1}, resume=False)
+    store.append("a", [{"ms": 1.5, "each": [1, 2]}, {"ms": None, "text": "x,y"}])
+    store.append("b", [])
+    assert (tmp_path / "results.csv").read_text().splitlines() == ["ms,each,text", "1.5,1;2,", ',,"x,y"']
+    with pytest.raises(ValueError, match="got 'a' again"):
+        store.append("a", [])
+    with pytest.raises(ValueError, match="JSON compliant"):
+        store.append("c", [{"ms": float("nan")}])
+    with pytest.raises(StoreError, match="gone was 1 and is now 'nothing'; new was 'nothing' and is now 2"):
+        RowStore(tmp_path, {"seed": 0, "new": 2}, resume=True)
+    journal = tmp_path / "journal.jsonl"
+    journal.write_text(journal.read_text()[:-3])  # a crash cut off the last line
+    again = RowStore(tmp_path, {"seed": 0, "gone": 1}, resume=True)
+    assert ("a" in again, "b" in again) == (True, False)
+    assert again["a"] == again.rows == [{"ms": 1.5, "each": [1, 2]}, {"ms": None, "text": "x,y"}]
+    again.append("b", [{"ms": 2.0}])
+    assert RowStore(tmp_path, {"seed": 0, "gone": 1}, resume=True)["b"] == [{"ms": 2.0}]
+    (tmp_path / "settings.json").unlink()
+    with pytest.raises(StoreError, match=r"no settings\.json"):
+        RowStore(tmp_path, {}, resume=True)
+    journal.unlink()
+    with pytest.raises(StoreError, match=r"no journal\.jsonl"):
+        RowStore(tmp_path, {}, resume=True)
+
+
+EXAMPLE = """
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import pandas as pd
+import torch
+
+from benchmarks import flags
+from benchmarks.harness import Case, Comparison, Context, Program, Row, run, timing_method
+from benchmarks.tables import matrix
+from cs336_systems.profiling import measure_ms
+
+{}
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+
+
+def test_the_example_of_the_docs_runs(tmp_path):
+    text = (ROOT / "docs/benchmarking.md").read_text()
+    section = text[text.index("## Writing a benchmark") :]
+    code = section[section.index("```python\n") + 10 : section.index("\n```\n")]
+    (tmp_path / "products.py").write_text(EXAMPLE.format(code))
+    flags = ["--device", "cpu", "--lengths", "8", "16", "--rounds", "2", "--out", str(tmp_path / "rows")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    subprocess.run([sys.executable, str(tmp_path / "products.py"), *flags], env=environment, check=True)
+    frame = pd.read_csv(tmp_path / "rows" / "results.csv")
+    assert list(frame["provider"]) == ["matmul", "einsum"] * 2
+    assert (frame["median_ms"] > 0).all()
+    assert "| einsum   | float32 |" in (tmp_path / "rows" / "tables.md").read_text()

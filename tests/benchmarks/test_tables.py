@@ -1,0 +1,59 @@
+"""Tables and plots from rows."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+
+from benchmarks.tables import markdown, matrix, number, page, plot_lines, summary
+from cs336_systems.profiling import collect_environment
+
+FRAME = pd.DataFrame(
+    [
+        {"case": "a", "model": "small", "length": 128, "ms": 1.23456, "status": "ok", "reason": "", "commit": "f00"},
+        {"case": "b", "model": "small", "length": 256, "ms": None, "status": "oom", "reason": "full", "commit": "f00"},
+        {"case": "c", "model": "large", "length": 128, "ms": None, "status": "ok", "reason": "", "commit": "ba2"},
+    ]
+).assign(warning=[None, None, "odd"])
+
+
+def cells(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+
+
+def test_cells_are_readable():
+    assert [number(value) for value in (None, float("nan"), 12.3456, 7, "x")] == ["–", "–", "12.3", "7", "x"]
+    assert cells(markdown(FRAME[["case", "ms"]]))[2:] == [["a", "1.23"], ["b", "–"], ["c", "–"]]
+
+
+def test_a_matrix_shows_a_status_where_there_is_no_figure():
+    lines = cells(matrix(FRAME, ["model"], "length", "ms"))
+    assert lines[0] == ["model", "length 128", "length 256"]
+    assert lines[2:] == [["small", "1.23", "oom"], ["large", "–", "–"]]
+    assert cells(matrix(FRAME, ["length"], "model", "ms"))[0] == ["length", "small", "large"]
+
+
+def test_a_page_says_what_was_measured_and_what_was_not():
+    text = page("Title", collect_environment("cpu"), ["a note"], "THE TABLES", FRAME)
+    parts = ["# Title", "- device: ", "- a note", "several commits: f00, ba2.", "THE TABLES"]
+    parts += ["## Warnings\n\n- c: odd", "## Without a figure\n\n- b: oom: full"]
+    positions = [text.index(part) for part in parts]
+    assert positions == sorted(positions)
+    assert "commits" not in page("Title", collect_environment("cpu"), [], "", FRAME[:2])
+
+
+def test_summaries():
+    row = {"status": "ok", "reason": "", "median_ms": 2.0}
+    assert summary([row]) == "2.00 ms"
+    assert summary([{"status": "oom", "reason": "full"}]) == "oom: full"
+    assert summary([row, row, {"status": "error"}]) == "2 ok, 1 error"
+
+
+def test_lines_are_plotted_where_there_are_figures(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = plot_lines(tmp_path / "a.png", FRAME, x="length", y="ms", line="model", panel="length", log_y=False)
+    assert path is not None
+    assert path.read_bytes().startswith(b"\x89PNG")
+    empty = FRAME.assign(ms=float("nan"))
+    assert plot_lines(tmp_path / "b.png", empty, x="length", y="ms", line="model") is None
+    assert not (tmp_path / "b.png").exists()
