@@ -12,9 +12,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.types import Device
 
 from ..transformer import Transformer
-from ..transformer.layers import Place
 from ..transformer.model import reset_parameters
 from .context import share_context, whole_sequences
 from .layout import WITH_SHARDS, Layout
@@ -51,7 +51,7 @@ class ParallelModel:
 
     def __init__(
         self,
-        make: Callable[[Place], Transformer],
+        make: Callable[[Device], Transformer],
         layout: Layout,
         *,
         autocast: bool = False,
@@ -138,7 +138,7 @@ class ParallelModel:
                 module.reshard()
 
 
-def _sharded(make: Callable[[Place], Transformer], layout: Layout, autocast: bool, reshard: bool) -> Transformer:
+def _sharded(make: Callable[[Device], Transformer], layout: Layout, autocast: bool, reshard: bool) -> Transformer:
     """A model in shards. Blocks are drawn and sharded one after the other, so that no process ever has all of them.
 
     With tied embeddings the head's matrix is the embedding's, and both are the root's, which is whole from the first

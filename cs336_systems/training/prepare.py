@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.types import Device
 
 from ..attention.choose import choose
 from ..attention.validation import check
 from ..devices import choose_device
 from ..parallel import Layout
 from ..transformer import Transformer, TransformerConfig, swiglu
-from ..transformer.layers import Place
 from . import checkpoint
 from .config import TrainingConfig
 from .corpus import Tokens, tokenise
@@ -166,7 +166,7 @@ def uses_autocast(dtype: str, device: torch.device) -> bool:
     return dtype == "bfloat16"
 
 
-def model_maker(prepared: Prepared) -> Callable[[Place], Transformer]:
+def model_maker(prepared: Prepared) -> Callable[[Device], Transformer]:
     """What makes the model of a run on a device, from torch's generator."""
     return lambda device: Transformer(
         prepared.model, checkpoint_every=prepared.config.recompute_every, device=device, dtype=torch.float32
