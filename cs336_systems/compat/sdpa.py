@@ -145,8 +145,8 @@ def _mask_options(attn_mask: Tensor | None, shape: tuple[int, ...]) -> dict[str,
         return {"causal": "top_left" if attn_mask.variant == CausalVariant.UPPER_LEFT else "bottom_right"}
     if not isinstance(attn_mask, Tensor) or not (attn_mask.dtype == torch.bool or attn_mask.is_floating_point()):
         raise TypeError(f"attn_mask must be a tensor of bools or floating-point numbers; got {_describe(attn_mask)}")
-    sizes = (1,) * (len(shape) - attn_mask.ndim) + tuple(attn_mask.shape)
-    if len(sizes) != len(shape) or any(size not in (1, full) for size, full in zip(sizes, shape, strict=True)):
+    axes = (1,) * (len(shape) - attn_mask.ndim) + tuple(attn_mask.shape)
+    if len(axes) != len(shape) or any(size not in (1, full) for size, full in zip(axes, shape, strict=True)):
         raise RuntimeError(f"attn_mask must have a shape that broadcasts to {shape}; got {tuple(attn_mask.shape)}")
     return {"mask" if attn_mask.dtype == torch.bool else "bias": attn_mask}
 

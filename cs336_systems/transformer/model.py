@@ -196,7 +196,8 @@ class Transformer(nn.Module):
             ("count", count, targets is None, "without targets"),
         ):
             if excluded and value is not None:
-                raise ValueError(f"{name} must be None {where}; got a value of type {type(value).__name__}")
+                got = value if isinstance(value, (int, float)) else type(value).__name__
+                raise ValueError(f"{name} must be None {where}; got {got}")
 
 
 def reset_parameters(module: nn.Module) -> None:

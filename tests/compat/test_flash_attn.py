@@ -6,6 +6,7 @@ import inspect
 import math
 import re
 import typing
+from typing import Any
 
 import pytest
 import torch
@@ -126,13 +127,14 @@ def test_packed_tensors(device, probs):
     expected, lse = definition(q, k, v, *options[1:6])
     qkv, starts = torch.stack([q, k, v], 2), starts_of((6, 6), device)
     kv, packed = qkv[:, :, 1:], qkv.flatten(0, 1)
-    for result in (
+    results: tuple[Any, ...] = (
         flash_attn_qkvpacked_func(qkv, *options),
         flash_attn_kvpacked_func(q, kv, *options),
         flash_attn_varlen_func(*packed.unbind(1), starts, starts, 6, 6, *options),
         flash_attn_varlen_qkvpacked_func(packed, starts, 6, *options),
         flash_attn_varlen_kvpacked_func(packed[:, 0], packed[:, 1:], starts, starts, 6, 6, *options),
-    ):
+    )
+    for result in results:
         out = result[0] if probs else result
         assert_same(out.view_as(q), expected, (q, k, v))
         if probs:

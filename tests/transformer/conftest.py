@@ -42,6 +42,26 @@ def gradients(model, loss):
     return dict(zip(named, torch.autograd.grad(loss, tuple(named.values())), strict=True))
 
 
+def saved_tensors(function, *known):
+    """The tensors that autograd saves during ``function()``, one per storage, apart from those that are known."""
+    saved = {}
+
+    def pack(x):
+        saved.setdefault(x.untyped_storage().data_ptr(), x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        result = function()
+    addresses = {x.untyped_storage().data_ptr() for x in known}
+    del result
+    return [x for address, x in saved.items() if address not in addresses]
+
+
+def saved_bytes(function, *known):
+    """The size of what autograd saves during ``function()``."""
+    return sum(x.untyped_storage().nbytes() for x in saved_tensors(function, *known))
+
+
 def assert_all_close(actual, expected, **tolerance):
     """Compare dicts of tensors."""
     assert actual.keys() == expected.keys()

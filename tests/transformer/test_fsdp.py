@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from cs336_systems.transformer import Transformer, generate, swiglu
 
-from .conftest import assert_all_close
+from .conftest import assert_all_close, saved_tensors
 
 pytestmark = [
     # torch warns that a CPU's random numbers for DTensor differ from those of one process.
@@ -23,7 +23,7 @@ pytestmark = [
 
 @pytest.fixture
 def mesh(device):
-    group = {"backend": "gloo"}
+    group: dict[str, object] = {"backend": "gloo"}
     if device.type == "cuda":
         group = {"backend": "nccl", "device_id": torch.device("cuda", 0)}
         torch.cuda.set_device(0)  # torch warns if there are several GPUs and none is set
@@ -69,13 +69,11 @@ def test_the_fused_ffn_saves_no_gathered_weights(tiny, flash_device, mesh, optio
         monkeypatch.setattr(swiglu, "fused", swiglu.can_be_fused)
     model = sharded(tiny(num_layers=1, d_ff=160), mesh, flash_device, **options)
     x = torch.randn(1, 3, 32, device=flash_device, requires_grad=True)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        out = model.layers[0](x)
+    saved = saved_tensors(lambda: model.layers[0](x))
     shapes = {tuple(tensor.shape) for tensor in saved if not isinstance(tensor, torch.nn.Parameter)}
     assert (3, 320) in shapes
     assert not {(160, 32), (32, 160), (320, 32)} & shapes
-    out.sum().backward()
+    model.layers[0](x).sum().backward()
     assert all(weight.grad.full_tensor().isfinite().all() for weight in model.layers[0].ffn.parameters())
 
 

@@ -190,7 +190,7 @@ def test_a_stream_computes_tokens_on_demand_and_pads_ended_sequences(model):
         assert torch.is_grad_enabled()
     expected = [row[: row.index(stop) + 1] if stop in row else row for row in whole]
     for row, tokens in zip(zip(*steps, strict=True), expected, strict=True):
-        assert list(row) == tokens + [None] * (len(steps) - len(tokens))
+        assert list(row) == [*tokens, *[None] * (len(steps) - len(tokens))]
     assert not any(parameter.grad is not None for parameter in model.parameters())
 
 
