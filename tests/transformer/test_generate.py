@@ -189,8 +189,8 @@ def test_a_stream_computes_tokens_on_demand_and_pads_ended_sequences(model):
         assert len(calls) == len(steps)
         assert torch.is_grad_enabled()
     expected = [row[: row.index(stop) + 1] if stop in row else row for row in whole]
-    for row, tokens in zip(zip(*steps, strict=True), expected, strict=True):
-        assert list(row) == [*tokens, *[None] * (len(steps) - len(tokens))]
+    for row, new in zip(zip(*steps, strict=True), expected, strict=True):
+        assert list(row) == [*new, *[None] * (len(steps) - len(new))]
     assert not any(parameter.grad is not None for parameter in model.parameters())
 
 

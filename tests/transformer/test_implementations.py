@@ -37,7 +37,7 @@ def assert_close_to_naive(config, device, length, batch=2):
     expected, actual = (evaluate(each, state, torch.float32, tokens) for each in (naive, config))
     for name, x in actual.items():
         error, naive_error = ((each - exact[name]).abs().amax() for each in (x, expected[name]))
-        assert error <= 2 * naive_error + 8 * torch.finfo(torch.float32).eps * exact[name].abs().amax(), name
+        assert error <= 2 * naive_error + 32 * torch.finfo(torch.float32).eps * exact[name].abs().amax(), name
 
 
 SLOW = (("flash", "wide"), ("flash", "10B"))

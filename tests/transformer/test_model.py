@@ -108,7 +108,7 @@ def test_a_loss_in_chunks_is_the_same(tiny, device, tokens, chunk, tied):
 def test_a_loss_in_chunks_has_the_logits_of_one_at_a_time(tiny, tokens, device, chunk, sizes):
     """In the forward pass and, recomputed, in the backward pass; none are saved."""
     model, seen = Transformer(tiny(vocab_size=1000), device=device), []
-    model.lm_head.register_forward_hook(lambda module, inputs, logits: seen.append(len(logits)))
+    model.get_submodule("lm_head").register_forward_hook(lambda module, inputs, logits: seen.append(len(logits)))
     saved = saved_tensors(lambda: model.loss(*tokens, chunk=chunk), *model.parameters())
     assert any(1000 in x.shape for x in saved) == (chunk is None)
     seen.clear()

@@ -64,7 +64,8 @@ def assert_accurate(monkeypatch, dtype, layer, x, dout, function=None):
             float(each.abs().max()) if each.numel() else 0.0
             for each in (expected, actual[name] - expected, plain[name] - expected)
         )
-        assert error <= 2 * plain_error + 2 * torch.finfo(dtype).eps * largest, name
+        roundings = 8 if dtype == torch.float32 else 2
+        assert error <= 2 * plain_error + roundings * torch.finfo(dtype).eps * largest, name
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -154,7 +155,8 @@ def assert_gradients(layer, inputs, needed, function):
 )
 def test_only_needed_gradients_are_computed(layer, inputs, needed):
     def backward(dout, layer, x):
-        assert saved_bytes(lambda: layer(x), *layer.parameters(), x) == 5 * 2 * 24 * 4
+        saves_x = {"w1", "w3"} & set(needed)
+        assert saved_bytes(lambda: layer(x), *layer.parameters()) == 5 * (2 * 24 + (16 if saves_x else 0)) * 4
         out = layer(x)
         with FlopCounterMode(display=False) as counter:
             out.backward(dout)
