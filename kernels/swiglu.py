@@ -1,10 +1,8 @@
-"""Kernels for what SwiGLU does with single elements, forward and backward: each reads and writes every element once.
+"""The pointwise kernels of SwiGLU, forward and backward: each reads and writes every element once.
 
-gu (rows, 2 d_ff) has the gate g and the value u side by side, as one product makes them: h = silu(g) u. Its gradient
-has the same form, so that what follows from it is one product too. The backward kernel computes h again, which the
-gradient of the next weight needs, so that nothing but gu has to be kept.
-
-All is computed in float32, whatever the tensors are.
+A row of gu (rows, 2 d_ff) is the gate g, then the value u, as one matrix product computes them: h = silu(g) u. The
+gradient dgu has the same layout. The backward kernel recomputes h, for the gradient of the next weight, so that only gu
+is saved. Arithmetic is in float32.
 """
 
 from __future__ import annotations
@@ -16,50 +14,49 @@ from torch import Tensor
 
 from .launching import Launch, Launcher, Plans, is_elsewhere
 
-TILE = 1024
-"""Elements of a program's tile."""
-WARPS = 4
-"""Which have 8 elements a thread, 16 bytes of the narrow dtypes."""
+BLOCK = 1024
+"""Elements per program."""
+NUM_WARPS = 4
+"""With 8 elements per thread: 16 bytes of the 16-bit dtypes."""
 
 
 @triton.jit
-def tile_of(rows, d_ff, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A program's rows, its columns of g, and which pairs of them there are."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    return row, column, (row < rows) & (column < d_ff)
+def block_indices(rows, d_ff, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """A program's rows and columns, and the mask of those in bounds."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    col = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    return row, col, (row < rows) & (col < d_ff)
 
 
 @triton.jit
-def swiglu_forward_kernel(gu, h, rows, d_ff, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """h (rows, d_ff) of gu (rows, 2 d_ff)."""
-    row, column, inside = tile_of(rows, d_ff, ROWS, COLUMNS)
-    gates = gu + row * (2 * d_ff) + column
-    g = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(gates + d_ff, mask=inside, other=0.0).to(tl.float32)
-    out = g * tl.sigmoid(g) * u
-    tl.store(h + row * d_ff + column, out.to(h.dtype.element_ty), mask=inside)
+def swiglu_forward_kernel(gu, h, rows, d_ff, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """Write h (rows, d_ff)."""
+    row, col, mask = block_indices(rows, d_ff, BLOCK_ROWS, BLOCK_COLS)
+    gate = gu + row * (2 * d_ff) + col
+    g = tl.load(gate, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(gate + d_ff, mask=mask, other=0.0).to(tl.float32)
+    tl.store(h + row * d_ff + col, (g * tl.sigmoid(g) * u).to(h.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def swiglu_backward_kernel(dh, gu, dgu, h, rows, d_ff, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """dgu (rows, 2 d_ff) of dh (rows, d_ff) and gu, and h."""
-    row, column, inside = tile_of(rows, d_ff, ROWS, COLUMNS)
-    one, pair = row * d_ff + column, row * (2 * d_ff) + column
-    g = tl.load(gu + pair, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(gu + pair + d_ff, mask=inside, other=0.0).to(tl.float32)
-    dout = tl.load(dh + one, mask=inside, other=0.0).to(tl.float32)
+def swiglu_backward_kernel(dh, gu, dgu, h, rows, d_ff, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """Write dgu (rows, 2 d_ff), and h (rows, d_ff) again."""
+    row, col, mask = block_indices(rows, d_ff, BLOCK_ROWS, BLOCK_COLS)
+    offset_h, offset_g = row * d_ff + col, row * (2 * d_ff) + col
+    g = tl.load(gu + offset_g, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(gu + offset_g + d_ff, mask=mask, other=0.0).to(tl.float32)
+    grad = tl.load(dh + offset_h, mask=mask, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(g)
     silu = g * sigmoid
-    slope = sigmoid * (1.0 + g * (1.0 - sigmoid))
+    dsilu = sigmoid * (1.0 + g * (1.0 - sigmoid))
     dtype = h.dtype.element_ty
-    tl.store(dgu + pair, (dout * u * slope).to(dtype), mask=inside)
-    tl.store(dgu + pair + d_ff, (dout * silu).to(dtype), mask=inside)
-    tl.store(h + one, (silu * u).to(dtype), mask=inside)
+    tl.store(dgu + offset_g, (grad * u * dsilu).to(dtype), mask=mask)
+    tl.store(dgu + offset_g + d_ff, (grad * silu).to(dtype), mask=mask)
+    tl.store(h + offset_h, (silu * u).to(dtype), mask=mask)
 
 
 def forward(gu: Tensor) -> Tensor:
-    """h = silu(g) u of gu (rows, 2 d_ff), its halves being g and u: (rows, d_ff), in gu's dtype."""
+    """h (rows, d_ff), in gu's dtype, from gu (rows, 2 d_ff)."""
     gu = gu.contiguous()
     h = gu.new_empty(gu.shape[0], gu.shape[1] // 2)
     _launch(swiglu_forward_kernel, gu, h)
@@ -67,21 +64,21 @@ def forward(gu: Tensor) -> Tensor:
 
 
 def backward(dh: Tensor, gu: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of gu (rows, 2 d_ff) from that of h (rows, d_ff), and h again, in gu's dtype."""
+    """dgu (rows, 2 d_ff) and h (rows, d_ff), in gu's dtype, from dh (rows, d_ff) and gu."""
     gu = gu.contiguous()
     h, dgu = gu.new_empty(gu.shape[0], gu.shape[1] // 2), torch.empty_like(gu)
     _launch(swiglu_backward_kernel, dh.contiguous(), gu, dgu, h)
     return dgu, h
 
 
-def describe(*tensors: Tensor) -> Launch:
+def launch_arguments(*tensors: Tensor) -> Launch:
     """The launch of a kernel, whose last tensor is h."""
     rows, d_ff = tensors[-1].shape
-    columns = min(TILE, triton.next_power_of_2(d_ff))
-    tile = {"ROWS": TILE // columns, "COLUMNS": columns}
-    # The first axis of a grid is the one that may be long.
-    grid = triton.cdiv(rows, tile["ROWS"]), triton.cdiv(d_ff, columns)
-    return Launch(grid, tensors, (rows, d_ff), tile, {"num_warps": WARPS})
+    cols = min(BLOCK, triton.next_power_of_2(d_ff))
+    block = {"BLOCK_ROWS": BLOCK // cols, "BLOCK_COLS": cols}
+    # Only a grid's first axis may exceed 65,535.
+    grid = triton.cdiv(rows, block["BLOCK_ROWS"]), triton.cdiv(d_ff, cols)
+    return Launch(grid, tensors, (rows, d_ff), block, {"num_warps": NUM_WARPS})
 
 
 _launchers: Plans[Launcher] = Plans()
@@ -94,4 +91,4 @@ def _launch(kernel: triton.JITFunction, *tensors: Tensor) -> None:
             _launch(kernel, *tensors)
     elif h.numel():
         launcher = _launchers.get((kernel.__name__, h.shape, h.dtype, h.device), lambda: Launcher(kernel))
-        launcher(tuple([tensor.data_ptr() for tensor in tensors]), lambda: describe(*tensors))
+        launcher(tuple([tensor.data_ptr() for tensor in tensors]), lambda: launch_arguments(*tensors))

@@ -1,7 +1,7 @@
-"""This library's attention under names, layouts and defaults that programs already use.
+"""This library's attention with the names, layouts and defaults of other libraries.
 
-- :mod:`cs336_systems.compat.sdpa`: torch's ``scaled_dot_product_attention``, and a way to take its place.
-- :mod:`cs336_systems.compat.flash_attn`: the functions of the package ``flash_attn``, and a way to stand in for it.
+- :mod:`cs336_systems.compat.sdpa`: torch's ``scaled_dot_product_attention``, and a context manager that replaces it.
+- :mod:`cs336_systems.compat.flash_attn`: the functions of the package ``flash_attn``, and a replacement of the package.
 - :mod:`cs336_systems.compat.huggingface`: an ``attn_implementation`` for transformers.
 
 Importing this package alone imports none of them.

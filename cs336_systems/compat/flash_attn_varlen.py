@@ -1,4 +1,4 @@
-"""The functions of ``flash_attn`` for packed sequences; see `flash_attn`."""
+"""The functions of ``flash_attn`` for packed sequences; see `cs336_systems.compat.flash_attn`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..attention import attention_varlen
-from .arguments import Number, Pair, number_in, parts, settings_of
+from .arguments import Number, Pair, check_shape, to_number, to_options
 
 Returned = Tensor | tuple[Tensor, Tensor, None]
 
@@ -29,37 +29,35 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: None = None,
 ) -> Returned:
-    """`flash_attn.flash_attn_func` of each of several packed sequences.
+    """`flash_attn.flash_attn_func` for each of several packed sequences.
 
     Args:
-        q: queries (all_q, q_heads, d), those of all sequences one after another.
+        q: queries (all_q, q_heads, d), concatenated.
         k: keys (all_k, kv_heads, d); kv_heads divides q_heads.
         v: values (all_k, kv_heads, dv); dv may differ from d.
-        cu_seqlens_q: (sequences + 1,) int32 or int64: sequence i has the queries from cu_seqlens_q[i] up to the next.
-        cu_seqlens_k: the same of keys.
-        max_seqlen_q: the length of the longest sequence of queries, which this library does not need.
-        max_seqlen_k: the same of keys.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) cumulative lengths, int32 or int64: sequence i has the rows from
+            cu_seqlens[i] to cu_seqlens[i + 1] - 1.
+        max_seqlen_q, max_seqlen_k: maximum lengths.
         alibi_slopes: (q_heads,) or (sequences, q_heads).
-        block_table: keys and values in pages are not supported: None.
+        block_table: must be None: paged keys and values are not supported.
 
-    The other arguments are as there.
+    The other arguments are those of `flash_attn.flash_attn_func`.
 
     Returns:
         out (all_q, q_heads, dv) in q's dtype; or (out, softmax_lse, S_dmask) with softmax_lse (q_heads, all_q) and
-        S_dmask always None.
+        S_dmask None.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: shapes, devices or values do not fit, or there is a ``block_table``.
+        ValueError: a shape, a device or a value is invalid, or ``block_table`` is not None.
     """
     if block_table is not None:
-        raise ValueError("block_table must be None: keys and values in pages are not supported; got one")
-    settings = settings_of(
+        raise ValueError("block_table must be None: paged keys and values are not supported; got a block table")
+    options = to_options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    starts = (cu_seqlens_q, cu_seqlens_k)
-    most_q, most_k = number_in(max_seqlen_q), number_in(max_seqlen_k)
-    result = attention_varlen(q, k, v, *starts, max_seqlen_q=most_q, max_seqlen_k=most_k, **settings)
+    longest = {"max_seqlen_q": to_number(max_seqlen_q), "max_seqlen_k": to_number(max_seqlen_k)}
+    result = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **longest, **options)
     if isinstance(result, Tensor):
         return result.contiguous()
     out, lse = result
@@ -79,10 +77,11 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Returned:
-    """`flash_attn_varlen_func` of queries, keys and values in one tensor (all, 3, heads, d)."""
-    q, k, v = parts("qkv", qkv, 3, "all")
-    settings = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *settings)
+    """`flash_attn_varlen_func` for queries, keys and values in one tensor (all, 3, heads, d)."""
+    check_shape("qkv", qkv, "all", 3, "heads", "d")
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    q, k, v = qkv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -101,7 +100,8 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Returned:
-    """`flash_attn_varlen_func` of keys and values in one tensor (all_k, 2, kv_heads, d)."""
-    k, v = parts("kv", kv, 2, "all_k")
-    settings = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *settings)
+    """`flash_attn_varlen_func` for keys and values in one tensor (all_k, 2, kv_heads, d)."""
+    check_shape("kv", kv, "all_k", 2, "heads", "d")
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    k, v = kv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options)

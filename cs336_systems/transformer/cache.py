@@ -1,4 +1,4 @@
-"""Keys and values of tokens that went through the model before, so that a new token is all that has to."""
+"""The KV cache: keys and values of the tokens processed so far, in every layer."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from torch import Tensor
 from ..attention import Attention, attention, attention_with_cache
 from .config import check_size
 
-FEW = 16
-"""New tokens that are taken for few: more of them, of sequences of one length, are attended to as in training."""
+MAX_DECODE_TOKENS = 16
+"""Largest number of new tokens per sequence that always goes through `attention_with_cache`."""
 
 Layers = dict[int, tuple[Tensor, Tensor]]
-"""Keys and values by the number of their layer."""
+"""Keys and values by layer index."""
 
 
 class KVCache:
-    """The keys and values of a batch of sequences in every layer, allocated once.
+    """Keys and values of a batch of sequences in every layer, allocated once.
 
-    Token t of each sequence has slot t, whatever the lengths of the others: sequences begin together and end apart.
-    Memory for the whole capacity is taken by the first tokens, in the dtype and on the device of their keys.
+    Slot t of a sequence holds its token t, so the last slots of shorter sequences are unused. The first tokens allocate
+    the memory for the whole capacity, with the dtype and on the device of their keys.
 
     Args:
-        batch: how many sequences.
-        capacity: the longest of them, in tokens.
+        batch: number of sequences.
+        capacity: maximum length of a sequence, in tokens.
 
-    ``layers`` has the keys and values (batch, kv_heads, capacity, d) of every layer that wrote some, by its number.
-    What a single further token of each sequence computes depends on the device's own count of tokens, ``filled``, and
-    on no number of the host, so it can be recorded in a CUDA graph: see `Decoder`.
+    Attributes:
+        layers: by layer index, keys and values (batch, kv_heads, capacity, d).
+        device_lengths: (batch,) lengths of the sequences, on the model's device. A step of one token per sequence reads
+            lengths from here alone, so a CUDA graph can replay it (see `Decoder`).
 
     Raises:
         TypeError, ValueError: a size is not a positive int.
@@ -42,78 +43,76 @@ class KVCache:
         self.batch = batch
         self.capacity = capacity
         self.layers: Layers = {}
-        self.filled: Int[Tensor, " batch"] = torch.zeros(batch, dtype=torch.long, device="cpu")
-        self._lengths: list[int] = [0] * batch
-        self._begun = 0
+        self.device_lengths: Int[Tensor, " batch"] = torch.zeros(batch, dtype=torch.long, device="cpu")
+        self._lengths = [0] * batch
+        self._new = 0
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """How many tokens each sequence has."""
+        """Number of tokens in each sequence."""
         return tuple(self._lengths)
 
     def begin(self, new: int, device: torch.device) -> Step:
-        """The places of ``new`` further tokens of every sequence, to be written layer by layer.
+        """The slots of the next ``new`` tokens of every sequence.
 
         Args:
-            new: how many.
+            new: number of tokens.
             device: of the model.
 
         Raises:
-            ValueError: they do not fit in.
+            ValueError: the tokens exceed the capacity.
         """
         self.reserve(new)
-        if self.filled.device != device:
-            self.filled = self.filled.to(device)
+        if self.device_lengths.device != device:
+            self.device_lengths = self.device_lengths.to(device)
         start, end = min(self._lengths), max(self._lengths) + new
         rows = torch.arange(self.batch, device=device)[:, None]
-        positions = self.filled[:, None] + torch.arange(new, device=device)
-        together = end if end == new or (new > FEW and start + new == end) else None
-        return Step(self.layers, self.capacity, rows, positions, self.filled + new, together)
+        positions = self.device_lengths[:, None] + torch.arange(new, device=device)
+        first_or_long = end == new or (new > MAX_DECODE_TOKENS and start + new == end)
+        return Step(
+            self.layers, self.capacity, rows, positions, self.device_lengths + new, end if first_or_long else None
+        )
 
     def reserve(self, new: int) -> None:
-        """Make sure that ``new`` further tokens of every sequence fit in, and expect them to be counted by `advance`.
+        """Check that ``new`` tokens of every sequence fit; `advance` then counts them.
 
-        All that `begin` does on the host, for who replays what the device does.
+        This is all that `begin` does on the host, for replaying a CUDA graph.
 
         Raises:
-            ValueError: they do not fit in.
+            ValueError: the tokens exceed the capacity.
         """
         end = max(self._lengths) + new
         if end > self.capacity:
-            raise ValueError(f"cache must have room for {end} tokens a sequence; got a capacity of {self.capacity}")
-        self._begun = new
+            raise ValueError(f"cache must have a capacity of at least {end} tokens per sequence; got {self.capacity}")
+        self._new = new
 
     def advance(self, counts: list[int]) -> None:
-        """Count tokens as seen: those beyond are overwritten by the next ones.
-
-        Args:
-            counts: for each sequence, how many of the tokens written last belong to it; the rest is padding.
+        """Keep the first ``counts[i]`` new tokens of sequence i; the next tokens overwrite the others (padding).
 
         Raises:
-            ValueError: there is not one count for each sequence, or one is not from 0 to the number of these tokens.
+            ValueError: there is not one count for each sequence, or a count is not from 0 to the number of new tokens.
         """
-        if len(counts) != self.batch or min(counts) < 0 or max(counts) > self._begun:
-            raise ValueError(f"counts must be {self.batch} numbers from 0 to {self._begun}; got {counts}")
-        self._begun = 0
+        if len(counts) != self.batch or min(counts) < 0 or max(counts) > self._new:
+            raise ValueError(f"counts must be {self.batch} numbers from 0 to {self._new}; got {counts}")
+        self._new = 0
         self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
-        # In place: what was recorded reads this tensor.
+        # In place: a captured graph reads this tensor.
         if len(set(counts)) == 1:
-            self.filled += counts[0]  # nothing is copied to the device
+            self.device_lengths += counts[0]  # copies nothing to the device
         else:
-            self.filled.copy_(torch.tensor(self._lengths))
+            self.device_lengths.copy_(torch.tensor(self._lengths))
 
 
 class Step(NamedTuple):
-    """Further tokens on their way through the model.
+    """The slots of new tokens in a cache.
 
     Attributes:
-        layers: where their keys and values go.
-        capacity: of those.
-        rows: (batch, 1), the numbers of the sequences.
-        positions: (batch, new), of the tokens, which are their slots.
-        lengths: (batch,), how many slots each sequence has with them.
-        together: one after the last slot, where all sequences end with it and the tokens are many, or the first; then
-            attention is that of training. None where the device alone knows where sequences end.
+        layers, capacity: of the cache.
+        rows: (batch, 1) indices of the sequences.
+        positions: (batch, new) slots of the tokens, which are their positions.
+        lengths: (batch,) lengths of the sequences with these tokens.
+        end: the length of all sequences with these tokens, if they are the first tokens or many tokens of sequences of
+            one length: `attention` then computes the step. None if `attention_with_cache` does.
     """
 
     layers: Layers
@@ -121,23 +120,19 @@ class Step(NamedTuple):
     rows: Int[Tensor, "batch 1"]
     positions: Int[Tensor, "batch new"]
     lengths: Int[Tensor, " batch"]
-    together: int | None
+    end: int | None
 
     @property
     def batch(self) -> int:
-        """How many sequences."""
+        """Number of sequences."""
         return self.rows.shape[0]
-
-    def of_layer(self, number: int) -> LayerCache:
-        """What one layer is given of it."""
-        return LayerCache(self, number)
 
 
 class LayerCache(NamedTuple):
-    """The part of a step that concerns one layer."""
+    """A step in one layer of the cache."""
 
     step: Step
-    number: int
+    layer: int
 
     def attend(
         self,
@@ -146,44 +141,38 @@ class LayerCache(NamedTuple):
         k: Float[Tensor, "batch kv_heads new d"],
         v: Float[Tensor, "batch kv_heads new d"],
     ) -> Float[Tensor, "batch q_heads new d"]:
-        """Attention of new tokens over all so far, their own keys and values written first.
+        """Store k and v, and attend with q to all keys so far.
 
-        While the cache is empty this is a causal call as in training, and ``attend`` computes it. Later the queries are
-        fewer than the keys, mostly a single one, and "auto" chooses what computes that.
+        If the cache was empty, ``attend`` computes a causal call. Otherwise "auto" chooses the implementation.
 
         Raises:
-            TypeError: ``attend`` is no `Attention`, but what takes its place where processes share sequences.
-            ValueError: keys or values need gradients, which would be lost in the cache.
+            TypeError: ``attend`` is not an `Attention`, as in context parallelism.
+            ValueError: k or v requires gradients, which the cache would lose.
         """
         if not isinstance(attend, Attention):
-            raise TypeError(
-                f"attend must be an Attention, of whole sequences, with a cache; got {type(attend).__name__}"
-            )
-        keys, values = self._write(k, v)
-        end = self.step.together
+            raise TypeError(f"attend must be an Attention, to use a cache; got {type(attend).__name__}")
+        keys, values = self._store(k, v)
+        end = self.step.end
         if end == k.shape[2]:
             return attend(q, k, v)
         window, scale, softcap = attend.window, attend.scale, attend.softcap
         if end is None:
             return attention_with_cache(q, keys, values, self.step.lengths, window=window, scale=scale, softcap=softcap)
-        seen = keys[:, :, :end], values[:, :, :end]
-        return attention(q, *seen, causal=True, window=window, scale=scale, softcap=softcap)
+        keys, values = keys[:, :, :end], values[:, :, :end]
+        return attention(q, keys, values, causal=True, window=window, scale=scale, softcap=softcap)
 
-    def _write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values, and return all slots."""
+    def _store(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write new keys and values to their slots, and return the tensors of all slots."""
         if k.requires_grad or v.requires_grad:
-            raise ValueError(
-                "cache must be used under torch.no_grad(): it keeps no graph; got keys that need gradients"
-            )
+            raise ValueError("cache must be used under torch.no_grad(); got keys or values that require gradients")
         step, new = self.step, k.shape[2]
-        stored = step.layers.get(self.number)
-        if stored is None:
+        if self.layer not in step.layers:
             shape = (*k.shape[:2], step.capacity, k.shape[3])
-            # Nobody looks at slots that no token has.
-            stored = step.layers[self.number] = k.new_empty(shape), v.new_empty(shape)
+            step.layers[self.layer] = k.new_empty(shape), v.new_empty(shape)
+        stored = step.layers[self.layer]
         for slots, written in zip(stored, (k, v), strict=True):
-            if step.together is not None:
-                slots[:, :, step.together - new : step.together] = written
+            if step.end is not None:
+                slots[:, :, step.end - new : step.end] = written
             else:
                 slots[step.rows, :, step.positions] = written.transpose(1, 2)
         return stored

@@ -1,4 +1,4 @@
-"""Steps of generation: prompts once, then one token of each sequence at a time, recorded and compiled if possible."""
+"""Decoding: prefill of the prompts, then one token of each sequence per step, with torch.compile and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -6,103 +6,103 @@ import copy
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ..attention.precision import without_autocast
 from ..kernels.torch_names import has_forward_hooks, recompiled
 from .cache import KVCache, Step
 from .layers import Linear
 from .model import Transformer
 
-WARM_UP = 2
-"""Steps before one is recorded: they compile kernels, and have libraries allocate what they keep."""
+WARM_UP_STEPS = 2
+"""Steps before the capture of a graph: they compile kernels and initialise libraries."""
 
-MOST_VARIANTS = 256
-"""Of models, batches and capacities that steps are compiled for before torch.compile gives up."""
+RECOMPILE_LIMIT = 256
+"""Models, batches and capacities that a process compiles steps for before torch.compile gives up."""
 
 NextLogits = Callable[[Transformer, Tensor, Step], Tensor]
 
 
 class Decoder:
-    """A model with a cache, that takes prompts and then tokens one at a time.
+    """A model with a KV cache: takes prompts, and then one token of each sequence at a time.
 
     >>> decoder = Decoder(model, batch=2, capacity=64)
     >>> logits = decoder.prefill([[1, 2, 3], [4]])
     >>> for _ in range(10):
     ...     logits = decoder.step(logits.argmax(-1))
 
-    A step of one token is a long row of small kernels, most of which take the device less time than the host needs to
-    launch them. Recorded as a CUDA graph they are launched all at once. The first step records it.
+    A step launches many small kernels, most of which take less time on the GPU than their launch takes on the host. A
+    CUDA graph launches all of them at once. The first step captures the graph.
 
-    Whether autocast is on, and with which dtype, is asked when a decoder is made. Steps that are recorded or compiled
-    then use copies of the linear layers' weights in that dtype, made once, and see no later changes of the weights: a
-    step that casts them reads and writes more than it computes with. A model that is in that dtype itself,
-    ``model.to(torch.bfloat16)``, needs no copies.
+    Autocast applies as it is when the decoder is constructed. Under autocast, captured or compiled steps use copies of
+    the linear layers' weights, cast once: casting them in every step would read and write more memory than the step
+    itself. Later changes of the weights are then not seen. A model in that dtype, ``model.to(torch.bfloat16)``, needs
+    no copies.
 
     Args:
         model: on any device.
-        batch: how many sequences.
-        capacity: the longest of them in tokens, at most the model's context length. The last token that is generated
-            takes no room, for it does not go through the model.
-        graph: whether steps are recorded; None where that is possible (see `why_no_graph`).
-        compile: whether steps are compiled by ``torch.compile``, as one graph. It takes a while, once for each model,
+        batch: number of sequences.
+        capacity: maximum length of a sequence in tokens, at most the model's context length. The last generated token
+            does not go through the model and needs no slot.
+        graph: whether to capture steps in a CUDA graph; None to do so where possible (see `why_no_graph`).
+        compile: whether to compile steps with ``torch.compile``, as one graph. This takes a while, once for each model,
             batch and dtype, and again for a second capacity.
 
-    ``cache`` is the `KVCache`, ``recorded`` says whether steps are.
+    Attributes:
+        cache: the `KVCache`.
+        uses_graph: whether steps are captured in a CUDA graph.
 
     Raises:
-        TypeError, ValueError: a size is not a positive int, or ``graph`` is True where steps cannot be recorded.
+        TypeError, ValueError: a size is not a positive int, or ``graph`` is True where steps cannot be captured.
     """
 
     def __init__(
         self, model: Transformer, batch: int, capacity: int, *, graph: bool | None = None, compile: bool = False
     ) -> None:
-        reason = why_no_graph(model) if graph is not False else "it was not asked for"
+        reason = "graph is False" if graph is False else why_no_graph(model)
         if graph and reason is not None:
             raise ValueError(f"graph must be None or False here: {reason}")
         self.cache = KVCache(batch, capacity)
-        self.recorded = reason is None
+        self.uses_graph = reason is None
         self._device = next(model.parameters()).device
         kind = self._device.type
-        self._dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        # What autocast keeps of weights that it has cast is freed when autocast ends, which a recorded step outlives.
-        self._keeps_casts = not (self.recorded or compile)
-        self._model = model if self._dtype is None or self._keeps_casts else with_cast_weights(model, self._dtype)
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        reused = self.uses_graph or compile
+        self._model = with_cast_weights(model, dtype) if reused and dtype is not None else model
+        # The end of autocast frees its cache of cast weights, which a captured step would still read.
+        self._autocast = functools.partial(
+            torch.autocast, kind, dtype, enabled=dtype is not None, cache_enabled=False if reused else None
+        )
         self._next_logits = compiled_next_logits if compile else next_logits
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._tokens: Tensor | None = None
-        self._logits: Tensor | None = None
+        self._captured: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """How many tokens of each sequence went through the model."""
+        """Number of tokens of each sequence that went through the model."""
         return self.cache.lengths
 
     @torch.no_grad()
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> Float[Tensor, "batch vocab_size"]:
-        """Take the first tokens of each sequence, and return the logits of what follows them.
+    def prefill(self, prompts: Sequence[Sequence[int]] | Tensor) -> Float[Tensor, "batch vocab_size"]:
+        """Process the prompts, and return the logits of the token after each.
 
         Args:
-            prompts: of any lengths, at least one token each.
+            prompts: one sequence of at least one token for each sequence of the batch, of any lengths.
 
         Raises:
-            TypeError, ValueError: they are not one for each sequence, or tokens are none of the vocabulary, or they do
-                not fit into the cache, or there were some already.
+            TypeError, ValueError: prompts are not such sequences, have tokens outside of the vocabulary or more than
+                the cache's capacity, or came before.
         """
-        counts = [len(prompt) for prompt in prompts]
-        if len(counts) != self.cache.batch or min(counts) < 1:
-            raise ValueError(
-                f"prompts must be {self.cache.batch} sequences of at least one token; got lengths {counts}"
-            )
+        rows = check_prompts(prompts, self._model.config.vocab_size)
+        if len(rows) != self.cache.batch:
+            raise ValueError(f"prompts must be {self.cache.batch} sequences; got {len(rows)}")
         if max(self.lengths):
             raise ValueError(f"prompts must come first; got some after {max(self.lengths)} tokens")
-        rows = checked_prompts(prompts, self._model.config.vocab_size)
-        # Sequences begin together: what fills up the shorter ones comes after them, where causal attention hides it.
+        counts = [len(row) for row in rows]
+        # Right padding: the causal mask hides it from all tokens of the prompt.
         padded = torch.tensor([row + [0] * (max(counts) - len(row)) for row in rows])
         last = torch.tensor(counts) - 1
         with self._autocast():
@@ -112,10 +112,9 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, tokens: Int[Tensor, " batch"]) -> Float[Tensor, "batch vocab_size"]:
-        """Take one further token of each sequence, and return the logits of what follows it.
+        """Process one token of each sequence, and return the logits of the next one, without a host synchronisation.
 
-        Nothing waits for the device. Where steps are recorded, every one writes its logits into the same memory: clone
-        what is to outlive the next.
+        With a CUDA graph all steps write their logits to the same memory: clone those to keep.
 
         Args:
             tokens: on the model's device.
@@ -128,12 +127,7 @@ class Decoder:
         if not max(self.lengths):
             raise ValueError("tokens must come after prompts; got some first")
         self.cache.reserve(1)
-        if not self.recorded:
-            logits = self._compute(tokens)
-        else:
-            if self._tokens is None:
-                self._tokens = torch.empty_like(tokens)
-            logits = self._replay(self._tokens.copy_(tokens))
+        logits = self._replay(tokens) if self.uses_graph else self._compute(tokens)
         self.cache.advance([1] * self.cache.batch)
         return logits
 
@@ -142,106 +136,100 @@ class Decoder:
             return self._next_logits(self._model, tokens, self.cache.begin(1, self._device))
 
     def _replay(self, tokens: Tensor) -> Tensor:
-        if self._graph is None or self._logits is None:
-            self._graph, self._logits = self._record(tokens)
-        self._graph.replay()
-        return self._logits
+        self._captured = self._captured or self._capture(tokens)
+        graph, inputs, logits = self._captured
+        inputs.copy_(tokens)
+        graph.replay()
+        return logits
 
-    def _record(self, tokens: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """The step as a graph, and where it writes its logits. It can be computed any number of times before it counts.
+    def _capture(self, tokens: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+        """A step as a CUDA graph, and the tensors of its tokens and logits.
 
-        Steps write what is theirs to the same slots each time, until the cache is told to advance.
+        The steps before the replay change nothing: until the cache advances, all write to the same slots.
         """
+        inputs = tokens.clone()
         with torch.cuda.device(self._device):
-            beside = torch.cuda.Stream()
-            beside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(beside):
-                for _ in range(WARM_UP):
-                    self._compute(tokens)
-            torch.cuda.current_stream().wait_stream(beside)
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UP_STEPS):
+                    self._compute(inputs)
+            torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            # Without a stream torch records on one of the GPU where a graph was first recorded in this process. Other
-            # threads may do as they please meanwhile.
-            with torch.cuda.graph(graph, stream=beside, capture_error_mode="thread_local"):
-                logits = self._compute(tokens)
-        return graph, logits
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        """Autocast as it was when the decoder was made."""
-        if self._dtype is None:
-            return without_autocast(self._device)
-        keeps = self._keeps_casts and torch.is_autocast_cache_enabled()
-        return torch.autocast(self._device.type, self._dtype, cache_enabled=keeps)
+            # torch's default capture stream belongs to the GPU of the process's first capture. With "thread_local"
+            # other threads may call CUDA meanwhile.
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                logits = self._compute(inputs)
+        return graph, inputs, logits
 
 
 def next_logits(model: Transformer, tokens: Int[Tensor, " batch"], step: Step) -> Float[Tensor, "batch vocab_size"]:
-    """The logits of what follows one further token of each sequence, whose place is ``step``."""
+    """The logits after one new token of each sequence, whose slots are ``step``."""
     logits: Tensor = model(tokens[:, None], cache=step)
     return logits[:, 0]
 
 
 def compiled_next_logits(model: Transformer, tokens: Tensor, step: Step) -> Tensor:
     """`next_logits` through ``torch.compile``."""
-    with recompiled(MOST_VARIANTS) or nullcontext():
+    with recompiled(RECOMPILE_LIMIT) or nullcontext():
         return _compiler(tokens.is_cuda and len(tokens) == 1)(model, tokens, step)
 
 
 @functools.cache
-def _compiler(by_reductions: bool) -> NextLogits:
-    """What compiles steps, those of one sequence with products as reductions.
+def _compiler(single_row: bool) -> NextLogits:
+    """The compiled `next_logits`.
 
-    A product with a single row is a matrix read once. torch's libraries read a small one at a part of the memory's
-    rate; Inductor has kernels that are at it, fused with what is around them, if it may search for their tiles.
+    For one sequence a matrix product reads a matrix once. cuBLAS does not reach the memory's bandwidth for small ones;
+    Inductor does, with fused reductions whose tiles ``coordinate_descent_tuning`` searches for.
     """
-    options: dict[str, Any] | None = {"coordinate_descent_tuning": True} if by_reductions else None
-    return torch.compile(next_logits, fullgraph=recompiled(MOST_VARIANTS) is not None, options=options)
+    options: dict[str, Any] | None = {"coordinate_descent_tuning": True} if single_row else None
+    return torch.compile(next_logits, fullgraph=recompiled(RECOMPILE_LIMIT) is not None, options=options)
 
 
 def why_no_graph(model: nn.Module) -> str | None:
-    """Why steps of a model cannot be recorded as a CUDA graph, or None where they can."""
+    """The reason why a CUDA graph cannot capture a model's steps; None if it can."""
     device = next(model.parameters()).device
     if device.type != "cuda":
         return f"a CUDA graph needs a model on a CUDA GPU; got one on {device}"
     if any(type(parameter) not in (Tensor, nn.Parameter) for parameter in model.parameters()):
-        return "weights are spread over processes, which have to gather them in every step"
+        return "every step gathers the sharded weights from other processes"
     for name, module in model.named_modules():
         if has_forward_hooks(module):
-            return f"hooks would be called while a step is recorded, and not again; got some of {name or 'the model'}"
+            return f"a replay does not call hooks; got hooks of {name or 'the model'}"
     with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():
-            return "something is being recorded already"
+            return "the current stream is being captured already"
     return None
 
 
 def with_cast_weights(model: Transformer, dtype: torch.dtype) -> Transformer:
-    """The same model with copies of the weights that autocast would cast, in its dtype; the others are shared."""
-    kept: dict[int, Any] = {id(x): x for x in (*model.parameters(), *model.buffers())}
+    """A copy of a model with its linear layers' weights cast to ``dtype``; it shares all other tensors."""
 
     def cast(weight: Tensor) -> nn.Parameter:
-        # Autocast leaves float64 alone.
+        # Autocast does not cast float64.
         return nn.Parameter(weight.detach().to(weight.dtype if weight.dtype == torch.float64 else dtype), False)
 
-    for module in model.modules():
-        if isinstance(module, Linear):
-            kept[id(module.weight)] = cast(module.weight)
-    copied = copy.deepcopy(model, kept)
+    memo: dict[int, Any] = {id(x): x for x in (*model.parameters(), *model.buffers())}
+    memo |= {id(module.weight): cast(module.weight) for module in model.modules() if isinstance(module, Linear)}
+    copied = copy.deepcopy(model, memo)
     if copied.lm_head is None:
-        # A tied head casts the embedding's matrix, which looking up tokens does not.
+        # A tied head casts the embedding's matrix; looking up tokens does not.
         copied.lm_head = Linear(model.config.d_model, model.config.vocab_size, "meta")
         copied.lm_head.weight = cast(model.token_embeddings.weight)
     return copied
 
 
-def checked_prompts(prompts: Sequence[Sequence[int]] | Tensor, vocab_size: int) -> list[list[int]]:
-    """Prompts as lists of tokens.
+def check_prompts(prompts: Sequence[Sequence[int]] | Tensor, vocab_size: int) -> list[list[int]]:
+    """Prompts as lists of Python ints.
 
     Raises:
-        TypeError, ValueError: they are not at least one sequence of at least one token each, below ``vocab_size``.
+        TypeError, ValueError: prompts are not one or more sequences of one or more tokens below ``vocab_size``.
     """
-    given = prompts.tolist() if isinstance(prompts, Tensor) else prompts
     try:
-        # Also of NumPy's integers.
-        rows = [[operator.index(token) for token in row] for row in given]
+        # operator.index accepts NumPy's integers too.
+        rows = [
+            [operator.index(x) for x in row] for row in (prompts.tolist() if isinstance(prompts, Tensor) else prompts)
+        ]
     except TypeError as error:
         raise TypeError(f"prompts must be sequences of ints, or a tensor (batch, length): {error}") from error
     if not rows:
@@ -249,7 +237,7 @@ def checked_prompts(prompts: Sequence[Sequence[int]] | Tensor, vocab_size: int) 
     for index, row in enumerate(rows):
         if not row:
             raise ValueError(f"prompts must have at least one token each; got none in prompts[{index}]")
-        if min(row) < 0 or max(row) >= vocab_size:
-            wrong = min(row) if min(row) < 0 else max(row)
-            raise ValueError(f"prompts must have tokens from 0 up to {vocab_size}; got {wrong} in prompts[{index}]")
+        wrong = [token for token in row if not 0 <= token < vocab_size]
+        if wrong:
+            raise ValueError(f"prompts must have tokens from 0 to {vocab_size - 1}; got {wrong[0]} in prompts[{index}]")
     return rows

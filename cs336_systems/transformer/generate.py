@@ -1,4 +1,4 @@
-"""Text of a model's own: the tokens that follow prompts, one step for all sequences at a time."""
+"""Text generation: sampled continuations of prompts, one token of each sequence per step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from .config import TransformerConfig, check_size
-from .decoder import Decoder, checked_prompts
+from .decoder import Decoder, check_prompts
 from .model import Transformer
 from .sampling import Sampling
 
-LEAST_SEED, MOST_SEED = -(2**63), 2**64 - 1
-"""What torch takes."""
 NOT_FINITE = -1
-"""In the place of a token that was drawn from logits that are not numbers."""
+"""Stands for a token whose logits were not finite."""
 
 
 def generate(
@@ -35,20 +33,20 @@ def generate(
     graph: bool | None = None,
     compile: bool = False,
 ) -> list[list[int]]:
-    """The new tokens of each sequence, all at once; arguments as for `stream`, which gives them as they come.
+    """The new tokens of each sequence. The arguments are those of `stream`, which returns them step by step.
 
-    Without stop tokens nothing waits for the device until all are drawn.
+    Without stop tokens the host waits for the device only at the end.
     """
     sampling = Sampling(temperature, top_k, top_p)
-    drawn = _drawn(model, prompts, max_new_tokens, sampling, seed, generator, use_cache, graph, compile)
-    stops = _checked_stop_tokens(stop_tokens, model.config.vocab_size)
-    if not stops:
-        rows: list[list[int]] = torch.stack([*drawn], 1).tolist()
-        for number, tokens in enumerate(zip(*rows, strict=True)):
-            _require_finite(tokens, number)
-        return rows
-    steps = _until_stopped(drawn, stops)
-    return [[token for token in tokens if token is not None] for tokens in zip(*steps, strict=True)]
+    steps = _steps(model, prompts, max_new_tokens, sampling, seed, generator, use_cache, graph, compile)
+    stops = _check_stop_tokens(stop_tokens, model.config.vocab_size)
+    if stops:
+        rows = zip(*_until_stopped(steps, stops), strict=True)
+        return [[token for token in row if token is not None] for row in rows]
+    drawn: list[list[int]] = torch.stack([*steps], 1).tolist()
+    for number, tokens in enumerate(zip(*drawn, strict=True)):
+        _require_finite(tokens, number)
+    return drawn
 
 
 def stream(
@@ -66,39 +64,37 @@ def stream(
     graph: bool | None = None,
     compile: bool = False,
 ) -> Iterator[list[int | None]]:
-    """The next token of each sequence, step by step; None for a sequence that has ended.
+    """Yield the next token of each sequence, step by step; None for a sequence that has ended.
 
     >>> for (token,) in stream(model, [[1, 2, 3]], 100, temperature=0):
     ...     print(token)
 
     Args:
-        model: a `Transformer`, on any device; under autocast, if that is on.
+        model: on any device; runs under autocast if that is on.
         prompts: the tokens of each sequence, of any lengths, or a tensor (batch, length).
-        max_new_tokens: after which a sequence ends at the latest.
-        temperature: logits are divided by it; 0 takes the likeliest token.
-        top_k: how many of the likeliest tokens may be drawn; None for all.
-        top_p: the least probability that those which may be drawn have together; None for all.
-        seed: of the tokens drawn, from -2**63 to 2**64 - 1, for the same ones each time on one device; they come from
-            torch's own generator if None.
-        generator: instead of a seed, on the model's device.
-        stop_tokens: below ``vocab_size``; each ends its sequence, of which it is the last token.
-        use_cache: whether keys and values are kept. Without them every step computes the whole sequences again: the
-            tokens are the same but for rounding.
-        graph: whether the steps after the prompts are recorded as a CUDA graph and replayed; None where that is
-            possible: on a GPU, without hooks, and not with weights that are spread over processes. See `Decoder`.
-        compile: whether these steps are compiled by ``torch.compile``, which takes a while.
+        max_new_tokens: maximum number of new tokens per sequence.
+        temperature, top_k, top_p: see `Sampling`.
+        seed: of the random numbers, from -2**63 to 2**64 - 1: gives the same tokens every time on one device. If None,
+            they come from ``generator``, or from torch's default generator.
+        generator: on the model's device; excludes ``seed``.
+        stop_tokens: tokens below ``vocab_size``. A sequence ends with the first one, which is part of it.
+        use_cache: whether to keep keys and values. Otherwise every step computes the whole sequences again, with the
+            same tokens but for rounding.
+        graph: whether to capture the steps after the prompts in a CUDA graph; None to do so where possible: on a GPU,
+            without hooks and without sharded weights. See `Decoder`.
+        compile: whether to compile these steps with ``torch.compile``, which takes a while.
 
     Raises:
-        TypeError, ValueError: an argument is not what it has to be, or a sequence would exceed the context length. It
-            is raised at the call, not at the first step.
-        FloatingPointError: a logit is NaN or +inf, or all are -inf; it is raised where tokens come to the host.
+        TypeError, ValueError: an argument is invalid, or a sequence would exceed the context length. Raised by the
+            call, before the first step.
+        FloatingPointError: a logit is NaN or +inf, or all are -inf. Raised when the tokens reach the host.
     """
     sampling = Sampling(temperature, top_k, top_p)
-    drawn = _drawn(model, prompts, max_new_tokens, sampling, seed, generator, use_cache, graph, compile)
-    return _until_stopped(drawn, _checked_stop_tokens(stop_tokens, model.config.vocab_size))
+    steps = _steps(model, prompts, max_new_tokens, sampling, seed, generator, use_cache, graph, compile)
+    return _until_stopped(steps, _check_stop_tokens(stop_tokens, model.config.vocab_size))
 
 
-def _drawn(
+def _steps(
     model: Transformer,
     prompts: Sequence[Sequence[int]] | Tensor,
     max_new_tokens: int,
@@ -109,49 +105,49 @@ def _drawn(
     graph: bool | None,
     compile: bool,
 ) -> Iterator[Int[Tensor, " batch"]]:
-    """Arguments checked, and the tokens that are drawn for each sequence, step by step, on the model's device."""
+    """Check the arguments, and return an iterator over the tokens of each step, on the model's device."""
     if not isinstance(getattr(model, "config", None), TransformerConfig):
         raise TypeError(f"model must be a Transformer; got {type(model).__name__}")
     check_size("max_new_tokens", max_new_tokens)
-    rows = checked_prompts(prompts, model.config.vocab_size)
+    rows = check_prompts(prompts, model.config.vocab_size)
+    longest, limit = max(map(len, rows)), model.config.context_length
     # The last new token does not go through the model.
-    longest, most = max(map(len, rows)) + max_new_tokens - 1, model.config.context_length
-    if longest > most:
+    if longest + max_new_tokens - 1 > limit:
         raise ValueError(
-            f"prompts and max_new_tokens must fit into the context length, {most}; got a prompt of "
-            f"{max(map(len, rows))} tokens and max_new_tokens={max_new_tokens}"
+            f"prompts and max_new_tokens must fit into the context length, {limit}; got a prompt of {longest} tokens "
+            f"and max_new_tokens={max_new_tokens}"
         )
-    generator = _checked_generator(generator, seed, next(model.parameters()).device)
+    generator = _check_generator(generator, seed, next(model.parameters()).device)
     if use_cache:
-        decoder = Decoder(model, len(rows), longest, graph=graph, compile=compile)
+        decoder = Decoder(model, len(rows), longest + max_new_tokens - 1, graph=graph, compile=compile)
         return _with_cache(decoder, rows, max_new_tokens, sampling, generator)
     for name, value in (("graph", graph), ("compile", compile)):
         if value:
-            raise ValueError(f"{name} must not be asked for without a cache: sequences grow; got {value}")
+            raise ValueError(f"{name} must not be set with use_cache=False, where sequences grow; got {value}")
     return _without_cache(model, rows, max_new_tokens, sampling, generator)
 
 
-def _checked_stop_tokens(stop_tokens: Collection[int], vocab_size: int) -> frozenset[int]:
+def _check_stop_tokens(stop_tokens: Collection[int], vocab_size: int) -> frozenset[int]:
     try:
         stops = frozenset(operator.index(token) for token in stop_tokens)
     except TypeError as error:
         raise TypeError(f"stop_tokens must be ints: {error}") from None
-    outside = sorted(token for token in stops if not 0 <= token < vocab_size)
-    if outside:
-        raise ValueError(f"stop_tokens must be from 0 up to {vocab_size}; got {outside[0]}")
+    wrong = [token for token in stops if not 0 <= token < vocab_size]
+    if wrong:
+        raise ValueError(f"stop_tokens must be from 0 to {vocab_size - 1}; got {min(wrong)}")
     return stops
 
 
-def _checked_generator(
+def _check_generator(
     generator: torch.Generator | None, seed: int | None, device: torch.device
 ) -> torch.Generator | None:
-    """The generator that was given, or one with the seed."""
+    """``generator``, or one with the seed."""
     if seed is not None:
         if generator is not None:
             raise ValueError("generator must be None where seed is given; got both")
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise TypeError(f"seed must be an int; got {seed!r} of type {type(seed).__name__}")
-        if not LEAST_SEED <= seed <= MOST_SEED:
+        if not -(2**63) <= seed < 2**64:
             raise ValueError(f"seed must be from -2**63 to 2**64 - 1; got {seed}")
         return torch.Generator(device).manual_seed(seed)
     if generator is not None:
@@ -168,11 +164,11 @@ def _with_cache(
 ) -> Iterator[Tensor]:
     logits = decoder.prefill(rows)
     drawn = sampling.draw(logits, generator)
-    yield _marked(drawn, logits)
+    yield _mark(drawn, logits)
     for _ in range(count - 1):
         logits = decoder.step(drawn)
         drawn = sampling.draw(logits, generator)
-        yield _marked(drawn, logits)
+        yield _mark(drawn, logits)
 
 
 @torch.no_grad()
@@ -181,30 +177,30 @@ def _without_cache(
 ) -> Iterator[Tensor]:
     device, longest = next(model.parameters()).device, max(map(len, rows))
     padded = torch.tensor([row + [0] * (longest + count - len(row)) for row in rows], device=device)
-    ends = torch.tensor([len(row) for row in rows], device=device)
+    lengths = torch.tensor([len(row) for row in rows], device=device)
     for number in range(count):
-        logits = model(padded[:, : longest + number], logits_at=ends - 1)
+        logits = model(padded[:, : longest + number], logits_at=lengths - 1)
         drawn = sampling.draw(logits, generator)
-        yield _marked(drawn, logits)
-        padded[torch.arange(len(rows), device=device), ends] = drawn
-        ends += 1
+        yield _mark(drawn, logits)
+        padded[torch.arange(len(rows), device=device), lengths] = drawn
+        lengths += 1
 
 
-def _marked(drawn: Int[Tensor, " batch"], logits: Float[Tensor, "batch vocab_size"]) -> Int[Tensor, " batch"]:
-    """The tokens, `NOT_FINITE` where a logit is NaN or +inf, or all are -inf. The device is not waited for."""
+def _mark(drawn: Int[Tensor, " batch"], logits: Float[Tensor, "batch vocab_size"]) -> Int[Tensor, " batch"]:
+    """The tokens, or `NOT_FINITE` where a logit is NaN or +inf, or all are -inf; without a host synchronisation."""
     return torch.where(logits.amax(-1).isfinite(), drawn, NOT_FINITE)
 
 
 def _require_finite(tokens: Sequence[int | None], number: int) -> None:
     if NOT_FINITE in tokens:
         raise FloatingPointError(
-            "model must give finite logits; got NaN or infinity where new token "
-            f"{number} of prompts[{tokens.index(NOT_FINITE)}] is drawn"
+            f"model must return finite logits; got NaN or infinity for new token {number} of "
+            f"prompts[{tokens.index(NOT_FINITE)}]"
         )
 
 
 def _until_stopped(steps: Iterator[Tensor], stop_tokens: frozenset[int]) -> Iterator[list[int | None]]:
-    """The tokens of each step, None for a sequence that has ended; none after all have."""
+    """The tokens of each step on the host, None for a sequence that has ended; stops when all have."""
     ended: list[bool] = []
     for number, step in enumerate(steps):
         drawn: list[int] = step.tolist()

@@ -1,4 +1,8 @@
-"""The layers of a Transformer without biases, each usable alone."""
+"""The layers of a Transformer, without biases; each can be used alone.
+
+Their constructors raise TypeError for an argument of the wrong type, and ValueError for a size or a number that is not
+positive.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +13,20 @@ import torch.nn.functional as F
 from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.types import Device
 
 from ..kernels.torch_names import ToldOfCasts, has_hooks
 from . import swiglu
 from .config import check_positive, check_size
 
-Place = torch.device | str | None
-"""Where a new parameter lies; None for torch's default."""
 
-STANDARD_DEVIATIONS = 3
-"""Where normal distributions are cut off."""
-
-
-def draw_truncated_normal(weight: Tensor, std: float) -> None:
-    """Fill with a normal distribution of mean 0, cut off at three standard deviations."""
-    nn.init.trunc_normal_(weight, std=std, a=-STANDARD_DEVIATIONS * std, b=STANDARD_DEVIATIONS * std)
+def init_truncated_normal(weight: Tensor, std: float) -> None:
+    """Fill with a normal distribution of mean 0, truncated at three standard deviations."""
+    nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std)
 
 
 def linear_std(d_in: int, d_out: int) -> float:
-    """Glorot and Bengio (2010): between what keeps the variance forward, 1 / d_in, and backward, 1 / d_out."""
+    """The initial standard deviation of a linear layer: Glorot and Bengio (2010)."""
     return math.sqrt(2 / (d_in + d_out))
 
 
@@ -35,14 +34,11 @@ class Linear(nn.Module):
     """y = W x, without a bias.
 
     Args:
-        d_in, d_out: the widths of x and y.
-        device, dtype: of ``weight`` (d_out, d_in), which is drawn by `reset_parameters`.
-
-    Raises:
-        TypeError, ValueError: a width is not a positive int.
+        d_in, d_out: widths of x and y.
+        device, dtype: of ``weight`` (d_out, d_in).
     """
 
-    def __init__(self, d_in: int, d_out: int, device: Place = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, d_in: int, d_out: int, device: Device = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         check_size("d_in", d_in)
         check_size("d_out", d_out)
@@ -50,16 +46,15 @@ class Linear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight anew: a truncated normal of `linear_std`."""
+        """Initialise the weight: a truncated normal with `linear_std`."""
         d_out, d_in = self.weight.shape
-        draw_truncated_normal(self.weight, linear_std(d_in, d_out))
+        init_truncated_normal(self.weight, linear_std(d_in, d_out))
 
     def forward(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
         """W x, in x's dtype, or autocast's."""
         return F.linear(x, self.weight)
 
     def extra_repr(self) -> str:
-        """The widths, for printing."""
         return f"{self.weight.shape[1]}, {self.weight.shape[0]}"
 
 
@@ -67,12 +62,9 @@ class Embedding(nn.Module):
     """A vector for each token.
 
     Args:
-        vocab_size, d_model: how many vectors, and how wide.
-        std: of the truncated normal that `reset_parameters` draws from.
+        vocab_size, d_model: number and width of the vectors.
+        std: standard deviation of the initial truncated normal.
         device, dtype: of ``weight`` (vocab_size, d_model).
-
-    Raises:
-        TypeError, ValueError: a size is not a positive int, or ``std`` not a positive number.
     """
 
     def __init__(
@@ -80,7 +72,7 @@ class Embedding(nn.Module):
         vocab_size: int,
         d_model: int,
         std: float = 1.0,
-        device: Place = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -92,15 +84,14 @@ class Embedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight anew."""
-        draw_truncated_normal(self.weight, self.std)
+        """Initialise the weight."""
+        init_truncated_normal(self.weight, self.std)
 
     def forward(self, token_ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch d_model"]:
-        """The vectors of these tokens; they are from 0 up to ``vocab_size``, or torch raises."""
+        """The vectors of these tokens, each from 0 to ``vocab_size`` - 1 (torch raises otherwise)."""
         return F.embedding(token_ids, self.weight)
 
     def extra_repr(self) -> str:
-        """The sizes, for printing."""
         return f"{self.weight.shape[0]}, {self.weight.shape[1]}, std={self.std:.3g}"
 
 
@@ -108,15 +99,14 @@ class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight, over the last axis: Zhang and Sennrich (2019).
 
     Args:
-        d_model: the length of that axis.
-        eps: keeps a vector of zeros from being divided by zero.
+        d_model: size of the last axis.
+        eps: avoids a division by zero.
         device, dtype: of ``weight`` (d_model,).
-
-    Raises:
-        TypeError, ValueError: ``d_model`` is not a positive int, or ``eps`` not a positive number.
     """
 
-    def __init__(self, d_model: int, eps: float = 1e-5, device: Place = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, d_model: int, eps: float = 1e-5, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         check_size("d_model", d_model)
         check_positive("eps", eps)
@@ -129,32 +119,30 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        """The normalised x in x's dtype, computed in float32, or float64 where x has it."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
+        """The normalised x, in x's dtype, computed in float32 (float64 for float64 x)."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
-        """The width and eps, for printing."""
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
 class RotaryEmbedding(ToldOfCasts):
     """Rotary position embedding, RoPE: Su et al., "RoFormer" (2021).
 
-    Elements 2i and 2i + 1 of a vector at position p are rotated by the angle p · theta^(-2i / d_head), so that the
-    product of a query and a key depends on their distance. (Llama in transformers pairs i with i + d_head / 2 instead:
-    see `cs336_systems.transformer.weights`.)
+    Rotates elements 2i and 2i + 1 of a vector at position p by the angle p · theta^(-2i / d_head), so that the product
+    of a query and a key depends on their distance. (Llama in transformers pairs i with i + d_head / 2 instead: see
+    `cs336_systems.transformer.weights`.)
+
+    The cosines and sines are in ``table`` (3, context_length, d_head / 2), as cos, -sin, sin, in float32 (float64 if
+    ``dtype`` is float64). The table is not in the state dict. It is computed again after every move or cast of the
+    module, so neither a 16-bit dtype nor ``to_empty`` leaves wrong angles.
 
     Args:
-        d_head: the width of the vectors; even.
-        context_length: how many positions there are.
-        theta: the base of the wavelengths.
-        device, dtype: of cos, -sin and sin, in ``table`` (3, context_length, d_head / 2): float32, or float64 for a
-            model of that dtype. It is no part of the state dict. Whatever the module is moved or cast to, the table
-            is computed anew, so that neither a narrow dtype nor ``to_empty`` leaves wrong angles in it.
-
-    Raises:
-        TypeError, ValueError: a size is not a positive int, ``d_head`` is odd, or ``theta`` not a positive number.
+        d_head: width of the vectors; even (ValueError otherwise).
+        context_length: number of positions.
+        theta: base of the wavelengths.
+        device, dtype: of the model.
     """
 
     table: Tensor
@@ -164,7 +152,7 @@ class RotaryEmbedding(ToldOfCasts):
         d_head: int,
         context_length: int,
         theta: float = 10_000.0,
-        device: Place = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -174,23 +162,22 @@ class RotaryEmbedding(ToldOfCasts):
         if d_head % 2:
             raise ValueError(f"d_head must be even; got {d_head}")
         self.theta = theta
-        wide = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
-        table = torch.empty(3, context_length, d_head // 2, device=device, dtype=wide)
-        self.register_buffer("table", table, persistent=False)
-        self._made = table
+        dtype = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+        self._computed = torch.empty(3, context_length, d_head // 2, device=device, dtype=dtype)
+        self.register_buffer("table", self._computed, persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Compute the table anew, in float64 on the CPU whatever its own dtype and device."""
-        _, positions, pairs = self.table.shape
+        """Compute the table: in float64 on the CPU, then rounded to its dtype."""
+        _, length, pairs = self.table.shape
         frequencies = self.theta ** -(torch.arange(pairs, dtype=torch.float64, device="cpu") / pairs)
-        angles = torch.outer(torch.arange(positions, dtype=torch.float64, device="cpu"), frequencies)
+        angles = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), frequencies)
         self.table.copy_(torch.stack((angles.cos(), -angles.sin(), angles.sin())).to(self.table.dtype))
 
     def after_cast(self) -> None:
-        """Compute a table that was replaced anew, in float32 at least."""
-        if self.table is not self._made:
-            self._made = self.table = self.table.to(torch.promote_types(self.table.dtype, torch.float32))
+        """Compute the table again if a move or a cast has replaced it, in float32 or float64."""
+        if self.table is not self._computed:
+            self._computed = self.table = self.table.to(torch.promote_types(self.table.dtype, torch.float32))
             self.reset_parameters()
 
     def forward(
@@ -199,62 +186,54 @@ class RotaryEmbedding(ToldOfCasts):
         """x rotated, in its dtype.
 
         Args:
-            x: vectors, the axis before the last one being the position.
-            positions: from 0 up to ``context_length``, of any shape that broadcasts; 0, 1, 2, ... if None.
+            x: vectors; the second-to-last axis is the position.
+            positions: from 0 to ``context_length`` - 1, of a shape that broadcasts to x's without d_head; 0, 1, 2, ...
+                if None.
 
         Raises:
-            ValueError: x is longer than ``context_length``, or of another width than ``d_head``.
+            ValueError: x is longer than ``context_length``, or its width is not ``d_head``.
         """
-        _, most, pairs = self.table.shape
+        _, length, pairs = self.table.shape
         if x.shape[-1] != 2 * pairs:
             raise ValueError(f"x must have vectors of {2 * pairs} elements, d_head; got {x.shape[-1]}")
-        if positions is None and x.shape[-2] > most:
-            raise ValueError(f"x must have a length of at most {most}, the context length; got {x.shape[-2]}")
+        if positions is None and x.shape[-2] > length:
+            raise ValueError(f"x must have a length of at most {length}, the context length; got {x.shape[-2]}")
         table = self.table[:, : x.shape[-2]] if positions is None else self.table[:, positions]
-        couples = rearrange(x, "... (pair two) -> ... pair two", two=2)
-        # By operations of single elements alone, the result lies in memory as x does, where heads and positions may
-        # have changed places: attention's output then does, too, and none of them is copied on its way.
-        cos, sines = table[0].unsqueeze(-1), table[1:].movedim(0, -1)
-        rotated = couples * cos + couples.flip(-1) * sines
+        cos, sin = table[0].unsqueeze(-1), table[1:].movedim(0, -1)
+        # Pointwise operations only: the result has the strides of x, a view of projections (batch, length, heads, d),
+        # so attention's output has them too, and no tensor is copied in between.
+        x_pairs = rearrange(x, "... (pair two) -> ... pair two", two=2)
+        rotated = x_pairs * cos + x_pairs.flip(-1) * sin
         return rearrange(rotated, "... pair two -> ... (pair two)").to(x.dtype)
 
     def extra_repr(self) -> str:
-        """The sizes and theta, for printing."""
         return f"{2 * self.table.shape[2]}, context_length={self.table.shape[1]}, theta={self.theta}"
 
 
 class SwiGLU(nn.Module):
     """w2 (silu(w1 x) ⊙ w3 x): Shazeer, "GLU variants improve Transformer" (2020).
 
-    In training on CUDA, in float16, bfloat16 or float32, it is one autograd Function, which keeps w1 x and w3 x for the
-    backward pass and no other tensor of that width; see `cs336_systems.transformer.swiglu`. It cannot be differentiated
-    twice. Where w1, w2 or w3 is another module than a `Linear`, or has hooks, each is called by itself instead.
+    In training on CUDA, in float16, bfloat16 or float32, `cs336_systems.transformer.swiglu` computes it as one autograd
+    Function, which saves w1 x and w3 x and no other tensor of width d_ff, and can be differentiated once. If w1, w2 or
+    w3 has hooks or is not a plain `Linear`, such as an adapter, each of them is called instead.
 
     Args:
-        d_model: the width of what comes in and goes out.
-        d_ff: the inner width.
-        device, dtype: of the three weights.
-
-    Raises:
-        TypeError, ValueError: a width is not a positive int.
+        d_model: width of the input and the output.
+        d_ff: inner width.
+        device, dtype: of the weights.
     """
 
-    def __init__(self, d_model: int, d_ff: int, device: Place = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, d_model: int, d_ff: int, device: Device = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.w1 = Linear(d_model, d_ff, device, dtype)
         self.w2 = Linear(d_ff, d_model, device, dtype)
         self.w3 = Linear(d_model, d_ff, device, dtype)
 
     def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
-        """Each position by itself, in x's dtype, or autocast's."""
+        """The output for each position, in x's dtype, or autocast's."""
         linears = self.w1, self.w3, self.w2
-        if all(map(_is_bare, linears)):
+        if all(type(linear) is Linear and not has_hooks(linear) for linear in linears):
             weights = [linear.weight for linear in linears]
             if swiglu.fused(x, *weights):
                 return swiglu.swiglu(x, *weights)
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
-def _is_bare(linear: nn.Module) -> bool:
-    """Whether a product with its weight is all that happens when a module is called."""
-    return type(linear) is Linear and not has_hooks(linear)

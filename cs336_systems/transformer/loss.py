@@ -1,4 +1,4 @@
-"""Cross-entropy of a language model's head, whose logits need not lie in memory all at once."""
+"""Cross-entropy of a language model's head, optionally in chunks, so that only some logits are in memory at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..ranges import named_range
 from .config import check_positive, check_size
 
 IGNORED = -100
-"""The target of a token that does not count, as torch has it."""
+"""The target of a token that the loss ignores; torch's default ``ignore_index``."""
 
 
 def head_cross_entropy(
@@ -27,20 +27,20 @@ def head_cross_entropy(
     """The mean of -log softmax(head(hidden))[target] over the targets that are not -100.
 
     Args:
-        head: gives logits (tokens, vocab_size) of hidden (tokens, d_model).
-        hidden: what the last norm gave.
-        targets: the token that follows each.
-        chunk: how many tokens have their logits in memory at a time; None for all. The backward pass computes those
-            of each chunk again, which costs one more product with the head's matrix.
-        count: what their sum is divided by, in place of how many they are: those of a whole step, of which these are a
-            part. Without it the loss of no target at all is NaN; with it, 0.
+        head: computes logits (tokens, vocab_size) from hidden (tokens, d_model).
+        hidden: the output of the last norm.
+        targets: the token that follows each position.
+        chunk: number of tokens whose logits are in memory at a time; None for all. The backward pass computes the
+            logits of each chunk again, one more product with the head's matrix.
+        count: divisor of the sum, if it is not the number of these targets: that of a whole step of several
+            micro-batches, for example. Without it the loss of no targets is NaN; with it, 0.
 
     Returns:
         The loss, in float32 (float64 for float64 logits).
 
     Raises:
-        TypeError, ValueError: ``chunk`` is not a positive int, ``count`` not a positive number, or the shapes of hidden
-            and targets do not fit.
+        TypeError, ValueError: ``chunk`` is not a positive int, ``count`` is not a positive number, or the shapes of
+            hidden and targets differ.
     """
     if count is not None:
         check_positive("count", count)
@@ -48,22 +48,19 @@ def head_cross_entropy(
         raise ValueError(f"targets must have shape {tuple(hidden.shape[:-1])}; got {tuple(targets.shape)}")
     if chunk is not None:
         check_size("chunk", chunk)
+    hidden, targets = hidden.flatten(0, -2), targets.flatten()
     with named_range("head and loss"):
-        return _mean(head, hidden.flatten(0, -2), targets.flatten(), chunk, count)
+        if chunk is None:
+            total = _sum(head, hidden, targets)
+        else:
+            chunks = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+            # The head draws no random numbers, so there is no generator state to restore.
+            sums = [checkpoint(_sum, head, *each, use_reentrant=False, preserve_rng_state=False) for each in chunks]
+            total = torch.stack(sums).sum()
+        return total / ((targets != IGNORED).sum() if count is None else count)
 
 
-def _mean(
-    head: Callable[[Tensor], Tensor], rows: Tensor, wanted: Tensor, chunk: int | None, count: float | None
-) -> Tensor:
-    if chunk is None:
-        return _summed(head, rows, wanted) / ((wanted != IGNORED).sum() if count is None else count)
-    pieces = zip(rows.split(chunk), wanted.split(chunk), strict=True)
-    # Nothing in the head is random, so there is no state of a generator to restore.
-    sums = [checkpoint(_summed, head, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
-    return torch.stack(sums).sum() / ((wanted != IGNORED).sum() if count is None else count)
-
-
-def _summed(head: Callable[[Tensor], Tensor], rows: Tensor, wanted: Tensor) -> Tensor:
-    logits = head(rows)
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.to(wide), wanted, ignore_index=IGNORED, reduction="sum")
+def _sum(head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor) -> Tensor:
+    logits = head(hidden)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")

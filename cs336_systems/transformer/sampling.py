@@ -1,4 +1,4 @@
-"""From logits to the next token: greedy, by temperature, among the k likeliest, or within a nucleus."""
+"""Sampling of the next token from logits: greedy, temperature, top-k, and top-p (nucleus)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .config import check_positive, check_size
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn.
+    """How to sample a token.
 
     Attributes:
-        temperature: logits are divided by it; 0 takes the likeliest token.
-        top_k: how many of the likeliest tokens may be drawn; None for all.
-        top_p: the least probability that those which may be drawn have together; the fewest that have it are kept
-            (Holtzman et al., 2020). It is a probability of what ``top_k`` leaves. None, as 1, for all.
+        temperature: divides the logits; 0 takes the most likely token.
+        top_k: sample from the k most likely tokens; None for all.
+        top_p: sample from the fewest most likely tokens whose probabilities, among those that ``top_k`` keeps, sum to
+            at least this (Holtzman et al., 2020). None or 1 for all.
 
     Raises:
-        TypeError, ValueError: an attribute is out of range, or of another type.
+        TypeError, ValueError: an attribute has the wrong type or is out of range.
     """
 
     temperature: float = 1.0
@@ -40,13 +40,13 @@ class Sampling:
                 raise ValueError(f"top_p must be at most 1; got {self.top_p}")
 
     def probabilities(self, logits: Float[Tensor, "batch vocab_size"]) -> Float[Tensor, "batch vocab_size"]:
-        """With which each token is drawn, in float32 or finer; of equal logits the first token counts as likelier."""
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        """The probability of each token, in float32 or float64; of equal logits the first ranks higher."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.temperature < torch.finfo(torch.float32).tiny:
-            # Too small to divide by on a GPU, where it is taken for 0.
-            return torch.zeros_like(wide).scatter_(-1, wide.argmax(-1, keepdim=True), 1.0)
-        # Less the largest, so that dividing by a small temperature makes no infinity.
-        probabilities = ((wide - wide.amax(-1, keepdim=True)) / self.temperature).softmax(-1)
+            # GPUs flush a subnormal divisor to 0.
+            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        # Without the maximum, a division by a small temperature would overflow.
+        probabilities = ((logits - logits.amax(-1, keepdim=True)) / self.temperature).softmax(-1)
         if self.top_k is None and self.top_p is None:
             return probabilities
         ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
@@ -55,8 +55,7 @@ class Sampling:
             ordered /= ordered.sum(-1, keepdim=True)
         if self.top_p is not None:
             before = ordered.cumsum(-1) - ordered
-            # The likeliest is kept whatever rounding makes of the sums.
-            before[:, 0] = 0
+            before[:, 0] = 0  # keep the most likely token, however the sums are rounded
             ordered = ordered.masked_fill(before >= self.top_p, 0)
             ordered /= ordered.sum(-1, keepdim=True)
         return torch.zeros_like(ordered).scatter_(-1, order, ordered)
@@ -64,10 +63,10 @@ class Sampling:
     def draw(
         self, logits: Float[Tensor, "batch vocab_size"], generator: torch.Generator | None = None
     ) -> Int[Tensor, " batch"]:
-        """A token for each row of logits; ``generator`` must be on their device, which nothing waits for.
+        """Sample a token for each row, without a host synchronisation; ``generator`` must be on the logits' device.
 
-        Of exponentially distributed times with the probabilities as their rates, each is the first with its
-        probability. ``torch.multinomial`` draws so too, and then asks the device whether all probabilities were valid.
+        The first of independent exponential arrivals with rates p is token i with probability p[i]. That is what
+        ``torch.multinomial`` computes as well, but it then synchronises to check the probabilities.
         """
         if self.temperature == 0:
             return logits.argmax(-1)

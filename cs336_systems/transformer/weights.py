@@ -1,20 +1,7 @@
-"""Weights from elsewhere: state dicts of the course's BasicsTransformerLM, and checkpoints of Hugging Face's Llama.
+"""Weights of other models: state dicts of the course's BasicsTransformerLM, and Hugging Face checkpoints of Llama.
 
-How such a checkpoint becomes a state dict of `Transformer`:
-
-| in the checkpoint | here |
-|---|---|
-| ``model.embed_tokens.weight`` | ``token_embeddings.weight`` |
-| ``model.layers.N.input_layernorm.weight`` | ``layers.N.ln1.weight`` |
-| ``model.layers.N.self_attn.q_proj.weight``, ``k_proj`` | ``layers.N.attn.q_proj.weight``, ``k_proj``; rows reordered |
-| ``model.layers.N.self_attn.v_proj.weight``, ``o_proj`` | ``layers.N.attn.v_proj.weight``, ``output_proj`` |
-| ``model.layers.N.post_attention_layernorm.weight`` | ``layers.N.ln2.weight`` |
-| ``model.layers.N.mlp.gate_proj.weight``, ``down_proj``, ``up_proj`` | ``layers.N.ffn.w1.weight``, ``w2``, ``w3`` |
-| ``model.norm.weight`` | ``ln_final.weight`` |
-| ``lm_head.weight`` | ``lm_head.weight``; not there if the embedding is tied |
-
-There, RoPE turns elements i and i + d_head / 2 of a head together; here, 2i and 2i + 1. So the rows of q_proj and
-k_proj that make these elements change places. Queries and keys change in the same way, and their products do not.
+Llama's RoPE rotates elements i and i + d_head / 2 of a head; `RotaryEmbedding` rotates 2i and 2i + 1. So the rows of
+q_proj and k_proj are reordered, which permutes queries and keys alike and leaves their products unchanged.
 """
 
 from __future__ import annotations
@@ -29,18 +16,18 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.types import Device
 
-from ..attention.validation import shape_of
 from ..kernels.torch_names import COMPILED
 from .config import TransformerConfig
-from .layers import Place
 from .model import Transformer
 
 WRAPPERS = (COMPILED, "module")
-"""What torch.compile and DistributedDataParallel put into names."""
+"""Components that torch.compile and DistributedDataParallel add to parameter names."""
 
+# Llama's names and ours.
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
-_OF_A_LAYER = {
+_LAYER_NAMES = {
     "input_layernorm": "ln1",
     "self_attn.q_proj": "attn.q_proj",
     "self_attn.k_proj": "attn.k_proj",
@@ -51,77 +38,78 @@ _OF_A_LAYER = {
     "mlp.down_proj": "ffn.w2",
     "mlp.up_proj": "ffn.w3",
 }
-_OF_THE_MODEL = {
+_MODEL_NAMES = {
     "model.embed_tokens.weight": "token_embeddings.weight",
     "model.norm.weight": "ln_final.weight",
     "lm_head.weight": "lm_head.weight",
 }
-_TURNED = ("attn.q_proj", "attn.k_proj")
-
-_REFUSED = {
+# Our names and Llama's.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "context_length": "max_position_embeddings",
+    "d_model": "hidden_size",
+    "d_ff": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+}
+_SUPPORTED = {
     "rope_scaling": (None,),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "hidden_act": ("silu", None),
     "model_type": ("llama", None),
 }
-"""Settings of Llama that must be one of these, because this model has no others."""
+"""The values of Llama's settings that `Transformer` implements."""
 
 
 def load_weights(model: Transformer, state: Mapping[str, Tensor]) -> None:
-    """Copy a state dict of the course's BasicsTransformerLM, or of `Transformer`, into the model.
+    """Copy a state dict of the course's BasicsTransformerLM, or of `Transformer`, into a model.
 
     Args:
-        model: of the same sizes; tensors are cast to the dtype of its parameters, and copied to their device.
-        state: names as `cs336_systems.transformer.model` lists them, also with what torch.compile and
-            DistributedDataParallel put into them. A model with tied embeddings takes a head that equals them.
+        model: of the same sizes; tensors are cast and moved to its parameters' dtype and device.
+        state: names as in `cs336_systems.transformer.model`, with or without the components that torch.compile and
+            DistributedDataParallel add. For a model with tied embeddings it may hold a head that equals the embedding.
 
     Raises:
-        ValueError: names are missing or unknown, shapes differ, or the head is not the embedding it should be tied to.
-            The model is then as it was.
+        ValueError: names are missing or unknown, shapes differ, or the head does not equal the embedding to which the
+            model ties it. The model is then unchanged.
     """
-    given = {_unwrapped(name): tensor for name, tensor in state.items()}
-    if model.lm_head is None:
-        given = _without_tied_head(given)
+    state = {".".join(x for x in name.split(".") if x not in WRAPPERS): tensor for name, tensor in state.items()}
+    if model.lm_head is None and "lm_head.weight" in state:
+        head, embedding = state.pop("lm_head.weight"), state.get("token_embeddings.weight")
+        if embedding is not None and not torch.equal(head, embedding):
+            raise ValueError(
+                "lm_head.weight must equal token_embeddings.weight, to which the model ties it; got other values"
+            )
     expected = model.state_dict()
-    unknown, missing = sorted(given.keys() - expected.keys()), sorted(expected.keys() - given.keys())
+    unknown, missing = sorted(state.keys() - expected.keys()), sorted(expected.keys() - state.keys())
     if unknown or missing:
         raise ValueError(
-            f"state must have the names of the model's parameters; got unknown {unknown or 'none'}, missing "
-            f"{missing or 'none'}"
+            f"state must have the names of the model's parameters; got unknown {unknown}, missing {missing}"
         )
     for name, tensor in expected.items():
-        if given[name].shape != tensor.shape:
-            raise ValueError(f"{name} must have shape {shape_of(tensor)}; got {shape_of(given[name])}")
-    model.load_state_dict(given)
+        if state[name].shape != tensor.shape:
+            raise ValueError(f"{name} must have shape {tuple(tensor.shape)}; got {tuple(state[name].shape)}")
+    model.load_state_dict(state)
 
 
 def llama_config(settings: Mapping[str, Any], **changes: Any) -> TransformerConfig:
-    """The config for a checkpoint of Llama, from what its ``config.json`` says.
+    """The config of a Llama checkpoint.
 
     Args:
-        settings: ``vocab_size``, ``max_position_embeddings``, ``hidden_size``, ``intermediate_size``,
-            ``num_hidden_layers`` and ``num_attention_heads``; and, where they are not the defaults of Llama,
-            ``num_key_value_heads``, ``rope_theta`` (also within ``rope_parameters``), ``rms_norm_eps`` and
-            ``tie_word_embeddings``.
-        changes: attributes of `TransformerConfig` that are to be others, such as a shorter ``context_length``.
+        settings: the contents of its ``config.json``: ``vocab_size``, ``max_position_embeddings``, ``hidden_size``,
+            ``intermediate_size``, ``num_hidden_layers``, ``num_attention_heads``; optionally ``num_key_value_heads``,
+            ``rope_theta`` (or in ``rope_parameters``), ``rms_norm_eps`` and ``tie_word_embeddings``.
+        changes: attributes of `TransformerConfig` to change, such as a shorter ``context_length``.
 
     Raises:
-        ValueError: a setting is missing, or asks for what `Transformer` does not have: biases, another activation,
-            scaled RoPE, heads of another width than hidden_size / num_attention_heads.
+        ValueError: a setting is missing, or `Transformer` does not implement it: biases, another activation, scaled
+            RoPE, a head width other than hidden_size / num_attention_heads.
     """
-    needed = {
-        "vocab_size": "vocab_size",
-        "context_length": "max_position_embeddings",
-        "d_model": "hidden_size",
-        "d_ff": "intermediate_size",
-        "num_layers": "num_hidden_layers",
-        "num_heads": "num_attention_heads",
-    }
-    missing = [name for name in needed.values() if name not in settings]
+    missing = [name for name in _SIZES.values() if name not in settings]
     if missing:
-        raise ValueError(f"settings must have {', '.join(needed.values())}; missing {missing}")
-    for name, allowed in _REFUSED.items():
+        raise ValueError(f"settings must have {', '.join(_SIZES.values())}; missing {missing}")
+    for name, allowed in _SUPPORTED.items():
         if settings.get(name) not in allowed:
             raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}; got {settings[name]!r}")
     rope = settings.get("rope_parameters") or {}
@@ -130,7 +118,7 @@ def llama_config(settings: Mapping[str, Any], **changes: Any) -> TransformerConf
     width = settings["hidden_size"] // settings["num_attention_heads"]
     if (settings.get("head_dim") or width) != width:
         raise ValueError(f"head_dim must be hidden_size / num_attention_heads, {width}; got {settings['head_dim']}")
-    values: dict[str, Any] = {ours: settings[theirs] for ours, theirs in needed.items()}
+    values: dict[str, Any] = {name: settings[llama_name] for name, llama_name in _SIZES.items()}
     values["num_kv_heads"] = settings.get("num_key_value_heads")
     values["rope_theta"] = rope.get("rope_theta", settings.get("rope_theta", 10_000.0))
     values["norm_eps"] = settings.get("rms_norm_eps", 1e-6)
@@ -139,47 +127,48 @@ def llama_config(settings: Mapping[str, Any], **changes: Any) -> TransformerConf
 
 
 def from_llama(tensors: Mapping[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
-    """A checkpoint of Llama as a state dict for `load_weights`; the module's text has the mapping.
+    """A Llama checkpoint as a state dict for `load_weights`.
 
     Args:
-        tensors: by their names in the checkpoint. Tables of RoPE's frequencies, which old ones hold, are left out.
-        config: of the model, as `llama_config` gives it.
+        tensors: by their names in the checkpoint. The RoPE tables of old checkpoints are ignored.
+        config: of the model, as `llama_config` returns it.
 
     Raises:
-        ValueError: a name is not one of Llama's.
+        ValueError: a name is not Llama's.
     """
     state: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if name.endswith("rotary_emb.inv_freq"):
-            continue
-        in_layer = _LAYER.fullmatch(name)
-        if in_layer is not None and in_layer[2] in _OF_A_LAYER:
-            part = _OF_A_LAYER[in_layer[2]]
-            turned = _pairs_side_by_side(tensor, config.d_head) if part in _TURNED else tensor
-            state[f"layers.{in_layer[1]}.{part}.weight"] = turned
-        elif name in _OF_THE_MODEL:
-            state[_OF_THE_MODEL[name]] = tensor
-        else:
+        match = _LAYER.fullmatch(name)
+        if name in _MODEL_NAMES:
+            state[_MODEL_NAMES[name]] = tensor
+        elif match is not None and match[2] in _LAYER_NAMES:
+            ours = _LAYER_NAMES[match[2]]
+            if ours in ("attn.q_proj", "attn.k_proj"):
+                tensor = rearrange(
+                    tensor, "(heads two pair) d_model -> (heads pair two) d_model", two=2, pair=config.d_head // 2
+                )
+            state[f"layers.{match[1]}.{ours}.weight"] = tensor
+        elif not name.endswith("rotary_emb.inv_freq"):
             raise ValueError(f"tensors must have the names of a Llama checkpoint; got {name!r}")
     return state
 
 
 def load_llama(
-    folder: str | os.PathLike[str], *, device: Place = None, dtype: torch.dtype | None = None, **changes: Any
+    folder: str | os.PathLike[str], *, device: Device = None, dtype: torch.dtype | None = None, **changes: Any
 ) -> Transformer:
-    """The model in a folder as Hugging Face lays it out: ``config.json`` and one or more ``*.safetensors``.
+    """The model in a Hugging Face checkpoint's folder: ``config.json`` and one or more ``*.safetensors``.
 
     >>> model = load_llama("Llama-2-7b-hf", device="cuda", dtype=torch.bfloat16, context_length=2048)
 
     Args:
-        folder: where they are.
+        folder: of the checkpoint.
         device, dtype: of the weights.
-        changes: attributes of `TransformerConfig` that are to be others.
+        changes: attributes of `TransformerConfig` to change.
 
     Raises:
         ImportError: safetensors is not installed.
-        ValueError: the folder has no such files, or they hold another kind of model; see `llama_config`, `from_llama`
-            and `load_weights`.
+        ValueError: the folder lacks these files, or they hold another model; see `llama_config`, `from_llama` and
+            `load_weights`.
     """
     try:
         from safetensors.torch import load_file
@@ -190,25 +179,8 @@ def load_llama(
     if not settings.is_file() or not files:
         raise ValueError(f"folder must hold config.json and *.safetensors; got {folder}")
     config = llama_config(json.loads(settings.read_text(encoding="utf-8")), **changes)
-    # Nothing is drawn that would be overwritten.
-    model = Transformer(config, device="meta", dtype=dtype).to_empty(device=device or torch.get_default_device())
-    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    load_weights(model, from_llama(tensors, config))
+    # On the "meta" device first, where no weights are initialised only to be overwritten.
+    device = torch.get_default_device() if device is None else device
+    model = Transformer(config, device="meta", dtype=dtype).to_empty(device=device)
+    load_weights(model, from_llama({name: x for file in files for name, x in load_file(file).items()}, config))
     return model
-
-
-def _unwrapped(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
-
-
-def _without_tied_head(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict less a head that is the embedding once more."""
-    head, embedding = state.get("lm_head.weight"), state.get("token_embeddings.weight")
-    if head is not None and embedding is not None and not torch.equal(head, embedding):
-        raise ValueError("lm_head.weight must equal token_embeddings.weight, to which the model ties it; it differs")
-    return {name: tensor for name, tensor in state.items() if name != "lm_head.weight"}
-
-
-def _pairs_side_by_side(weight: Tensor, d_head: int) -> Tensor:
-    """Rows i and i + d_head / 2 of every head next to each other."""
-    return rearrange(weight, "(heads two pair) d_model -> (heads pair two) d_model", two=2, pair=d_head // 2)

@@ -1,4 +1,4 @@
-"""Tiny models of transformers with random weights: this library's attention against the models' own ("eager")."""
+"""Small models of transformers with random weights: this library's attention against "eager"."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cs336_systems.compat import huggingface
 from cs336_systems.compat.huggingface import NAME, attention_forward, attention_mask
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.filterwarnings("default")  # what transformers warns of is its own affair
+pytestmark = pytest.mark.filterwarnings("default")  # transformers' own warnings
 
 SIZES = {
     "vocab_size": 64,
@@ -54,7 +54,7 @@ def model(request, device):
         getattr(transformers, name)(**SIZES, **own), attn_implementation=NAME, experts_implementation="eager"
     ).to(device)
     for parameter in made.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)  # large enough for attention to matter
+        torch.nn.init.normal_(parameter, std=0.3)  # large enough for attention to affect the logits
     return made.eval()
 
 
@@ -71,17 +71,17 @@ def calls(monkeypatch):
     return seen
 
 
-def prompts(device, padded):
-    """Tokens (2, LENGTH), and which of them are there: the second prompt may be padded on the left."""
+def prompts(device, padded=False):
+    """Tokens (2, LENGTH) and their attention mask; the second prompt may have padding on the left."""
     ids = torch.randint(1, 64, (2, LENGTH), device=device)
-    there = torch.ones_like(ids)
+    mask = torch.ones_like(ids)
     if padded:
-        there[1, :PADDED] = 0
-    return ids, there
+        mask[1, :PADDED] = 0
+    return ids, mask
 
 
 def with_both(model, compute):
-    """What is computed with this library's attention, and with the model's own."""
+    """The results with this library's attention, and with the model's own."""
     results = []
     for name in (NAME, "eager"):
         model.set_attn_implementation(name)
@@ -92,15 +92,15 @@ def with_both(model, compute):
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_logits_and_gradients(model, device, padded):
-    ids, there = prompts(device, padded)
-    # The first token that is there is predicted from padding, and what that sees is nobody's business.
-    labels = ids.masked_fill(there.cumsum(-1) <= 1, -100)
+    ids, mask = prompts(device, padded)
+    # The first token after padding has no defined logits before it.
+    labels = ids.masked_fill(mask.cumsum(-1) <= 1, -100)
 
     def compute():
         model.train()
-        result = model(ids, attention_mask=there if padded else None, labels=labels)
+        result = model(ids, attention_mask=mask if padded else None, labels=labels)
         gradients = torch.autograd.grad(result.loss, list(model.parameters()), allow_unused=True)
-        return result.logits[there.bool()], [x for x in gradients if x is not None]
+        return result.logits[mask.bool()], [x for x in gradients if x is not None]
 
     (logits, gradients), (expected, expected_gradients) = with_both(model, compute)
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-5)
@@ -111,10 +111,10 @@ def test_logits_and_gradients(model, device, padded):
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_generation(model, device, padded):
-    ids, there = prompts(device, padded)
+    ids, mask = prompts(device, padded)
 
     def compute():
-        return model.generate(ids, attention_mask=there, max_new_tokens=6, do_sample=False)
+        return model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
 
     tokens, expected = with_both(model, compute)
     assert tokens.shape == (2, LENGTH + 6)
@@ -123,7 +123,7 @@ def test_generation(model, device, padded):
 
 def test_a_prompt_in_parts(model, device):
     """Several queries at a time after keys from the cache."""
-    ids, _ = prompts(device, False)
+    ids, _ = prompts(device)
     whole = model(ids).logits
     first = model(ids[:, :6], use_cache=True)
     second = model(ids[:, 6:], past_key_values=first.past_key_values)
@@ -132,11 +132,11 @@ def test_a_prompt_in_parts(model, device):
 
 @pytest.mark.parametrize("model", ["llama", "gpt_oss"], indirect=True)
 def test_generation_with_a_static_cache(model, device):
-    ids, there = prompts(device, True)
+    ids, mask = prompts(device, True)
 
     def compute():
         settings = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static", "disable_compile": True}
-        return model.generate(ids, attention_mask=there, **settings)
+        return model.generate(ids, attention_mask=mask, **settings)
 
     tokens, expected = with_both(model, compute)
     assert torch.equal(tokens, expected)
@@ -145,7 +145,7 @@ def test_generation_with_a_static_cache(model, device):
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
 def test_packed_sequences(model, device):
     """Position ids that start anew separate what is in a row."""
-    ids, _ = prompts(device, False)
+    ids, _ = prompts(device)
     positions = torch.tensor([[*range(4), *range(6)]], device=device)
     packed = model(ids[:1], position_ids=positions, use_cache=False).logits
     alone = [model(part, use_cache=False).logits for part in (ids[:1, :4], ids[:1, 4:])]
@@ -158,10 +158,10 @@ def test_an_encoder_and_a_decoder_with_position_biases(device):
         vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0
     )
     model = transformers.T5ForConditionalGeneration(config).to(device).eval()
-    ids, there = prompts(device, True)
+    ids, mask = prompts(device, True)
 
     def compute():
-        return model(input_ids=ids, attention_mask=there.flip(1), decoder_input_ids=ids[:, :6]).logits
+        return model(input_ids=ids, attention_mask=mask.flip(1), decoder_input_ids=ids[:, :6]).logits
 
     logits, expected = with_both(model, compute)
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-5)
@@ -169,28 +169,25 @@ def test_an_encoder_and_a_decoder_with_position_biases(device):
 
 @pytest.mark.parametrize("model", ["gpt_oss"], indirect=True)
 def test_no_mask_of_all_pairs_is_made(model, device, calls):
-    """The window and causality reach `attention` as such, and padding as a mask of keys."""
+    """`attention` gets the window and the causal mask as such, and padding as a mask of keys."""
     for padded in (False, True):
-        ids, there = prompts(device, padded)
-        model(ids, attention_mask=there)
-    assert [call["window"] for call in calls] == [(3, 0), None] * 2
-    assert [call["causal"] for call in calls] == [True] * 4
-    assert [call["mask"] if call["mask"] is None else tuple(call["mask"].shape) for call in calls] == [
-        *[None] * 2,
-        *[(2, 1, 1, LENGTH)] * 2,
-    ]
+        ids, mask = prompts(device, padded)
+        model(ids, attention_mask=mask)
+    assert [(call["causal"], call["window"]) for call in calls] == [(True, (3, 0)), (True, None)] * 2
+    assert [call["mask"] for call in calls[:2]] == [None] * 2
+    assert [call["mask"].shape for call in calls[2:]] == [(2, 1, 1, LENGTH)] * 2
     assert all(call["sinks"] is not None for call in calls)
 
 
 @pytest.mark.parametrize("model", ["gpt_oss"], indirect=True)
 def test_no_mask_is_made_while_a_cache_grows(model, device, calls):
-    ids, there = prompts(device, False)
-    model.generate(ids, attention_mask=there, max_new_tokens=3, do_sample=False)
+    ids, mask = prompts(device)
+    model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
     assert [(call["q_len"], call["k_len"]) for call in calls[2:]] == [(1, 4), (1, 11), (1, 4), (1, 12)]
     assert all(call["mask"] is None for call in calls)
 
 
-def test_a_window_holds_for_one_query_with_all_keys_in_the_cache(device):
+def test_a_window_applies_to_one_query_with_a_full_cache(device):
     q, k, v = (torch.randn(1, 2, length, 4, device=device) for length in (1, 9, 9))
     mask = attention_mask(1, 1, 9, q_offset=8, local_size=3)
     assert mask is None
@@ -203,44 +200,44 @@ def test_a_window_holds_for_one_query_with_all_keys_in_the_cache(device):
 LAYER = SimpleNamespace(is_causal=True)
 
 
+@pytest.fixture
+def qkv(device):
+    return torch.randn(3, 1, 2, 5, 4, device=device).unbind()
+
+
 @pytest.mark.parametrize("kind", ["bool", "float"])
-def test_a_mask_with_rows_says_it_all(device, kind):
-    q, k, v = (torch.randn(1, 2, 5, 4, device=device) for _ in "qkv")
-    seen = torch.eye(5, dtype=torch.bool, device=device).roll(1, 1)[None, None]  # what is after a query, too
-    mask = seen if kind == "bool" else torch.zeros(1, 1, 5, 5, device=device).masked_fill(~seen, -1e30)
-    out, _ = attention_forward(LAYER, q, k, v, mask, sliding_window=2)
-    torch.testing.assert_close(out, v.roll(-1, 2).transpose(1, 2))
+def test_a_mask_with_rows_is_complete(device, qkv, kind):
+    visible = torch.eye(5, dtype=torch.bool, device=device).roll(1, 1)[None, None]  # not causal
+    mask = visible if kind == "bool" else torch.zeros(1, 1, 5, 5, device=device).masked_fill(~visible, -1e30)
+    out, _ = attention_forward(LAYER, *qkv, mask, sliding_window=2)
+    torch.testing.assert_close(out, qkv[2].roll(-1, 2).transpose(1, 2))
 
 
 @pytest.mark.parametrize(
     ("layer", "is_causal", "expected"), [(True, None, True), (False, None, False), (True, False, False)]
 )
-def test_the_layer_or_the_call_says_whether_it_is_causal(device, layer, is_causal, expected):
-    q, k, v = (torch.randn(1, 2, 5, 4, device=device) for _ in "qkv")
-    out, _ = attention_forward(SimpleNamespace(is_causal=layer), q, k, v, None, is_causal=is_causal, sliding_window=9)
-    torch.testing.assert_close(out, attention(q, k, v, causal=expected).transpose(1, 2))
+def test_the_argument_is_causal_precedes_the_layers(qkv, layer, is_causal, expected):
+    out, _ = attention_forward(SimpleNamespace(is_causal=layer), *qkv, None, is_causal=is_causal, sliding_window=9)
+    torch.testing.assert_close(out, attention(*qkv, causal=expected).transpose(1, 2))
 
 
-def test_a_position_bias_is_added_to_scores_and_to_a_mask(device):
-    q, k, v = (torch.randn(1, 2, 5, 4, device=device) for _ in "qkv")
+def test_a_position_bias_is_added_to_scores_and_to_a_mask(device, qkv):
     bias, mask = (torch.randn(1, heads, 5, 5, device=device) for heads in (2, 1))
-    for given, expected in (
-        (None, attention(q, k, v, causal=True, bias=bias)),
-        (mask, attention(q, k, v, bias=bias + mask)),
-    ):
-        out, _ = attention_forward(LAYER, q, k, v, given, position_bias=bias)
-        torch.testing.assert_close(out, expected.transpose(1, 2))
+    out, _ = attention_forward(LAYER, *qkv, None, position_bias=bias)
+    torch.testing.assert_close(out, attention(*qkv, causal=True, bias=bias).transpose(1, 2))
+    out, _ = attention_forward(LAYER, *qkv, mask, position_bias=bias)
+    torch.testing.assert_close(out, attention(*qkv, bias=bias + mask).transpose(1, 2))
 
 
 def test_dropout(device):
     q = torch.randn(1, 2, 200, 4, device=device)
-    eye = torch.eye(200, device=device).expand(1, 2, -1, -1)  # the output is the weights
+    eye = torch.eye(200, device=device).expand(1, 2, -1, -1)  # the output is the probabilities
     out, _ = attention_forward(SimpleNamespace(is_causal=False), q, q, eye, None, dropout=0.25)
     assert (out == 0).float().mean().item() == pytest.approx(0.25, abs=0.01)
 
 
-def test_masks_that_are_not_plain_are_transformers_own(device):
-    """Keys of a static cache that are not there yet, functions of one's own, and padding before a single query."""
+def test_other_masks_are_those_of_transformers(device):
+    """Unused slots of a static cache, other mask functions, and padding before a single query."""
     from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function
 
     padded = {"q_offset": 3, "attention_mask": torch.tensor([[False, True, True, True]], device=device)}
@@ -255,40 +252,41 @@ def test_masks_that_are_not_plain_are_transformers_own(device):
         assert torch.equal(mask, expected)
 
 
-def test_padding_is_that_of_the_keys_that_the_cache_kept(device):
-    there = torch.tensor([[False, False, False, True, True, True]], device=device)
-    mask = attention_mask(1, 2, 4, q_offset=4, kv_offset=2, attention_mask=there)
+def test_padding_of_a_cache_with_an_offset(device):
+    padding = torch.tensor([[False, False, False, True, True, True]], device=device)
+    mask = attention_mask(1, 2, 4, q_offset=4, kv_offset=2, attention_mask=padding)
     assert mask is not None
     assert mask.tolist() == [[[[False, True, True, True]]]]
-    assert attention_mask(1, 2, 3, q_offset=4, kv_offset=3, attention_mask=there) is None
+    assert attention_mask(1, 2, 3, q_offset=4, kv_offset=3, attention_mask=padding) is None
 
 
-def test_what_is_not_there_to_give_is_refused():
-    q = torch.zeros(1, 2, 5, 4)
-    instead = "for what this implementation cannot do, use attn_implementation='eager'"
-    for name, value in (("output_attentions", True), ("cache", object())):
-        message = f"{name} must be None or False: {instead}; got {type(value).__name__}"
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            attention_forward(LAYER, q, q, q, None, **{name: value})
-    layer = SimpleNamespace(is_causal=True, config=SimpleNamespace(sliding_window=3))
-    message = f"sliding_window must be handed on by SimpleNamespace, whose model has one of 3; got none: {instead}"
+def refused(message, call):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        attention_forward(layer, q, q, q, None)
-    attention_forward(layer, q, q, q, None, sliding_window=None)
+        call()
+
+
+def test_unsupported_features(qkv):
+    instead = "use attn_implementation='eager' instead"
+    for name, value in (("output_attentions", True), ("cache", object())):
+        message = f"{name} must be None or False; got {type(value).__name__}: {instead}"
+        refused(message, lambda name=name, value=value: attention_forward(LAYER, *qkv, None, **{name: value}))
+    layer = SimpleNamespace(is_causal=True, config=SimpleNamespace(sliding_window=3))
+    message = f"sliding_window must be passed by SimpleNamespace, whose model has 3; got none: {instead}"
+    refused(message, lambda: attention_forward(layer, *qkv, None))
+    attention_forward(layer, *qkv, None, sliding_window=None)
 
 
 @pytest.mark.parametrize("name", ["cs336_flash", "", None])
-def test_names_that_transformers_has_other_plans_for(name):
-    message = f"name must be a text without 'flash' in it, which transformers has other plans for; got {name!r}"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        huggingface.register(name)
+def test_invalid_names(name):
+    message = f"name must be a string without 'flash', which transformers treats specially; got {name!r}"
+    refused(message, lambda: huggingface.register(name))
 
 
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
-def test_an_implementation_of_one_s_own_choice(model, device, calls):
+def test_a_fixed_implementation(model, device, calls):
     with pytest.raises(ValueError, match=r"^impl must be one of .*; got 'fast'$"):
         huggingface.register(impl="fast")
-    huggingface.register("slow_and_sure", impl="naive")
-    model.set_attn_implementation("slow_and_sure")
-    model(prompts(device, False)[0])
+    huggingface.register("naive", impl="naive")
+    model.set_attn_implementation("naive")
+    model(prompts(device)[0])
     assert [call["impl"] for call in calls] == ["naive"] * 2

@@ -30,7 +30,7 @@ def reports(capability: int, d_ff: int, dtype: torch.dtype) -> list[tuple[dict[s
     tensors = {swiglu.swiglu_forward_kernel: (gu, h), swiglu.swiglu_backward_kernel: (h, gu, gu, h)}
     about = {"d_ff": d_ff, "dtype": str(dtype)}
     return [
-        ({"kernel": kernel.__name__, **about}, compile_for(capability, kernel, swiglu.describe(*those)))
+        ({"kernel": kernel.__name__, **about}, compile_for(capability, kernel, swiglu.launch_arguments(*those)))
         for kernel, those in tensors.items()
     ]
 

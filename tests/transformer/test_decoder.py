@@ -1,4 +1,4 @@
-"""The decoder: its steps give what whole sequences do, recorded, compiled, or neither, under autocast too."""
+"""The decoder: its steps equal the model's logits for whole sequences, eager, compiled, and in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -13,98 +13,102 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from cs336_systems.transformer import Decoder, Transformer, decoder, generate, stream
 
-PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [1, 2, 3]]
+from .conftest import COMPILE_WARNINGS, PROMPTS
 
+pytestmark = [COMPILE_WARNINGS]
 COMPILER = decoder._compiler
-
-RECORDED = ("graph", "graph_and_compile")
-MODES = ["eager", "compile", *[pytest.param(mode, marks=pytest.mark.gpu) for mode in RECORDED]]
-
-# What is used of torch.compile beyond its own warnings.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch"),
-    pytest.mark.usefixtures("compile_afresh"),
+MODES = [
+    "eager",
+    "uncompiled",  # what compile=True does, without the compiler
+    pytest.param("compile", marks=pytest.mark.slow),
+    *[pytest.param(mode, marks=pytest.mark.gpu) for mode in ("graph", "graph_and_compile")],
 ]
 
 
-def settings_of(mode):
+@pytest.fixture
+def options(mode, monkeypatch):
+    if mode == "uncompiled":
+        monkeypatch.setattr(decoder, "_compiler", lambda single_row: decoder.next_logits)
     return {"graph": "graph" in mode, "compile": "compile" in mode}
 
 
 @pytest.fixture
-def place(mode):
-    """Where a mode is tested: on a GPU if it is recorded."""
+def where():
+    """The GPU if there is one: all modes run there."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.fixture(autouse=True)
-def _no_code_on_a_cpu(monkeypatch):
-    """What is compiled there is one graph as anywhere, but run as it is: no C++ is generated."""
-    if not torch.cuda.is_available():
-        run = torch.compile(decoder.next_logits, fullgraph=True, backend="aot_eager")
-        monkeypatch.setattr(decoder, "_compiler", lambda by_reductions: run)
+@pytest.fixture(autouse=True, scope="module")
+def _no_code_on_a_cpu():
+    """On a CPU, compiled steps are one graph as well, but no C++ is generated."""
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            run = torch.compile(decoder.next_logits, fullgraph=True, backend="aot_eager")
+            patch.setattr(decoder, "_compiler", lambda single_row: run)
+        yield
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("changes", [{}, {"window": 3, "tie_embeddings": True}], ids=["plain", "window"])
 @torch.no_grad()
-def test_steps_give_the_logits_of_whole_sequences(tiny, place, mode, changes):
-    model = Transformer(tiny(**changes), device=place)
-    made = Decoder(model, 4, 24, **settings_of(mode))
+def test_steps_equal_whole_sequences(tiny, where, mode, options, changes):
+    model = Transformer(tiny(**changes), device=where)
+    made = Decoder(model, 4, 24, **options)
     rows = [list(prompt) for prompt in PROMPTS]
     logits = made.prefill(PROMPTS)
     for _ in range(6):
-        for row, own in zip(rows, logits, strict=True):
-            whole = model(torch.tensor([row], device=place))[0, -1]
-            torch.testing.assert_close(own, whole, atol=1e-5, rtol=1e-4)
-        tokens = torch.randint(40, (4,), device=place)
+        for row, actual in zip(rows, logits, strict=True):
+            expected = model(torch.tensor([row], device=where))[0, -1]
+            torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+        tokens = torch.randint(40, (4,), device=where)
         for row, token in zip(rows, tokens.tolist(), strict=True):
             row.append(token)
         logits = made.step(tokens)
     assert made.lengths == tuple(len(row) for row in rows)
-    assert made.recorded == ("graph" in mode)
+    assert made.uses_graph == ("graph" in mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("settings", [{"temperature": 0}, {"seed": 3, "top_k": 9}], ids=["greedy", "drawn"])
-def test_the_same_tokens_in_every_mode(tiny, place, mode, settings):
-    model = Transformer(tiny(), device=place, dtype=torch.float64)
-    new = generate(model, PROMPTS, 10, **settings, **settings_of(mode))
-    assert new == generate(model, PROMPTS, 10, use_cache=False, **settings)
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"seed": 3, "top_k": 9}], ids=["greedy", "random"])
+def test_all_modes_generate_the_same_tokens(tiny, where, mode, options, sampling):
+    model = Transformer(tiny(), device=where, dtype=torch.float64)
+    new = generate(model, PROMPTS, 10, **sampling, **options)
+    assert new == generate(model, PROMPTS, 10, use_cache=False, **sampling)
     stop = new[0][3]
-    stopped = generate(model, PROMPTS, 10, stop_tokens=[stop], **settings, **settings_of(mode))
+    stopped = generate(model, PROMPTS, 10, stop_tokens=[stop], **sampling, **options)
     assert stopped == [row[: row.index(stop) + 1] if stop in row else row for row in new]
+    streamed = [*stream(model, PROMPTS, 10, **sampling, **options)]
+    assert streamed == [list(tokens) for tokens in zip(*new, strict=True)]
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("tie_embeddings", [False, True])
 @torch.no_grad()
-def test_autocast_computes_the_same_with_weights_that_were_cast_before(tiny, place, mode, tie_embeddings):
-    model = Transformer(tiny(tie_embeddings=tie_embeddings), device=place)
-    with torch.autocast(place.type, torch.bfloat16):
-        made = Decoder(model, 4, 24, **settings_of(mode))
-        usual = Decoder(model, 4, 24, graph=False)
-    # Autocast is as it was when they were made.
-    logits, expected = made.prefill(PROMPTS), usual.prefill(PROMPTS)
+def test_autocast_is_that_of_the_construction(tiny, where, mode, options, tie_embeddings):
+    model = Transformer(tiny(tie_embeddings=tie_embeddings), device=where)
+    with torch.autocast(where.type, torch.bfloat16):
+        made, eager = Decoder(model, 4, 24, **options), Decoder(model, 4, 24, graph=False)
+    logits, expected = made.prefill(PROMPTS), eager.prefill(PROMPTS)
     for _ in range(3):
         assert logits.dtype == expected.dtype == torch.bfloat16
         torch.testing.assert_close(logits, expected, atol=0.05, rtol=0.05)
-        tokens = torch.randint(40, (4,), device=place)
-        logits, expected = made.step(tokens), usual.step(tokens)
+        tokens = torch.randint(40, (4,), device=where)
+        logits, expected = made.step(tokens), eager.step(tokens)
 
 
 @torch.no_grad()
-def test_cast_weights_are_the_only_copies(tiny, device):
+def test_only_weights_that_autocast_casts_are_copied(tiny, device):
     model = Transformer(tiny(tie_embeddings=True), device=device)
     cast = decoder.with_cast_weights(model, torch.bfloat16)
-    own = dict(model.named_parameters())
+    original = dict(model.named_parameters())
     for name, parameter in cast.named_parameters():
-        if name == "lm_head.weight":
-            assert torch.equal(parameter, own["token_embeddings.weight"].bfloat16())
-        elif "proj" in name or "ffn" in name:
-            assert torch.equal(parameter, own[name].bfloat16())
+        if "proj" in name or "ffn" in name or name == "lm_head.weight":
+            source = original["token_embeddings.weight" if name == "lm_head.weight" else name]
+            assert torch.equal(parameter, source.bfloat16())
         else:
-            assert parameter is own[name]
+            assert parameter is original[name]
     with torch.autocast(device.type, torch.bfloat16):
         tokens = torch.randint(40, (2, 9), device=device)
         assert torch.equal(cast(tokens), model(tokens))
@@ -112,21 +116,20 @@ def test_cast_weights_are_the_only_copies(tiny, device):
 
 
 @pytest.mark.gpu
-def test_a_graph_is_what_none_chooses_on_a_gpu(tiny):
+def test_graphs_are_the_default_on_a_gpu(tiny):
     model = Transformer(tiny(), device="cuda")
-    assert Decoder(model, 1, 8).recorded
-    assert not Decoder(model, 1, 8, graph=False).recorded
+    assert Decoder(model, 1, 8).uses_graph
+    assert not Decoder(model, 1, 8, graph=False).uses_graph
     model.layers[0].register_forward_hook(lambda *_: None)
-    assert not Decoder(model, 1, 8).recorded
-    with pytest.raises(ValueError, match=r"^graph must be None or False here: hooks would .*; got some of layers.0$"):
+    assert not Decoder(model, 1, 8).uses_graph
+    with pytest.raises(ValueError, match=r"^graph must be None or False here: .* does not call hooks; .* layers.0$"):
         Decoder(model, 1, 8, graph=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_recorded_steps_wait_for_nothing(tiny, dtype, waiting_forbidden):
-    model = Transformer(tiny(), device="cuda", dtype=dtype)
-    made = Decoder(model, 4, 24)
+def test_steps_do_not_synchronise(tiny, dtype, waiting_forbidden):
+    made = Decoder(Transformer(tiny(), device="cuda", dtype=dtype), 4, 24)
     made.step(made.prefill(PROMPTS).argmax(-1))
     tokens = torch.randint(40, (4,), device="cuda")
     with waiting_forbidden():
@@ -136,9 +139,9 @@ def test_recorded_steps_wait_for_nothing(tiny, dtype, waiting_forbidden):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", [False, True])
-def test_steps_of_a_larger_model_in_bfloat16(tiny, graph):
-    """With the kernels that a GPU takes; beyond several tiles, and with groups of heads."""
-    config = tiny(context_length=700, d_model=256, d_ff=256, num_heads=4, num_kv_heads=2, attn="auto")
+def test_a_larger_model_in_bfloat16(tiny, graph):
+    """With "auto"'s kernels, several tiles and grouped heads."""
+    config = tiny(context_length=700, d_model=256, d_ff=256, attn="auto")
     model = Transformer(config, device="cuda", dtype=torch.bfloat16)
     tokens = torch.randint(40, (2, 700), device="cuda")
     made = Decoder(model, 2, 700, graph=graph)
@@ -153,25 +156,18 @@ def test_steps_of_a_larger_model_in_bfloat16(tiny, graph):
 
 @pytest.mark.gpu
 @pytest.mark.multi_gpu
-def test_a_model_on_another_gpu(tiny):
-    for place in ("cuda:0", "cuda:1"):
-        model = Transformer(tiny(), device=place)
+def test_another_gpu(tiny):
+    for name in ("cuda:0", "cuda:1"):
+        model = Transformer(tiny(), device=name)
         assert generate(model, PROMPTS, 5, temperature=0) == generate(model, PROMPTS, 5, temperature=0, graph=False)
-
-
-def test_streams_take_both(tiny):
-    model = Transformer(tiny())
-    calls = [{"graph": False}, {"compile": True}]
-    first, second = ([*stream(model, PROMPTS, 4, temperature=0, **settings)] for settings in calls)
-    assert first == second
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, len(PROMPTS)])
-def test_generated_code(tiny, device, monkeypatch, count):
-    wide = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512"
-    if wide and count == 1 and torch.__version__.startswith("2.11."):
-        pytest.skip("torch 2.11 writes C++ for one sequence that has an undeclared variable, where there is AVX-512")
+def test_inductor(tiny, device, monkeypatch, count):
+    avx512 = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    if avx512 and count == 1 and torch.__version__.startswith("2.11."):
+        pytest.skip("Inductor of torch 2.11 generates C++ with an undeclared variable for one sequence with AVX-512")
     monkeypatch.setattr(decoder, "_compiler", COMPILER)
     model = Transformer(tiny(num_layers=1), device=device)
     new = generate(model, PROMPTS[:count], 5, temperature=0, compile=True, graph=False)
@@ -185,30 +181,26 @@ def test_products_with_one_row_are_reductions_on_a_gpu():
     assert torch.ops.aten.mm.default not in {node.target for node in decomposed.graph.nodes}
 
 
-def test_what_a_decoder_refuses(tiny):
+def refused(message, call):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        call()
+
+
+def test_invalid_arguments(tiny):
     model = Transformer(tiny())
-    with pytest.raises(ValueError, match=r"^graph must be None or False here: a CUDA graph needs .*; got one on cpu$"):
-        Decoder(model, 1, 8, graph=True)
-    for settings in ({"graph": True}, {"compile": True}):
-        (name,) = settings
-        with pytest.raises(ValueError, match=f"^{name} must not be asked for without a cache: .*; got True$"):
-            generate(model, [[1]], 3, use_cache=False, **settings)
+    reason = "a CUDA graph needs a model on a CUDA GPU; got one on cpu"
+    refused(f"graph must be None or False here: {reason}", lambda: Decoder(model, 1, 8, graph=True))
+    for name in ("graph", "compile"):
+        message = f"{name} must not be set with use_cache=False, where sequences grow; got True"
+        refused(message, lambda name=name: generate(model, [[1]], 3, use_cache=False, **{name: True}))
     made = Decoder(model, 2, 4)
-    refused = {
-        "tokens must come after prompts; got some first": lambda: made.step(torch.tensor([1, 2])),
-        "prompts must be 2 sequences of at least one token; got lengths [3]": lambda: made.prefill([[1, 2, 3]]),
-        "prompts must be 2 sequences of at least one token; got lengths [3, 0]": lambda: made.prefill([[1, 2, 3], []]),
-        "cache must have room for 5 tokens a sequence; got a capacity of 4": lambda: made.prefill([[1], [2] * 5]),
-        "prompts must have tokens from 0 up to 40; got 40 in prompts[1]": lambda: made.prefill([[1], [40]]),
-    }
-    for message, call in refused.items():
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            call()
+    full = "cache must have a capacity of at least 5 tokens per sequence; got 4"
+    refused("tokens must come after prompts; got some first", lambda: made.step(torch.tensor([1, 2])))
+    refused("prompts must be 2 sequences; got 1", lambda: made.prefill([[1, 2, 3]]))
+    refused(full, lambda: made.prefill([[1], [2] * 5]))
+    refused("prompts must have tokens from 0 to 39; got 40 in prompts[1]", lambda: made.prefill([[1], [40]]))
     made.prefill([[1, 2, 3], [4]])
-    with pytest.raises(ValueError, match=r"^tokens must have shape \(2,\); got \(2, 1\)$"):
-        made.step(torch.zeros(2, 1, dtype=torch.long))
+    refused("tokens must have shape (2,); got (2, 1)", lambda: made.step(torch.zeros(2, 1, dtype=torch.long)))
     made.step(torch.tensor([1, 2]))
-    with pytest.raises(ValueError, match=r"^cache must have room for 5 tokens a sequence; got a capacity of 4$"):
-        made.step(torch.tensor([1, 2]))
-    with pytest.raises(ValueError, match=r"^prompts must come first; got some after 4 tokens$"):
-        made.prefill([[1], [2]])
+    refused(full, lambda: made.step(torch.tensor([1, 2])))
+    refused("prompts must come first; got some after 4 tokens", lambda: made.prefill([[1], [2]]))

@@ -1,4 +1,4 @@
-"""FSDP2 in a group of one process: every block a unit of its own, as a DTensor, with nothing that it cannot shard."""
+"""FSDP2 in a group of one process: every block is sharded, with nothing that cannot be a DTensor."""
 
 from __future__ import annotations
 
@@ -12,83 +12,72 @@ from torch.distributed.tensor import DTensor
 
 from cs336_systems.transformer import Transformer, generate, swiglu
 
-# torch notes that a CPU's random numbers for DTensor are not those of one process.
+from .conftest import assert_all_close, saved_tensors
+
 pytestmark = [
+    # torch warns that a CPU's random numbers for DTensor differ from those of one process.
     pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning"),
     pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
 ]
-WHOLE = StateDictOptions(full_state_dict=True)
 
 
 @pytest.fixture
 def mesh(device):
-    on_gpu = device.type == "cuda"
-    place = {"backend": "nccl", "device_id": torch.device("cuda", 0)} if on_gpu else {"backend": "gloo"}
-    if on_gpu:
-        torch.cuda.set_device(0)  # else torch warns where there are several GPUs, if none has been used yet
-    dist.init_process_group(**place, store=dist.HashStore(), rank=0, world_size=1)
+    group: dict[str, object] = {"backend": "gloo"}
+    if device.type == "cuda":
+        group = {"backend": "nccl", "device_id": torch.device("cuda", 0)}
+        torch.cuda.set_device(0)  # torch warns if there are several GPUs and none is set
+    dist.init_process_group(**group, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield init_device_mesh(device.type, (1,))
     finally:
         dist.destroy_process_group()
 
 
-def sharded(config, mesh, device, **settings):
-    """A model whose blocks are sharded before they have memory."""
-    model = Transformer(config, checkpoint_every=settings.pop("checkpoint_every", None), device="meta")
-    for block in model.layers:
-        fully_shard(block, mesh=mesh, **settings)
-    fully_shard(model, mesh=mesh, **settings)
+def sharded(config, mesh, device, checkpoint_every=None, **options):
+    """A model whose blocks are sharded before they are allocated."""
+    model = Transformer(config, checkpoint_every=checkpoint_every, device="meta")
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, **options)
     model.to_empty(device=device)
     model.reset_parameters()
     return model
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("settings", [{}, {"checkpoint_every": 1}, {"reshard_after_forward": False}])
-def test_sharded_blocks_give_the_same_gradients(tiny, device, tokens, mesh, tied, settings):
+@pytest.mark.parametrize("options", [{}, {"checkpoint_every": 1}, {"reshard_after_forward": False}])
+def test_sharded_blocks_have_the_same_gradients(tiny, device, tokens, mesh, tied, options):
     config = tiny(tie_embeddings=tied, attn="auto")
-    model = sharded(config, mesh, device, **settings)
-    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
-    whole = Transformer(config, device=device)
-    set_model_state_dict(model, whole.state_dict(), options=WHOLE)
-    expected = whole.loss(*tokens)
-    loss = model.loss(*tokens, chunk=10)
+    model, whole = sharded(config, mesh, device, **options), Transformer(config, device=device)
+    assert all(isinstance(x, DTensor) and x.isfinite().all() for x in model.parameters())
+    set_model_state_dict(model, whole.state_dict(), options=StateDictOptions(full_state_dict=True))
+    expected, loss = whole.loss(*tokens), model.loss(*tokens, chunk=10)
     torch.testing.assert_close(loss, expected)
     expected.backward()
     loss.backward()
-    for (name, parameter), other in zip(model.named_parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(
-            parameter.grad.full_tensor(), other.grad, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    assert_all_close(
+        {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()},
+        {name: parameter.grad for name, parameter in whole.named_parameters()},
+    )
     assert generate(model, [[1, 2], [3]], 5, temperature=0) == generate(whole, [[1, 2], [3]], 5, temperature=0)
 
 
-@pytest.mark.parametrize("settings", [{}, {"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float32)}])
-def test_the_fused_ffn_keeps_nothing_of_what_was_gathered(tiny, flash_device, mesh, settings, monkeypatch):
-    """Else a block's weights would be whole until its backward pass, whatever FSDP does with its own."""
+@pytest.mark.parametrize("options", [{}, {"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float32)}])
+def test_the_fused_ffn_saves_no_gathered_weights(tiny, flash_device, mesh, options, monkeypatch):
+    """They would keep a block's gathered weights in memory until its backward pass."""
     if flash_device.type == "cpu":
         monkeypatch.setattr(swiglu, "fused", swiglu.can_be_fused)
-    model = sharded(tiny(num_layers=1, d_ff=160), mesh, flash_device, **settings)
+    model = sharded(tiny(num_layers=1, d_ff=160), mesh, flash_device, **options)
     x = torch.randn(1, 3, 32, device=flash_device, requires_grad=True)
-    shapes = set()
-
-    def keep(tensor):
-        if not isinstance(tensor, torch.nn.Parameter):
-            shapes.add(tuple(tensor.shape))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = model.layers[0](x)
+    saved = saved_tensors(lambda: model.layers[0](x))
+    shapes = {tuple(tensor.shape) for tensor in saved if not isinstance(tensor, torch.nn.Parameter)}
     assert (3, 320) in shapes
     assert not {(160, 32), (32, 160), (320, 32)} & shapes
-    out.sum().backward()
+    model.layers[0](x).sum().backward()
     assert all(weight.grad.full_tensor().isfinite().all() for weight in model.layers[0].ffn.parameters())
 
 
-def test_mixed_precision_leaves_positions_exact(tiny, device, tokens, mesh):
-    """What goes into a block is cast to bfloat16: the sines and cosines must not come that way."""
+def test_mixed_precision_keeps_the_rope_table_in_float32(tiny, device, tokens, mesh):
     model = sharded(tiny(), mesh, device, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     rope = model.get_submodule("layers.0.attn.rope")
     seen = {}

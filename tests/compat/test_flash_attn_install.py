@@ -1,0 +1,73 @@
+"""`install` replaces the package ``flash_attn``, and restores it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from cs336_systems.compat import flash_attn
+from cs336_systems.compat.flash_attn import flash_attn_func, flash_attn_kvpacked_func, install
+
+
+def remove_modules():
+    names = [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]
+    return {name: sys.modules.pop(name) for name in names}
+
+
+@pytest.fixture(autouse=True)
+def _not_imported():
+    before = remove_modules()
+    yield
+    remove_modules()
+    sys.modules.update(before)
+
+
+def test_in_a_with_statement():
+    with install():
+        import flash_attn as package
+        import flash_attn.flash_attn_interface as interface
+        from flash_attn import flash_attn_interface
+        from flash_attn.flash_attn_interface import flash_attn_kvpacked_func as kvpacked
+
+        assert package.__name__ == "flash_attn"
+        assert package.flash_attn_func is interface.flash_attn_func is flash_attn_func
+        assert flash_attn_interface is interface
+        assert kvpacked is flash_attn_kvpacked_func
+        assert package.__version__ == flash_attn.__version__ == "2.8.3"
+        assert importlib.util.find_spec("flash_attn") is not None
+        assert importlib.util.find_spec("flash_attn.bert_padding") is None
+    assert not remove_modules()
+
+
+def test_until_closed():
+    undo = install()
+    with install():  # nested
+        pass
+    assert sys.modules["flash_attn"].flash_attn_func is flash_attn_func
+    undo.close()
+    assert not remove_modules()
+
+
+def test_an_imported_package_is_kept_unless_forced():
+    real, submodule = ModuleType("flash_attn"), ModuleType("flash_attn.bert_padding")
+    real.__file__ = "folder/flash_attn/__init__.py"
+    sys.modules.update({"flash_attn": real, "flash_attn.bert_padding": submodule})
+    message = "flash_attn must not be imported before, unless force is True; got the package in folder/flash_attn/"
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}"):
+        install()
+    assert sys.modules["flash_attn"] is real
+    with install(force=True):
+        assert sys.modules["flash_attn"].flash_attn_func is flash_attn_func
+        assert "flash_attn.bert_padding" not in sys.modules
+    assert remove_modules() == {"flash_attn": real, "flash_attn.bert_padding": submodule}
+
+
+def test_importing_compat_does_not_import_torch():
+    code = "import sys, cs336_systems.compat; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
