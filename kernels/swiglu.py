@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launching import Launch, Launcher, Plans, is_elsewhere
+from .launching import Launch, Launcher, is_elsewhere
 
 TILE = 1024
 """Elements of a program's tile."""
@@ -84,7 +84,7 @@ def describe(*tensors: Tensor) -> Launch:
     return Launch(grid, tensors, (rows, d_ff), tile, {"num_warps": WARPS})
 
 
-_launchers: Plans[Launcher] = Plans()
+_launchers: dict[tuple[object, ...], Launcher] = {}
 
 
 def _launch(kernel: triton.JITFunction, *tensors: Tensor) -> None:
@@ -93,5 +93,8 @@ def _launch(kernel: triton.JITFunction, *tensors: Tensor) -> None:
         with torch.cuda.device(h.device):
             _launch(kernel, *tensors)
     elif h.numel():
-        launcher = _launchers.get((kernel.__name__, h.shape, h.dtype, h.device), lambda: Launcher(kernel))
-        launcher(tuple([tensor.data_ptr() for tensor in tensors]), lambda: describe(*tensors))
+        key = (kernel.__name__, h.shape, h.dtype, h.device)
+        launcher = _launchers.get(key)
+        if launcher is None:
+            launcher = _launchers[key] = Launcher(kernel)
+        launcher(tuple([tensor.data_ptr() for tensor in tensors]), describe, *tensors)

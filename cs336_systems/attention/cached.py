@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any, Literal, overload
 
 import torch
@@ -236,18 +235,13 @@ FORWARD = (
 ops.library.define(f"flash_with_cache{FORWARD}", tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def _kernels() -> ModuleType:
-    from ..kernels.triton import cached_launch
-
-    return cached_launch
-
-
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, before: int | None, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     ops.check_rows(q, k)
-    launch = _kernels()
-    return launch.forward(q, k, v, lengths, launch.Call(scale, before, softcap))
+    from . import scaffold
+
+    return scaffold.decode(q, k, v, lengths, scale, before, softcap)
 
 
 for _device in ("CUDA", "CPU"):

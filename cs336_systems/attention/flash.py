@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.sm90 import coverage
 from . import ops
 from .choose import ARGUMENTS, Explanation, Implementation, spec_for
 from .derivatives import differentiable_once
@@ -18,14 +17,7 @@ from .spec import AttentionSpec
 
 def kernels_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str:
     """Which kernels compute a call, in words, and why not those for Hopper."""
-    settings = spec.as_settings
-    forward = coverage.why_not_forward(q, k, v, spec.scale, settings)
-    if forward is not None:
-        return f"the portable kernels, because of those for Hopper: {forward}"
-    backward = coverage.why_not_differentiated(q, settings)
-    if backward is not None:
-        return f"the kernels for Hopper forward and the portable ones backward, because of the others: {backward}"
-    return "the kernels for Hopper"
+    return "the portable kernels"
 
 
 def with_kernels(explanation: Explanation, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Explanation:

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.diagonals import diagonal_sums
-from ..kernels.places import in_sequences
+from ..kernels.lib.reductions import diagonal_sums, locate_rows
 from ..kernels.rules import AXES, DISTANCE, OPERATORS, Leaf, Mask, leaves, registry, tensors_of
 from ..kernels.settings import THRESHOLD_BITS
 from ..kernels.torch_names import exporting
@@ -75,8 +74,8 @@ class Pairs(NamedTuple):
     def packed(self, spec: AttentionSpec, q_starts: Tensor, k_starts: Tensor) -> Pairs:
         """The same pairs of sequences that begin at these rows and columns."""
         assert spec.packed is not None
-        q_sequence, row = in_sequences(q_starts, self.row)
-        k_sequence, column = in_sequences(k_starts, self.column)
+        q_sequence, row = locate_rows(q_starts, self.row)
+        k_sequence, column = locate_rows(k_starts, self.column)
         last = q_starts.numel() - 2
         same = (q_sequence == k_sequence) & (q_sequence <= last)
         for place, most in ((row, spec.packed[0]), (column, spec.packed[1])):

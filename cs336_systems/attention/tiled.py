@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..kernels.layout import rows_like
 from ..kernels.settings import Window
-from ..kernels.sinks import sink_gradient
+from ..kernels.lib.reductions import sink_gradient
 from .choose import ARGUMENTS, Implementation, spec_for
 from .derivatives import differentiable_once
 from .ops import must_dispatch
