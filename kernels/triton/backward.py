@@ -47,25 +47,25 @@ def dq_step(
 
 @triton.jit
 def prepare_rows(
-    outs, douts, dout_tile, dout_stats, dlse, lse, lowered_lse, delta, kv_head, batch_head, first_row, q_len, own,
+    outs, douts, dout_tile, dout_stats, dlse, lse, lowered_lse, delta, kv_head, batch_head, first_row, q_len, seq,
     C: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dout * out) - dlse and the `lowered` log-sum-exps of a tile's rows, which are stored too.
 
     A gradient of the log-sum-exp reaches each score in proportion to its p. Also returns the rows, and the offset of
-    the sequence ``own`` in tensors with a number per row.
+    the sequence ``seq`` in tensors with a number per row.
     """
     row_delta = rowsum_product(outs, dout_tile, douts, first_row, C.TILE_Q, C.BLOCK_DV, C.V_HEAD_DIM)
     row_delta *= pow2_scale(dout_stats, kv_head)
     rows = first_row + tl.arange(0, C.TILE_Q)
-    offset = tl.cast(batch_head, tl.int64) * q_len + own.first
+    offset = tl.cast(batch_head, tl.int64) * q_len + seq.first
     if dlse is not None:
-        row_delta -= tl.load(dlse + offset + rows, mask=rows < own.length, other=0.0)
-    tl.store(delta + offset + rows, row_delta, mask=rows < own.length)
-    row_lse = lowered(load_lse(lse + offset, rows, own.length))
+        row_delta -= tl.load(dlse + offset + rows, mask=rows < seq.length, other=0.0)
+    tl.store(delta + offset + rows, row_delta, mask=rows < seq.length)
+    row_lse = lowered(load_lse(lse + offset, rows, seq.length))
     # The other passes read it as the forward writes it: -inf for rows that see nothing.
     low = tl.where(row_lse == float("inf"), float("-inf"), row_lse)
-    tl.store(lowered_lse + offset + rows, low, mask=rows < own.length)
+    tl.store(lowered_lse + offset + rows, low, mask=rows < seq.length)
     return row_delta, row_lse, rows, offset
 
 
@@ -88,30 +88,30 @@ def dq_kernel(
     batch_head, sequence, first_row = program_tile(
         tl.program_id(0), cu_seqlens, 0, num_seqs, q_len, C.TILE_Q, C.RIGHT
     )  # fmt: skip
-    own = sequences_of(cu_seqlens, 0, sequence, num_seqs, q_len, k_len, max_seqlen_q, max_seqlen_k, BOTTOM_RIGHT)
+    seq = sequences_of(cu_seqlens, 0, sequence, num_seqs, q_len, k_len, max_seqlen_q, max_seqlen_k, BOTTOM_RIGHT)
     kv_head = batch_head // group
     head = HeadInfo(
-        batch_head // heads + sequence, batch_head % heads, batch_head + sequence * heads, own.q_len, own.k_len,
-        left + own.shift, right + own.shift, captured, seed, dropout_threshold,
+        batch_head // heads + sequence, batch_head % heads, batch_head + sequence * heads, seq.q_len, seq.k_len,
+        left + seq.shift, right + seq.shift, captured, seed, dropout_threshold,
     )  # fmt: skip
     scales = scales_of(
         q_stats, k_stats, v_stats, dout_stats, dlse_bound, kv_head, scale, scale_log2,
         1.0 if seed is None else keep_scale, max_slope,
     )  # fmt: skip
-    keys = matrix(k, kv_head, kv_sizes, k_strides, own.k, lo_offsets[1], STRIDE_MULTIPLES[1])
-    values = matrix(v, kv_head, kv_sizes, v_strides, own.k, lo_offsets[2], STRIDE_MULTIPLES[2])
-    queries = matrix(q, batch_head, q_sizes, q_strides, own.q, lo_offsets[0], STRIDE_MULTIPLES[0])
-    douts = matrix(dout, batch_head, q_sizes, dout_strides, own.q, lo_offsets[3], STRIDE_MULTIPLES[4])
-    outs = matrix(out, batch_head, q_sizes, out_strides, own.q, (), STRIDE_MULTIPLES[3])
+    keys = matrix(k, kv_head, kv_sizes, k_strides, seq.k, lo_offsets[1], STRIDE_MULTIPLES[1])
+    values = matrix(v, kv_head, kv_sizes, v_strides, seq.k, lo_offsets[2], STRIDE_MULTIPLES[2])
+    queries = matrix(q, batch_head, q_sizes, q_strides, seq.q, lo_offsets[0], STRIDE_MULTIPLES[0])
+    douts = matrix(dout, batch_head, q_sizes, dout_strides, seq.q, lo_offsets[3], STRIDE_MULTIPLES[4])
+    outs = matrix(out, batch_head, q_sizes, out_strides, seq.q, (), STRIDE_MULTIPLES[3])
     dout_tile = load(douts, first_row, 0, C.TILE_Q, C.BLOCK_DV, C.V_HEAD_DIM, True)
     row_delta, row_lse, rows, row_offset = prepare_rows(
-        outs, douts, dout_tile, dout_stats, dlse, lse, lowered_lse, delta, kv_head, batch_head, first_row, q_len, own.q,
+        outs, douts, dout_tile, dout_stats, dlse, lse, lowered_lse, delta, kv_head, batch_head, first_row, q_len, seq.q,
         C,
     )  # fmt: skip
     q_tile = load(queries, first_row, 0, C.TILE_Q, C.BLOCK_D, C.HEAD_DIM, True)
     dq_tile = tl.zeros([C.TILE_Q, C.BLOCK_D], tl.float32)
     row_sums = zeros_for(C.TILE_Q, TERMS)
-    k_rows = length_to_visit(cu_seqlens, first_row, own.q, own.k_len)
+    k_rows = length_to_visit(cu_seqlens, first_row, seq.q, seq.k_len)
     ranges = key_ranges(first_row, k_rows, head.left, head.right, C.TILE_Q, C.TILE_K, C.LEFT, C.RIGHT)
     entry = None
     if blocks is not None:
@@ -126,10 +126,10 @@ def dq_kernel(
                 dq_tile, row_sums, q_tile, queries, dout_tile, douts, row_lse, row_delta, keys, values, first_row,
                 first_column, head, scales, part != 1, MASK, SCORE, TERMS, SHIFT, C,
             )  # fmt: skip
-    target = matrix(dq, batch_head, q_sizes, dq_strides, own.q, (), STRIDE_MULTIPLES[5])
+    target = matrix(dq, batch_head, q_sizes, dq_strides, seq.q, (), STRIDE_MULTIPLES[5])
     store(target, dq_tile * scales.dq, first_row, tl.program_id(1) * C.BLOCK_D, C.TILE_Q, C.BLOCK_D, C.HEAD_DIM)
     for number in tl.static_range(len(TERMS)):
-        tl.store(term_sums[number] + row_offset + rows, row_sums[number] * scales.ds, mask=rows < own.q.length)
+        tl.store(term_sums[number] + row_offset + rows, row_sums[number] * scales.ds, mask=rows < seq.q.length)
 
 
 @triton.jit
@@ -188,20 +188,20 @@ def dkdv_kernel(
     """
     SHIFT: tl.constexpr = 0 if q_stats is None else TOP
     kv_head, sequence, first_column = program_tile(tl.program_id(0), cu_seqlens, 1, num_seqs, k_len, C.TILE_K, False)
-    own = sequences_of(cu_seqlens, 1, sequence, num_seqs, q_len, k_len, max_seqlen_q, max_seqlen_k, BOTTOM_RIGHT)
+    seq = sequences_of(cu_seqlens, 1, sequence, num_seqs, q_len, k_len, max_seqlen_q, max_seqlen_k, BOTTOM_RIGHT)
     scales = scales_of(
         q_stats, k_stats, v_stats, dout_stats, dlse_bound, kv_head, scale, scale_log2,
         1.0 if seed is None else keep_scale, max_slope,
     )  # fmt: skip
-    keys = matrix(k, kv_head, kv_sizes, k_strides, own.k, lo_offsets[1], STRIDE_MULTIPLES[1])
-    values = matrix(v, kv_head, kv_sizes, v_strides, own.k, lo_offsets[2], STRIDE_MULTIPLES[2])
+    keys = matrix(k, kv_head, kv_sizes, k_strides, seq.k, lo_offsets[1], STRIDE_MULTIPLES[1])
+    values = matrix(v, kv_head, kv_sizes, v_strides, seq.k, lo_offsets[2], STRIDE_MULTIPLES[2])
     k_tile = load(keys, first_column, 0, C.TILE_K, C.BLOCK_D, C.HEAD_DIM, True)
     v_tile = load(values, first_column, 0, C.TILE_K, C.BLOCK_DV, C.V_HEAD_DIM, True)
     dk_tile = tl.zeros([C.TILE_K, C.BLOCK_D], tl.float32)
     dv_tile = tl.zeros([C.TILE_K, C.BLOCK_DV], tl.float32)
-    q_rows = length_to_visit(cu_seqlens, first_column, own.k, own.q_len)
+    q_rows = length_to_visit(cu_seqlens, first_column, seq.k, seq.q_len)
     ranges = query_ranges(
-        first_column, q_rows, left + own.shift, right + own.shift, C.TILE_K, C.TILE_Q, C.LEFT, C.RIGHT
+        first_column, q_rows, left + seq.shift, right + seq.shift, C.TILE_K, C.TILE_Q, C.LEFT, C.RIGHT
     )  # fmt: skip
     # A third loop, for the other edge of a window, costs more in registers than masking costs in time.
     MASK_ALL: tl.constexpr = C.LEFT or MASK is not None or cu_seqlens is not None
@@ -213,12 +213,12 @@ def dkdv_kernel(
     for member in range(group):
         batch_head = kv_head * group + member
         head = HeadInfo(
-            batch_head // heads + sequence, batch_head % heads, batch_head + sequence * heads, own.q_len, own.k_len,
-            left + own.shift, right + own.shift, captured, seed, dropout_threshold,
+            batch_head // heads + sequence, batch_head % heads, batch_head + sequence * heads, seq.q_len, seq.k_len,
+            left + seq.shift, right + seq.shift, captured, seed, dropout_threshold,
         )  # fmt: skip
-        queries = matrix(q, batch_head, q_sizes, q_strides, own.q, lo_offsets[0], STRIDE_MULTIPLES[0])
-        douts = matrix(dout, batch_head, q_sizes, dout_strides, own.q, lo_offsets[3], STRIDE_MULTIPLES[3])
-        row_offset = tl.cast(batch_head, tl.int64) * q_len + own.q.first
+        queries = matrix(q, batch_head, q_sizes, q_strides, seq.q, lo_offsets[0], STRIDE_MULTIPLES[0])
+        douts = matrix(dout, batch_head, q_sizes, dout_strides, seq.q, lo_offsets[3], STRIDE_MULTIPLES[3])
+        row_offset = tl.cast(batch_head, tl.int64) * q_len + seq.q.first
         row_lse = lse + row_offset
         row_delta = delta + row_offset
         column_sums = zeros_for(C.TILE_K, TERMS)
@@ -237,10 +237,10 @@ def dkdv_kernel(
                     first_row, first_column, head, scales, part != 1, MASK, SCORE, TERMS, SHIFT, C,
                 )  # fmt: skip
         for number in tl.static_range(len(TERMS)):
-            target = term_sums[number] + tl.cast(batch_head, tl.int64) * k_len + own.k.first + columns
-            tl.store(target, column_sums[number] * scales.ds, mask=columns < own.k.length)
-    dk_target = matrix(dk, kv_head, kv_sizes, dk_strides, own.k, (), STRIDE_MULTIPLES[4])
-    dv_target = matrix(dv, kv_head, kv_sizes, dv_strides, own.k, (), STRIDE_MULTIPLES[5])
+            target = term_sums[number] + tl.cast(batch_head, tl.int64) * k_len + seq.k.first + columns
+            tl.store(target, column_sums[number] * scales.ds, mask=columns < seq.k.length)
+    dk_target = matrix(dk, kv_head, kv_sizes, dk_strides, seq.k, (), STRIDE_MULTIPLES[4])
+    dv_target = matrix(dv, kv_head, kv_sizes, dv_strides, seq.k, (), STRIDE_MULTIPLES[5])
     d, dv_column = tl.program_id(1) * C.BLOCK_D, tl.program_id(1) * C.BLOCK_DV
     store(dk_target, dk_tile * scales.dk, first_column, d, C.TILE_K, C.BLOCK_D, C.HEAD_DIM)
     store(dv_target, dv_tile * scales.dv, first_column, dv_column, C.TILE_K, C.BLOCK_DV, C.V_HEAD_DIM)

@@ -78,7 +78,7 @@ def decode_kernel(
     q_tile = load(queries, first_row, 0, C.TILE_Q, C.BLOCK_D, C.HEAD_DIM, True)
     if FLIP:
         q_tile = negated(q_tile)
-    own_columns = tl.program_id(1) * C.BLOCK_DV
+    v_columns = tl.program_id(1) * C.BLOCK_DV
     query = ((first_row + tl.arange(0, C.TILE_Q)) % new)[:, None]
     SHIFT: tl.constexpr = TOP if v.dtype.element_ty == tl.float16 else LOW
     state = softmax_start(C.TILE_Q, None, 0, SHIFT)
@@ -95,15 +95,15 @@ def decode_kernel(
         slots = first_slot + tl.arange(0, C.TILE_K)[None, :]
         s = tl.where(visible(query, slots, length, position - before, position, WINDOW, True), s, float("-inf"))
         state, p, rescale = softmax_step(state, s, factor, SHIFT, True)
-        v_tile = load(values, first_slot, own_columns, C.TILE_K, C.BLOCK_DV, C.V_HEAD_DIM, True)
+        v_tile = load(values, first_slot, v_columns, C.TILE_K, C.BLOCK_DV, C.V_HEAD_DIM, True)
         p = p.to(v_tile[0].dtype)
         acc = tl.dot(p, v_tile[0], acc * rescale[:, None], input_precision=PRECISION)
     normaliser, row_lse = softmax_finish(state, SHIFT)
     first = tl.cast(kv_head, tl.int64) * rows * splits + split
     target = Matrix(out + first * C.V_HEAD_DIM, tl.cast(splits, tl.int64) * C.V_HEAD_DIM, 1, rows, ())
-    store(target, acc * normaliser[:, None], first_row, own_columns, C.TILE_Q, C.BLOCK_DV, C.V_HEAD_DIM)
-    own_rows = first_row + tl.arange(0, C.TILE_Q)
-    tl.store(lse + first + tl.cast(own_rows, tl.int64) * splits, row_lse, mask=own_rows < rows)
+    store(target, acc * normaliser[:, None], first_row, v_columns, C.TILE_Q, C.BLOCK_DV, C.V_HEAD_DIM)
+    row = first_row + tl.arange(0, C.TILE_Q)
+    tl.store(lse + first + tl.cast(row, tl.int64) * splits, row_lse, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -124,10 +124,10 @@ def merge_kernel(
     columns = tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
     for first in range(0, splits, AT_ONCE):
-        own = first + tl.arange(0, AT_ONCE)
-        exists = own < splits
-        factors = tl.exp(tl.load(split_lse + row * splits + own, mask=exists, other=float("-inf")) - pivot)
-        pointers = split_out + (row * splits + own)[:, None] * WIDTH + columns[None, :]
+        chunk = first + tl.arange(0, AT_ONCE)
+        exists = chunk < splits
+        factors = tl.exp(tl.load(split_lse + row * splits + chunk, mask=exists, other=float("-inf")) - pivot)
+        pointers = split_out + (row * splits + chunk)[:, None] * WIDTH + columns[None, :]
         tile = tl.load(pointers, mask=exists[:, None] & (columns < WIDTH)[None, :], other=0.0)
         acc += tl.sum(factors[:, None] * tile, 0)
     blind = total == 0.0

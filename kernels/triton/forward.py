@@ -57,8 +57,8 @@ def forward_step(
     state, p, rescale = softmax_step(state, s, scale, SHIFT, len(q_tile) == 1)
     if head.seed is not None:
         p = tl.where(keep_mask(first_row, first_column, head, C.TILE_Q, C.TILE_K, False), p, 0.0)
-    own_columns = tl.program_id(1) * C.BLOCK_DV
-    v_tile = load(values, first_column, own_columns, C.TILE_K, C.BLOCK_DV, C.V_HEAD_DIM, MASKED)
+    v_columns = tl.program_id(1) * C.BLOCK_DV
+    v_tile = load(values, first_column, v_columns, C.TILE_K, C.BLOCK_DV, C.V_HEAD_DIM, MASKED)
     acc = dot(split(p, v_tile), v_tile, acc * rescale[:, None])
     return state, acc, ahead
 
@@ -81,15 +81,15 @@ def forward_kernel(
     batch_head, sequence, first_row = program_tile(
         tl.program_id(0), cu_seqlens, 0, num_seqs, q_len, C.TILE_Q, C.RIGHT
     )  # fmt: skip
-    own = sequences_of(cu_seqlens, 0, sequence, num_seqs, q_len, k_len, max_seqlen_q, max_seqlen_k, BOTTOM_RIGHT)
+    seq = sequences_of(cu_seqlens, 0, sequence, num_seqs, q_len, k_len, max_seqlen_q, max_seqlen_k, BOTTOM_RIGHT)
     kv_head = batch_head // group
     head = HeadInfo(
-        batch_head // heads + sequence, batch_head % heads, batch_head + sequence * heads, own.q_len, own.k_len,
-        left + own.shift, right + own.shift, captured, seed, dropout_threshold,
+        batch_head // heads + sequence, batch_head % heads, batch_head + sequence * heads, seq.q_len, seq.k_len,
+        left + seq.shift, right + seq.shift, captured, seed, dropout_threshold,
     )  # fmt: skip
-    keys = matrix(k, kv_head, kv_sizes, k_strides, own.k, lo_offsets[1], STRIDE_MULTIPLES[1])
-    values = matrix(v, kv_head, kv_sizes, v_strides, own.k, lo_offsets[2], STRIDE_MULTIPLES[2])
-    queries = matrix(q, batch_head, q_sizes, q_strides, own.q, lo_offsets[0], STRIDE_MULTIPLES[0])
+    keys = matrix(k, kv_head, kv_sizes, k_strides, seq.k, lo_offsets[1], STRIDE_MULTIPLES[1])
+    values = matrix(v, kv_head, kv_sizes, v_strides, seq.k, lo_offsets[2], STRIDE_MULTIPLES[2])
+    queries = matrix(q, batch_head, q_sizes, q_strides, seq.q, lo_offsets[0], STRIDE_MULTIPLES[0])
     q_tile = load(queries, first_row, 0, C.TILE_Q, C.BLOCK_D, C.HEAD_DIM, True)
     if FLIP:
         q_tile = negated(q_tile)
@@ -99,7 +99,7 @@ def forward_kernel(
     SHIFT: tl.constexpr = TOP if v.dtype.element_ty == tl.float16 else LOW
     state = softmax_start(C.TILE_Q, sinks, head.head, SHIFT)
     acc = tl.zeros([C.TILE_Q, C.BLOCK_DV], tl.float32)
-    k_rows = length_to_visit(cu_seqlens, first_row, own.q, own.k_len)
+    k_rows = length_to_visit(cu_seqlens, first_row, seq.q, seq.k_len)
     ranges = key_ranges(first_row, k_rows, head.left, head.right, C.TILE_Q, C.TILE_K, C.LEFT, C.RIGHT)
     ahead = ()
     if AHEAD:
@@ -122,8 +122,8 @@ def forward_kernel(
             )  # fmt: skip
     normaliser, row_lse = softmax_finish(state, SHIFT)
     normaliser *= pow2_scale(v_stats, kv_head) * keep_scale
-    target = matrix(out, batch_head, q_sizes, out_strides, own.q, (), STRIDE_MULTIPLES[3])
-    own_columns = tl.program_id(1) * C.BLOCK_DV
-    store(target, acc * normaliser[:, None], first_row, own_columns, C.TILE_Q, C.BLOCK_DV, C.V_HEAD_DIM)
+    target = matrix(out, batch_head, q_sizes, out_strides, seq.q, (), STRIDE_MULTIPLES[3])
+    v_columns = tl.program_id(1) * C.BLOCK_DV
+    store(target, acc * normaliser[:, None], first_row, v_columns, C.TILE_Q, C.BLOCK_DV, C.V_HEAD_DIM)
     rows = first_row + tl.arange(0, C.TILE_Q)
-    tl.store(lse + tl.cast(batch_head, tl.int64) * q_len + own.q.first + rows, row_lse, mask=rows < own.q.length)
+    tl.store(lse + tl.cast(batch_head, tl.int64) * q_len + seq.q.first + rows, row_lse, mask=rows < seq.q.length)

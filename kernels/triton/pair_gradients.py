@@ -54,17 +54,17 @@ def program_coordinates(q_len, k_len, DIAGONAL: tl.constexpr, C: tl.constexpr):
     tiles_k = tl.cdiv(k_len, C.TILE_K)
     if DIAGONAL:
         bands = tiles_q + tiles_k - 1
-        own = tl.program_id(0) // bands
+        target_matrix = tl.program_id(0) // bands
         ahead = tl.program_id(0) % bands - tiles_q + 1
         row_tile = tl.maximum(0, -ahead)
         column_tile = tl.maximum(0, ahead)
         reach = tl.minimum(tiles_q - row_tile, tiles_k - column_tile) * C.TILE_Q
     else:
-        own = tl.program_id(0) // tiles_k // tiles_q
+        target_matrix = tl.program_id(0) // tiles_k // tiles_q
         row_tile = tl.program_id(0) // tiles_k % tiles_q
         column_tile = tl.program_id(0) % tiles_k
         reach = C.TILE_Q
-    return own, row_tile * C.TILE_Q, column_tile * C.TILE_K, reach
+    return target_matrix, row_tile * C.TILE_Q, column_tile * C.TILE_K, reach
 
 
 @triton.jit
@@ -117,10 +117,10 @@ def pair_gradient_kernel(
     SHIFT: tl.constexpr = 0 if q_stats is None else TOP
     rows = q_len if cu_seqlens is None else max_seqlen_q
     columns = k_len if cu_seqlens is None else max_seqlen_k
-    own, start_row, start_column, reach = program_coordinates(rows, columns, DIAGONAL, C)
-    own_heads = heads // shared_heads
-    first_batch = own // own_heads
-    first_head = own % own_heads
+    target_matrix, start_row, start_column, reach = program_coordinates(rows, columns, DIAGONAL, C)
+    target_heads = heads // shared_heads
+    first_batch = target_matrix // target_heads
+    first_head = target_matrix % target_heads
     total = tl.zeros([C.TILE_Q, C.TILE_K], tl.float32)
     members = shared_batches * shared_heads
     if C.RIGHT and cu_seqlens is None:

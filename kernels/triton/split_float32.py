@@ -135,19 +135,19 @@ def measure_kernel(
 ):  # fmt: skip
     """Grid: (groups * SLOTS, tensors). ``partials`` is (tensors, groups, SLOTS, 2)."""
     which = tl.program_id(1)
-    own = partials + 2 * SLOTS * which * groups
+    target = partials + 2 * SLOTS * which * groups
     D: tl.constexpr = C.HEAD_DIM
     DV: tl.constexpr = C.V_HEAD_DIM
     HAS_DOUT: tl.constexpr = dout is not None
     M: tl.constexpr = STRIDE_MULTIPLES
     if which == 0:
-        measure(q, own, q_sizes, q_strides, group, q_len, D, C.BLOCK_D, C.TILE_Q, M[0], False, SLOTS)
+        measure(q, target, q_sizes, q_strides, group, q_len, D, C.BLOCK_D, C.TILE_Q, M[0], False, SLOTS)
     elif which == 1:
-        measure(k, own, kv_sizes, k_strides, 1, k_len, D, C.BLOCK_D, C.TILE_Q, M[1], False, SLOTS)
+        measure(k, target, kv_sizes, k_strides, 1, k_len, D, C.BLOCK_D, C.TILE_Q, M[1], False, SLOTS)
     elif which == 2:
-        measure(v, own, kv_sizes, v_strides, 1, k_len, DV, C.BLOCK_DV, C.TILE_Q, M[2], HAS_DOUT, SLOTS)
+        measure(v, target, kv_sizes, v_strides, 1, k_len, DV, C.BLOCK_DV, C.TILE_Q, M[2], HAS_DOUT, SLOTS)
     elif dout is not None:
-        measure(dout, own, q_sizes, dout_strides, group, q_len, DV, C.BLOCK_DV, C.TILE_Q, M[3], True, SLOTS)
+        measure(dout, target, q_sizes, dout_strides, group, q_len, DV, C.BLOCK_DV, C.TILE_Q, M[3], True, SLOTS)
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "groups", "shares"])
@@ -164,26 +164,26 @@ def split_kernel(
     its tiles among them: reading a short group again costs less than a launch.
     """
     which = tl.program_id(1)
-    own = stats + 2 * which * groups
+    target = stats + 2 * which * groups
     if SLOTS:
         partials += 2 * SLOTS * which * groups
     if which == 0:
         split_tensor(
-            q, own, partials, q_halves, q_sizes, q_strides, q_half_strides, lo_offsets[0], groups, group, q_len, shares,
+            q, target, partials, q_halves, q_sizes, q_strides, q_half_strides, lo_offsets[0], groups, group, q_len, shares,
             C.HEAD_DIM, C.BLOCK_D, C.TILE_Q, STRIDE_MULTIPLES[0], False, SLOTS,
         )  # fmt: skip
     elif which == 1:
         split_tensor(
-            k, own, partials, k_halves, kv_sizes, k_strides, k_half_strides, lo_offsets[1], groups, 1, k_len, shares,
+            k, target, partials, k_halves, kv_sizes, k_strides, k_half_strides, lo_offsets[1], groups, 1, k_len, shares,
             C.HEAD_DIM, C.BLOCK_D, C.TILE_Q, STRIDE_MULTIPLES[1], False, SLOTS,
         )  # fmt: skip
     elif which == 2:
         split_tensor(
-            v, own, partials, v_halves, kv_sizes, v_strides, v_half_strides, lo_offsets[2], groups, 1, k_len, shares,
+            v, target, partials, v_halves, kv_sizes, v_strides, v_half_strides, lo_offsets[2], groups, 1, k_len, shares,
             C.V_HEAD_DIM, C.BLOCK_DV, C.TILE_Q, STRIDE_MULTIPLES[2], dout is not None, SLOTS,
         )  # fmt: skip
     elif dout is not None:
         split_tensor(
-            dout, own, partials, dout_halves, q_sizes, dout_strides, dout_half_strides, lo_offsets[3], groups, group,
+            dout, target, partials, dout_halves, q_sizes, dout_strides, dout_half_strides, lo_offsets[3], groups, group,
             q_len, shares, C.V_HEAD_DIM, C.BLOCK_DV, C.TILE_Q, STRIDE_MULTIPLES[3], True, SLOTS,
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import get_args
 
@@ -103,7 +104,7 @@ def test_pins_replace_passes_and_last_as_long_as_their_block():
     with tiles.pin(dq=outer, decode=outer):
         assert tiles.lookup("dq", "float32", 256, CPU) == tiles.lookup_decode("half", 64, CPU) == outer
         assert looked_up() == before | {"dq": outer}
-        with pytest.raises(ZeroDivisionError), tiles.pin(dq=inner, forward=outer):
+        with suppress(ZeroDivisionError), tiles.pin(dq=inner, forward=outer):
             assert looked_up() == before | {"dq": inner, "forward": outer}
             raise ZeroDivisionError
         assert looked_up() == before | {"dq": outer}

@@ -84,8 +84,8 @@ def sequences_of(
 
 
 @triton.jit
-def length_to_visit(cu_seqlens, first, own, length):
-    """``length``, or 0 for a tile whose first row is past the end of its sequence ``own``."""
+def length_to_visit(cu_seqlens, first, seq, length):
+    """``length``, or 0 for a tile whose first row is past the end of its sequence ``seq``."""
     if cu_seqlens is not None:
-        length = tl.where(first < own.length, length, 0)
+        length = tl.where(first < seq.length, length, 0)
     return length
