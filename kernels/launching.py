@@ -67,7 +67,7 @@ class Launcher:
         together = 0
         for x in operands:
             if x is not None:
-                together |= x if type(x) is int else 1
+                together |= x if type(x) is int else bool(x)  # an empty tuple has no addresses
         key = None if together % 16 == 0 else _alignment(operands)
         known = self._known.get(key)
         if known is None:

@@ -27,9 +27,9 @@ Read = Callable[[Tensor], Any]
 
 
 class View(NamedTuple):
-    """A captured tensor: its index in the aux tuple, its strides (None for axes of size 1) and its sizes."""
+    """A captured tensor: its position in the aux tuple, its strides (None for axes of size 1) and its sizes."""
 
-    index: int
+    position: int
     strides: tuple[int | None, ...]
     sizes: tuple[int, ...]
 
@@ -37,11 +37,11 @@ class View(NamedTuple):
 class Term(NamedTuple):
     """A captured tensor of a score rule whose gradient is wanted.
 
-    index: in ``aux.score_aux``. axes: those that its elements differ along, among "batch", "head", "row" and "column",
-    or "distance" instead of the last two. origin: the index of distance 0.
+    position: in ``aux.score_aux``. axes: those that its elements differ along, among "batch", "head", "row" and
+    "column", or "distance" instead of the last two. origin: the index of distance 0.
     """
 
-    index: int
+    position: int
     axes: frozenset[str]
     origin: int
 
@@ -146,9 +146,10 @@ def _bind(leaves: Sequence[Leaf], tensors: Sequence[Tensor]) -> tuple[tuple[Any,
                 tensor = tensors[len(slots)]
                 sizes = tuple(tensor.shape)
                 strides = [None if size == 1 else step for size, step in zip(sizes, tensor.stride(), strict=True)]
-                item = View(len(slots), tuple(strides), sizes)
+                arguments.append(View(len(slots), tuple(strides), sizes))
                 slots.append((rule, slot))
-            arguments.append(item)
+            else:
+                arguments.append(item)
     return tuple(arguments), slots
 
 
@@ -159,4 +160,4 @@ def _term(index: int, leaf: Leaf, slot: int, tensor: Tensor) -> Term:
 
 
 def _fill(arguments: tuple[Any, ...], tensors: Sequence[Tensor], read: Read) -> tuple[Any, ...]:
-    return tuple([(read(tensors[x.index]), x.strides, x.sizes) if isinstance(x, View) else x for x in arguments])
+    return tuple([(read(tensors[x.position]), x.strides, x.sizes) if isinstance(x, View) else x for x in arguments])

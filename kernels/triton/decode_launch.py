@@ -69,8 +69,8 @@ class DecodePlan:
         tensors = q, k, v, lengths, split_out, split_lse
         self._launcher(tuple([x.data_ptr() for x in tensors]), self.decode_launch, *tensors)
         if self.splits > 1:
-            tensors = split_out, split_lse, out, lse
-            self._merger(tuple([x.data_ptr() for x in tensors]), self.merge_launch, *tensors)
+            merged = split_out, split_lse, out, lse
+            self._merger(tuple([x.data_ptr() for x in merged]), self.merge_launch, *merged)
         return out, lse
 
     def decode_launch(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor, lse: Tensor) -> Launch:

@@ -25,7 +25,7 @@ def empty_buffer(term: Term, shape: tuple[int, int, int, int], lengths: tuple[in
         lengths: the rows of q and of k.
         size: the rows and columns of a band's tiles.
     """
-    tensor = aux.score_aux[term.index]
+    tensor = aux.score_aux[term.position]
     if term.computed_by == "pair":
         return torch.empty_like(tensor)
     batch, heads, q_len, k_len = shape
@@ -39,7 +39,7 @@ def empty_buffer(term: Term, shape: tuple[int, int, int, int], lengths: tuple[in
 
 def reduce_buffer(term: Term, buffer: Tensor, shape: tuple[int, int, int, int], aux: Aux) -> Tensor:
     """The gradient of a captured tensor from the buffer that a pass has written."""
-    tensor, name = aux.score_aux[term.index], term.computed_by
+    tensor, name = aux.score_aux[term.position], term.computed_by
     if name == "pair":
         return buffer
     sums = sum_bands(buffer, *shape[2:]) if name == "distance" else buffer

@@ -162,7 +162,7 @@ class BackwardPlan:
     def _score_aux(self, buffers: list[Tensor], aux: Aux) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor | None] = [None] * len(aux.score_aux)
         for term, buffer in zip(self.problem.mods.terms, buffers, strict=True):
-            gradients[term.index] = reduce_buffer(term, buffer, self.problem.shape, aux)
+            gradients[term.position] = reduce_buffer(term, buffer, self.problem.shape, aux)
         return tuple(gradients)
 
     def _of_nothing(

@@ -34,10 +34,9 @@ class Constants:
     RIGHT: Any
 
     @classmethod
-    def of(cls, *, LEFT: bool = False, RIGHT: bool = False, **sizes: int) -> Constants:
-        """Constants of plain numbers."""
-        values = {**sizes, "LEFT": LEFT, "RIGHT": RIGHT}
-        return cls(**{name: tl.constexpr(value) for name, value in values.items()})
+    def of(cls, **values: int) -> Constants:
+        """Constants of plain numbers; without edges unless given."""
+        return cls(**{name: tl.constexpr(value) for name, value in {"LEFT": False, "RIGHT": False, **values}.items()})
 
 
 NOTHING_WANTED = Wanted()

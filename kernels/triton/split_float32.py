@@ -169,8 +169,8 @@ def split_kernel(
         partials += 2 * SLOTS * which * groups
     if which == 0:
         split_tensor(
-            q, target, partials, q_halves, q_sizes, q_strides, q_half_strides, lo_offsets[0], groups, group, q_len, shares,
-            C.HEAD_DIM, C.BLOCK_D, C.TILE_Q, STRIDE_MULTIPLES[0], False, SLOTS,
+            q, target, partials, q_halves, q_sizes, q_strides, q_half_strides, lo_offsets[0], groups, group, q_len,
+            shares, C.HEAD_DIM, C.BLOCK_D, C.TILE_Q, STRIDE_MULTIPLES[0], False, SLOTS,
         )  # fmt: skip
     elif which == 1:
         split_tensor(

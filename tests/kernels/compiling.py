@@ -1,7 +1,7 @@
 """Run the programs of this folder that compile kernels, each in a fork of this process.
 
-It has imported Triton and hashed its compiler, which takes seconds. A line of JSON on standard input is a program's name
-and its arguments; a line of JSON answers with its exit status, what it printed, and its errors.
+It has imported Triton and hashed its compiler, which takes seconds. A line of JSON on standard input is a program's
+name and its arguments; a line of JSON answers with its exit status, what it printed, and its errors.
 """
 
 from __future__ import annotations

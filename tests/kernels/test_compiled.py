@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import astuple
+from typing import Any
 
 import pytest
 import triton
@@ -18,7 +19,7 @@ PAIR_FEATURES = ("bias", "relative_bias", "everything")
 """Features with a gradient per pair or per distance, which has its own kernel."""
 
 # Bytes per thread that a kernel may spill, stores and loads together: by default, and by architecture, pass, precision
-# and head dimension. More is allowed where the fastest rows spill more, with Triton 3.6 or 3.7, rounded up to a multiple
+# and head dimension. More is allowed where the fastest rows spill more, with Triton 3.6 or 3.7, rounded up to multiples
 # of 128.
 SPILLS = 64
 MORE_SPILLS: dict[str, dict[tuple[str, str, int], int]] = {
@@ -49,8 +50,8 @@ MORE_SPILLS: dict[str, dict[tuple[str, str, int], int]] = {
 # For rows of small grids, which spill more where that is faster.
 SMALL_GRID_SPILLS = {("forward", "float32", 128): 256, ("dq", "float32", 128): 384, ("dkdv", "float32", 128): 1792}
 
-# What Triton 3.8 and 3.9 may spill where that is more. Their PTX is the reason: 3.9's ptxas 13.4 spills no more of 3.6's
-# PTX, and 3.6's ptxas 12.8 about as much of theirs (except float32's dkdv at 128: 956 bytes of 1,620).
+# What Triton 3.8 and 3.9 may spill where that is more. Their PTX is the reason: 3.9's ptxas 13.4 spills no more of
+# 3.6's PTX, and 3.6's ptxas 12.8 about as much of theirs (except float32's dkdv at 128: 956 bytes of 1,620).
 if triton.__version__.startswith(versions.SINCE_3_8):
     MORE_SPILLS["sm_80"] |= {("forward", "half", 64): 128, ("dkdv", "float32", 256): 640}
     MORE_SPILLS["sm_86"] |= {("dkdv", "float32", 128): 128}
@@ -79,7 +80,7 @@ HARMLESS = r"\(C7519\)"
 SERIALISED = {("bias", "dkdv", "half"), ("everything", "dkdv", "half"), ("everything", "dq", "half")}
 
 RESIDENT = 3
-"""Programs on a multiprocessor, limited by shared memory, on which `num_splits` relies for half at 64 and 128 columns on sm_90."""
+"""Programs per multiprocessor on which `num_splits` relies, for half at 64 and 128 columns on sm_90."""
 
 
 def rows(architecture, precision, *, passes=PASSES, feature="causal", dims=(16, 32, 64, 128, 256), unlike=None, **more):
@@ -119,7 +120,7 @@ SLICE = [
 ]
 """What every run compiles."""
 
-SLOW = {
+SLOW: dict[str, tuple[Any, ...]] = {
     "rows_of_half": ("sm_90", rows("sm_90", "half"), True),
     "rows_of_float32": ("sm_90", rows("sm_90", "float32"), True),
     "ampere_half": ("sm_80", rows("sm_80", "half")),
