@@ -85,7 +85,7 @@ def backward(
         call = Call(q, k, v, as_options(scale, parsed), aux)
         plan = _plans[key] = backend.plan_backward(call, out, dout, dlse is not None, which)
     gradients = plan(q, k, v, out, lse, dout, dlse, aux)
-    found = [gradients.sinks if parsed.sinks and n == 0 else gradients.score_aux[n - first] for n in wanted]
+    found: list[Any] = [gradients.sinks if parsed.sinks and n == 0 else gradients.score_aux[n - first] for n in wanted]
     return gradients.q, gradients.k, gradients.v, found
 
 

@@ -131,7 +131,7 @@ def stride_multiples(tensors: list[Tensor]) -> tuple[list[tuple[int, ...]], tupl
     for tensor in tensors:
         *steps, column = tensor.stride()
         common = math.gcd(16, *steps)
-        multiple = 1 if common == 16 else min(common, 8)
+        multiple = 1 if common == 16 else common
         strides.append((*[step // multiple for step in steps], column))
         multiples.append(multiple)
     return strides, tuple(multiples)

@@ -33,7 +33,7 @@ def tilings():
                 yield pytest.param((*tile, 4, 2, ahead), causal, dtype, SHAPES[name], id=case + "-ahead" * ahead)
 
 
-@pytest.mark.parametrize(("tile", "causal", "dtype", "shapes"), tilings())
+@pytest.mark.parametrize(("tile", "causal", "dtype", "shapes"), [*tilings()])
 def test_results_are_within_the_budget_for_every_tile(flash_device, tile, causal, dtype, shapes):
     inputs = make_inputs(shapes, dtype=dtype, device=flash_device)
     with tiled(*tile), poisoned_memory():
