@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,10 @@ DROPOUT_BITS = 31
 
 ALIGNMENT = 16
 """Bytes that TMA and vector loads want addresses to be multiples of."""
+
+
+plan_caches: list[dict[Any, Any]] = []
+"""Every cache of plans. What changes tile configurations (`triton.tiles.pin`) clears them all."""
 
 
 class Options(NamedTuple):

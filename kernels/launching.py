@@ -1,54 +1,28 @@
-"""Launching kernels cheaply: the host side that every kernel family shares.
+"""Launching kernels with little host time, for every kernel family.
 
-A launch needs some forty integers (sizes, strides, tile shapes) that depend on nothing but the tensors' metadata.
-Deriving them and letting Triton derive its specialisation again costs more host time than a short sequence takes on the
-device. So what follows from metadata is worked out once, in a plan kept by `Plans`; a plan's `Launcher` keeps the
-compiled binary and those integers, and a repeated call passes addresses only.
+A launch has some forty integers (sizes, strides, tile shapes) that follow from the tensors' metadata. To derive them,
+and to let Triton derive its specialisation again, takes more host time than a short sequence takes on the device. So
+a plan holds a `Launcher`, which keeps the compiled binary and those integers; a repeated call passes addresses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any, Generic, NamedTuple, TypeVar
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from . import tuning
 from .versions import compile_options, names_of, runner_of
 
-MOST_PLANS = 4096
-"""Plans kept of a kind; beyond that all are dropped and made anew as they are needed."""
-
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether TRITON_INTERPRET was set when the kernels were defined: then they run on CPU tensors, and only there."""
-
-Plan = TypeVar("Plan")
-
-
-class Plans(Generic[Plan]):
-    """Plans by the metadata that they follow from."""
-
-    def __init__(self) -> None:
-        self._plans: dict[Hashable, Plan] = {}
-        self._version = tuning.version()
-
-    def get(self, key: Hashable, make: Callable[[], Plan]) -> Plan:
-        """The plan for ``key``, which must determine all that ``make`` returns (tile configurations apart)."""
-        if self._version != tuning.version():
-            self._plans.clear()
-            self._version = tuning.version()
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) >= MOST_PLANS:
-                self._plans.clear()
-            plan = self._plans[key] = make()
-        return plan
+"""Whether TRITON_INTERPRET was set when the kernels were defined: they then run on CPU tensors, and only there."""
 
 
 class Launch(NamedTuple):
-    """One launch of a kernel: the grid of programs, and its arguments in order: tensors, numbers, constants."""
+    """One launch of a kernel: its grid, and its arguments in order: tensors, numbers, constants."""
 
     grid: tuple[int, int]
     tensors: tuple[Any, ...]
@@ -57,16 +31,16 @@ class Launch(NamedTuple):
     options: dict[str, int]
 
     def of(self, kernel: Any) -> Any:
-        """Have Triton compile and launch a kernel so, and return what it compiled."""
+        """Compile and launch a kernel, and return what Triton compiled."""
         return kernel[self.grid](*self.tensors, *self.arguments, **self.constants, **self.compile_options)
 
     @property
     def compile_options(self) -> dict[str, Any]:
-        """``options``, and those of every kernel that they leave open."""
+        """``options``, and the defaults of all kernels for those it leaves out."""
         return compile_options(self.options)
 
     def after_tensors(self, kernel: Any) -> tuple[Any, ...]:
-        """What a runner of the compiled kernel takes after the tensors: numbers, then constants in their order."""
+        """The arguments of the compiled kernel after the tensors: numbers, then constants in their order."""
         constant_names = names_of(kernel)[len(self.tensors) + len(self.arguments) :]
         return (*self.arguments, *[self.constants[name] for name in constant_names])
 
@@ -76,42 +50,53 @@ class Launcher:
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._known: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
+        self._known: dict[Any, tuple[Callable[..., None], tuple[Any, ...]]] = {}
 
-    def __call__(self, addresses: tuple[Any, ...], describe: Callable[[], Launch]) -> None:
-        """Run on the current stream. ``describe`` is asked at the first call, and when the alignment is a new one.
+    def __call__(self, operands: tuple[Any, ...], describe: Callable[..., Launch], *described: Any) -> None:
+        """Run on the current stream.
 
-        Among the addresses may be tuples with addresses and numbers, as the launch has tuples with tensors and numbers.
-
-        Triton compiles pointers to 16-byte boundaries differently from others.
+        Args:
+            operands: an address or None for each tensor of the launch; tuples of addresses and numbers where the launch
+                has tuples of tensors and numbers.
+            describe: returns the launch of the tensors ``described``. It is called for the first call of each
+                alignment: Triton compiles pointers to 16-byte boundaries differently from others.
         """
-        # Written out for the addresses themselves, because it is part of the host time of every launch.
-        alignment = tuple([x is None or (x % 16 == 0 if type(x) is int else _aligned(x)) for x in addresses])
-        known = self._known.get(alignment)
+        together = 0
+        for x in operands:
+            if x is not None:
+                together |= x if type(x) is int else bool(x)  # an empty tuple has no addresses
+        key = None if together % 16 == 0 else _alignment(operands)
+        known = self._known.get(key)
         if known is None:
-            self._first(alignment, describe())
+            self._first(key, describe(*described))
         else:
             run, rest = known
-            run(*addresses, *rest)
+            run(*operands, *rest)
 
-    def _first(self, alignment: tuple[Any, ...], launch: Launch) -> None:
+    def _first(self, key: Any, launch: Launch) -> None:
         compiled = launch.of(self._kernel)
         if not INTERPRETED:
-            self._known[alignment] = runner_of(compiled, launch.grid)[0], launch.after_tensors(self._kernel)
+            self._known[key] = runner_of(compiled, launch.grid)[0], launch.after_tensors(self._kernel)
 
 
-def _aligned(address: Any) -> Any:
-    """Whether an address is a multiple of 16; the same of all that a tuple holds."""
-    if type(address) is int:
-        return address % 16 == 0
-    return tuple([_aligned(item) for item in address]) if type(address) is tuple else True
+def _alignment(operand: Any) -> Any:
+    """Whether an address is a multiple of 16; for a tuple a tuple of that."""
+    if type(operand) is int:
+        return operand % 16 == 0
+    return tuple([_alignment(item) for item in operand]) if type(operand) is tuple else True
 
 
 def address_of(tensor: Tensor | None) -> int | None:
-    """Where a tensor's first element is; None for None."""
+    """The address of a tensor's first element; None for None."""
     return None if tensor is None else tensor.data_ptr()
 
 
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """The streaming multiprocessors of a device; 1 for a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 def is_elsewhere(device: torch.device) -> bool:
-    """Whether a CUDA device is not the current one, where Triton launches, wherever the tensors are."""
+    """Whether a CUDA device is not the current one, on which Triton launches."""
     return device.type == "cuda" and device.index != torch.cuda.current_device()

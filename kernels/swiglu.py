@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launching import Launch, Launcher, Plans, is_elsewhere
+from .launching import Launch, Launcher, is_elsewhere
 
 BLOCK = 1024
 """Elements per program."""
@@ -81,7 +81,7 @@ def launch_arguments(*tensors: Tensor) -> Launch:
     return Launch(grid, tensors, (rows, d_ff), block, {"num_warps": NUM_WARPS})
 
 
-_launchers: Plans[Launcher] = Plans()
+_launchers: dict[tuple[object, ...], Launcher] = {}
 
 
 def _launch(kernel: triton.JITFunction, *tensors: Tensor) -> None:
@@ -90,5 +90,8 @@ def _launch(kernel: triton.JITFunction, *tensors: Tensor) -> None:
         with torch.cuda.device(h.device):
             _launch(kernel, *tensors)
     elif h.numel():
-        launcher = _launchers.get((kernel.__name__, h.shape, h.dtype, h.device), lambda: Launcher(kernel))
-        launcher(tuple([tensor.data_ptr() for tensor in tensors]), lambda: launch_arguments(*tensors))
+        key = (kernel.__name__, h.shape, h.dtype, h.device)
+        launcher = _launchers.get(key)
+        if launcher is None:
+            launcher = _launchers[key] = Launcher(kernel)
+        launcher(tuple([tensor.data_ptr() for tensor in tensors]), launch_arguments, *tensors)

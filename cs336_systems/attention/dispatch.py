@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.call import NO_AUX, Aux, Call, Gradients, Wanted, is_aligned
+from ..kernels.call import NO_AUX, Aux, Call, Gradients, Wanted, is_aligned, plan_caches
 from ..kernels.torch_names import apply_of, constant_when_traced, in_forward_mode
 from . import naive, op, sdpa, tiled
 from .functions import FlashAttentionFunction, Plan, TiledAttentionFunction, TracedPlan
@@ -163,6 +163,7 @@ def _load(name: str) -> None:
 
 plans: dict[Any, Run] = {}
 _kernel_plans: dict[Any, KernelPlan] = {}
+plan_caches += [plans, _kernel_plans]
 MAX_PLANS = 4096
 """Plans kept of a kind; beyond, all are dropped, and made again when they are needed."""
 
@@ -199,8 +200,8 @@ def remember(key: Hashable, plan: Run) -> None:
 
 def clear_plans() -> None:
     """Forget all plans: what they depend on besides a call's metadata has changed."""
-    plans.clear()
-    _kernel_plans.clear()
+    for cache in plan_caches:
+        cache.clear()
 
 
 def parse(impl: str | Implementation) -> Implementation | None:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.call import DROPOUT_BITS, Aux, Band, Options
-from ..kernels.diagonals import diagonal_sums
-from ..kernels.places import in_sequences
+from ..kernels.lib.reductions import diagonal_sums, locate_rows
 from ..kernels.rules import AXES, DISTANCE, OPERATORS, Leaf, Mask, registry
 from ..kernels.torch_names import exporting
 from .op import NAMESPACE, library
@@ -47,8 +46,8 @@ class Pairs(NamedTuple):
 
     def packed(self, options: Options, q_starts: Tensor, k_starts: Tensor) -> Pairs:
         """The same pairs of sequences that begin at these rows and columns."""
-        q_sequence, row = in_sequences(q_starts, self.row)
-        k_sequence, column = in_sequences(k_starts, self.column)
+        q_sequence, row = locate_rows(q_starts, self.row)
+        k_sequence, column = locate_rows(k_starts, self.column)
         last = q_starts.numel() - 2
         same = (q_sequence == k_sequence) & (q_sequence <= last)
         for place, most in ((row, options.max_seqlen_q), (column, options.max_seqlen_k)):

@@ -1,32 +1,119 @@
-from ..call import *
-from ..settings import Settings
-from . import launch, cached_launch
-def supports(call):
-    if call.dtype is torch.float64: return "it computes in float16, bfloat16 and float32; got float64"
-    if max(call.head_dim,call.v_head_dim)>1024: return f"its head dimensions go up to 1024; got {max(call.head_dim,call.v_head_dim)}"
-    if call.device.type=="cpu" and call.dtype is torch.bfloat16: return "Triton's interpreter computes wrong bfloat16 products"
-    return None
-def supports_backward(call): return None
-def _s(call):
-    o=call.options; a=call.aux
-    causal="none"; w=(o.window_left,o.window_right)
-    if not o.bottom_right: causal="top_left"; w=(o.window_left,None)
-    elif o.window_right==0: causal="bottom_right"; w=(o.window_left,None)
-    packed=(o.max_seqlen_q,o.max_seqlen_k) if call.is_packed else None
-    return Settings(causal,w,o.dropout_p or None,o.mask,o.score_rules,a.sinks is not None,a.block_rows is not None,packed,o.deterministic)
-def plan_forward(call):
-    o=call.options
+"""The portable Triton backend: which calls it computes, and plans that compute them. See `attention.dispatch`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..call import MAX_LENGTH, Aux, Call, Gradients, Wanted
+from ..torch_names import holds_for_all_sizes
+from .bound_mods import gradient_missing
+from .decode_launch import DecodePlan
+from .plans import BackwardPlan, ForwardPlan
+
+MAX_HEAD_DIM = 1024
+
+MAX_DROPOUT = 0.9999
+"""The largest dropout_p below 1 for float32.
+
+Score gradients are split into float16 halves under one scale, and those of kept probabilities are multiplied by
+1 / (1 - dropout_p): beyond this, those of a row that keeps nothing fall below float16's smallest numbers.
+"""
+
+Forward = Callable[[Tensor, Tensor, Tensor, Aux], tuple[Tensor, Tensor]]
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "Tensor | None", Aux], Gradients]
+
+
+def supports(call: Call) -> str | None:
+    """Why the forward of a call cannot be computed here; None if it can."""
+    reason = _unsupported_here(call) or _unsupported_sizes(call)
+    if reason is not None:
+        return reason
     if call.aux.cache_lengths is not None:
-        c=cached_launch.Call(o.scale,o.window_left,o.softcap)
-        return lambda q,k,v,aux: cached_launch.forward(q,k,v,aux.cache_lengths,c)
-    s=_s(call)
-    return lambda q,k,v,aux: launch.forward(q,k,v,o.scale,s.text,s.numbers,aux.tensors)
-def plan_backward(call,out,dout,has_dlse,wanted):
-    o=call.options; s=_s(call)
-    def run(q,k,v,out,lse,dout,dlse,aux):
-        n=len(aux.tensors)-len(aux.score_aux)
-        w=([0] if wanted.sinks else [])+[n+i for i,x in enumerate(wanted.score_aux) if x]
-        dq,dk,dv,g=launch.backward(q,k,v,out,lse,dout,dlse,o.scale,s.text,s.numbers,aux.tensors,w)
-        g=iter(g)
-        return Gradients(dq,dk,dv,next(g) if wanted.sinks else None, tuple(next(g) if x else None for x in wanted.score_aux))
-    return run
+        return _unsupported_decoding(call)
+    rule = gradient_missing(call) if torch.is_grad_enabled() else None
+    return None if rule is None else _no_gradient(rule)
+
+
+def supports_backward(call: Call) -> str | None:
+    """Why the backward of a call cannot be computed here; None if it can."""
+    if call.aux.cache_lengths is not None:
+        return "decoding has no backward"
+    rule = gradient_missing(call)
+    if rule is not None:
+        return _no_gradient(rule)
+    return _unsupported_here(call) or _unsupported_sizes(call)
+
+
+def plan_forward(call: Call) -> Forward:
+    """A plan for calls with this metadata: (q, k, v, aux) -> (out laid out like q, lse contiguous float32)."""
+    return ForwardPlan(call) if call.aux.cache_lengths is None else DecodePlan(call)
+
+
+def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted: Wanted) -> Backward:
+    """A plan for backwards with this metadata: (q, k, v, out, lse, dout, dlse, aux) -> `Gradients`."""
+    del out
+    return BackwardPlan(call, dout, has_dlse, wanted)
+
+
+def _no_gradient(rule: str) -> str:
+    return f"the score rule {rule} captured a tensor that needs a gradient, and has no `gradient` for it"
+
+
+def _unsupported_here(call: Call) -> str | None:
+    """A reason in the dtype and the device."""
+    device, dtype = call.device, call.dtype
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"it computes in float16, bfloat16 and float32; got {str(dtype).removeprefix('torch.')}"
+    interpreted = is_interpreted()
+    if device.type == "cpu" and interpreted:
+        # It multiplies the bit patterns of bfloat16 numbers as integers.
+        return "Triton's interpreter computes wrong bfloat16 products" if dtype == torch.bfloat16 else None
+    if device.type != "cuda":
+        return f"it needs tensors on a CUDA GPU (or TRITON_INTERPRET=1 to run on a CPU, slowly); got {device}"
+    if interpreted:
+        return "TRITON_INTERPRET is set, so its kernels run on CPU tensors alone; got cuda"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"it needs a GPU of compute capability 8.0 or newer; {device} has {major}.{minor}"
+    return None
+
+
+def _unsupported_sizes(call: Call) -> str | None:
+    """A reason in lengths, head dimensions and dropout."""
+    if is_known(call.q_len > MAX_LENGTH) or is_known(call.k_len > MAX_LENGTH):
+        return f"it counts rows in 32 bits, up to {MAX_LENGTH}; got {call.q_len} of q and {call.k_len} of k"
+    widest = max(call.head_dim, call.v_head_dim)
+    if widest > MAX_HEAD_DIM:
+        return f"its head dimensions go up to {MAX_HEAD_DIM}; got {widest}"
+    if MAX_DROPOUT < call.options.dropout_p < 1 and call.dtype == torch.float32:
+        return f"in float32 its dropout_p goes up to {MAX_DROPOUT}, or is 1; got {call.options.dropout_p}"
+    return None
+
+
+def _unsupported_decoding(call: Call) -> str | None:
+    """A reason in the options of a call over a KV cache."""
+    options, aux = call.options, call.aux
+    given = {
+        "score rules": len(options.scores) > 0,
+        "a mask": options.mask is not None or aux.block_rows is not None,
+        "sinks": aux.sinks is not None,
+        "dropout": options.dropout_p > 0,
+        "packed sequences": call.is_packed,
+        "keys after a query's own": options.window_right != 0 or not options.bottom_right,
+    }
+    names = [name for name, is_given in given.items() if is_given]
+    return f"its decoding kernels take a window and a softcap alone; got {', '.join(names)}" if names else None
+
+
+def is_known(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition holds; while torch traces, whether it holds for all sizes."""
+    return holds_for_all_sizes(condition) if torch.compiler.is_compiling() else bool(condition)
+
+
+def is_interpreted() -> bool:
+    """Whether Triton is asked to interpret kernels on the CPU."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")

@@ -1,240 +1,199 @@
-"""Forward and backward of the portable kernels on tensors. Arguments are taken as already validated."""
+"""The launches of the attention kernels: grids, arguments and constants."""
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
+import triton
 from torch import Tensor
 
-from .. import tuning
-from ..launching import Launcher, Plans, address_of, is_elsewhere
-from ..layout import Layout, one_a_row, rows_like
-from ..settings import Settings
-from ..sinks import sink_gradient
-from .describe import KERNELS, BackwardTensors, band_size, describe_dkdv, describe_dq, describe_forward, describe_pairs
-from .geometry import arithmetic_of
-from .inputs import PartsPlan, as_inputs, plan_parts
-from .sums import NO_SUMS, Sums
-from .variation import Variation
+from ..call import Aux
+from ..launching import Launch
+from ..lib.softmax import LOG2_E
+from . import tiles
+from .bound_mods import Read, block_operand, packed_operand
+from .halves import Input
+from .problem import Problem, is_pipelined, stride_multiples
+from .tiles import WIDEST_TILE, TileConfig, lookup
+
+AMPERE_ROWS = 32
+"""Rows of q's tile with which Triton takes Ampere's matrix instructions.
+
+Without a pipeline k and v share one buffer in shared memory, and ptxas 12.8 derives Hopper's descriptors of one tile
+from those of the other through a register that is never written (`machine_code`).
+"""
 
 
-class ForwardPlan(NamedTuple):
-    """What follows from the metadata of a forward call."""
-
-    out: Layout
-    lse: Layout
-    nothing_seen: bool
-    parts: PartsPlan | None
-    variation: Variation
-    varied: bool
-    launcher: Launcher
+def itself(tensor: Tensor) -> Tensor:
+    """The tensor: the operand of a first launch."""
+    return tensor
 
 
-class BackwardPlan(NamedTuple):
-    """What follows from the metadata of a backward call."""
+class RowTensors(NamedTuple):
+    """What the backward's kernels read and write for each row, in contiguous float32.
 
-    dq: Layout
-    dk: Layout
-    dv: Layout
-    row: Layout
-    nothing_seen: bool
-    parts: PartsPlan | None
-    variation: Variation
-    varied: bool
-    dq_launcher: Launcher
-    dkdv_launcher: Launcher
-    pair_launchers: tuple[Launcher, ...]
-    band_size: int
-
-
-PLAIN = Settings().text
-
-NOTHING_FURTHER: tuple[Any, ...] = (None, None, None, None, None)
-"""In place of sinks, a seed, what rules captured, a list of blocks, and where packed sequences begin."""
-
-_forward_plans: Plans[ForwardPlan] = Plans()
-_backward_plans: Plans[BackwardPlan] = Plans()
-
-
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    settings: str = PLAIN,
-    numbers: Sequence[float] = (),
-    extras: Sequence[Tensor] = (),
-) -> tuple[Tensor, Tensor]:
-    """Attention of q (*leading, q_len, d), k and v (*leading, k_len, d or dv): out and its natural log-sum-exp.
-
-    The last leading axis is the heads'; that of k and v may be a divisor of q's. ``settings`` and ``numbers`` stand for
-    a `Settings`, ``extras`` are the tensors that it asks for (see `Variation`). Strides are free. out is (*leading,
-    q_len, dv), laid out as q is; lse is contiguous float32.
+    dlse: gradient of the log-sum-exp or None. dlse_bound: the largest |dlse| of each group, None without dlse or for
+    16-bit inputs. lowered_lse, delta: stored by `dq_kernel` for the other passes.
     """
-    dtype, device = q.dtype, q.device
-    if is_elsewhere(device):
-        with torch.cuda.device(device):
-            return forward(q, k, v, scale, settings, numbers, extras)
-    arithmetic = arithmetic_of(q)
-    shapes: tuple[object, ...] = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
-    if extras:
-        shapes += metadata_of(extras)
-    plan = _forward_plans.get(
-        (shapes, dtype, device, scale, arithmetic, settings, *numbers),
-        lambda: _plan_forward(q, k, v, arithmetic, Variation.of(Settings.of(settings, numbers), extras)),
-    )
-    out = plan.out.empty(dtype, device)
-    lse = plan.lse.empty(torch.float32, device)
-    variation = plan.variation
-    if plan.nothing_seen:
-        lse.fill_(-math.inf)
-        return out.zero_(), lse.copy_(extras[0][:, None]) if variation.settings.sinks else lse
-    inputs = as_inputs([q, k, v], plan.parts)
-    varied = NOTHING_FURTHER
-    if plan.varied:
-        addresses = [extra.data_ptr() for extra in extras]
-        varied = (
-            *(variation.sinks(addresses), variation.seed(addresses), variation.captured(addresses)),
-            *(variation.blocks(addresses, extras, "rows"), variation.packed(addresses)),
-        )
-    plan.launcher(
-        (*inputs.addresses, *inputs.statistics, out.data_ptr(), lse.data_ptr(), *varied),
-        lambda: describe_forward(inputs.describe(), out, lse, variation, extras, scale, arithmetic),
-    )
-    return out, lse
+
+    dlse: Tensor | None
+    dlse_bound: Tensor | None
+    lse: Tensor
+    lowered_lse: Tensor
+    delta: Tensor
 
 
-def metadata_of(extras: Sequence[Tensor]) -> tuple[object, ...]:
-    """All that a plan depends on of further tensors."""
-    return tuple([(extra.shape, extra.stride(), extra.dtype) for extra in extras])
+def forward_operands(problem: Problem, aux: Aux, read: Read) -> tuple[Any, ...]:
+    """The operands of `forward_kernel` after lse."""
+    sinks = None if aux.sinks is None else read(aux.sinks)
+    return sinks, *backward_operands(problem, aux, aux.block_rows, read)
 
 
-def _plan_forward(q: Tensor, k: Tensor, v: Tensor, arithmetic: tuning.Arithmetic, variation: Variation) -> ForwardPlan:
-    out = rows_like(q, v.shape[-1])
-    nothing_seen = 0 in out.shape or k.shape[-2] == 0
-    parts = plan_parts([q, k, v], arithmetic)
-    return ForwardPlan(
-        out, one_a_row(q), nothing_seen, parts, variation, variation.asks_further, Launcher(KERNELS["forward"])
-    )
+def backward_operands(problem: Problem, aux: Aux, lists: Tensor | None, read: Read) -> tuple[Any, ...]:
+    """The operands of `dq_kernel` and `dkdv_kernel` after their sums; ``lists``: of the blocks that they visit."""
+    seed = None if aux.seed is None else read(aux.seed)
+    return seed, problem.mods.captured(aux, read), block_operand(lists, read), packed_operand(aux, read)
 
 
-def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    scale: float,
-    settings: str = PLAIN,
-    numbers: Sequence[float] = (),
-    extras: Sequence[Tensor] = (),
-    wanted: Sequence[int] = (),
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """The gradients of q, k and v, laid out as they are, from those of out and (or None) of the log-sum-exp.
-
-    And those of the extras at the positions ``wanted``, in this order.
-    """
-    if is_elsewhere(q.device):
-        with torch.cuda.device(q.device):
-            return backward(q, k, v, out, lse, dout, dlse, scale, settings, numbers, extras, wanted)
-    if dout.stride(-1) != 1:
-        # Such a gradient is usually an expanded scalar; the kernels would read it element by element, many times.
-        dout = dout.contiguous()
-    dlse = None if dlse is None else dlse.contiguous()
-    dtype, device = q.dtype, q.device
-    arithmetic = arithmetic_of(q)
-    shapes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), out.stride(), dout.stride())
-    key = (shapes, dtype, device, scale, arithmetic, dlse is None, settings, *numbers, *metadata_of(extras), *wanted)
-    plan = _backward_plans.get(
-        key,
-        lambda: _plan_backward(q, k, v, dout, arithmetic, Variation.of(Settings.of(settings, numbers), extras, wanted)),
-    )
-    variation = plan.variation
-    dq, dk, dv = (layout.empty(dtype, device) for layout in (plan.dq, plan.dk, plan.dv))
-    delta, lowered_lse = (plan.row.empty(torch.float32, device) for _ in range(2))
-    if plan.nothing_seen:
-        return dq.zero_(), dk.zero_(), dv.zero_(), _gradients_of_nothing(variation, lse, dlse, delta, extras, wanted)
-    inputs = as_inputs([q, k, v, dout], plan.parts)
-    bound = None if dlse is None or arithmetic == "half" else dlse.view(math.prod(k.shape[:-2]), -1).abs().amax(1)
-    sums = Sums.of(variation, q, k, extras) if wanted else NO_SUMS
-    tensors = BackwardTensors(out, dlse, lse, lowered_lse, delta, bound, dq, dk, dv, sums)
-    varied = by_rows = by_columns = NOTHING_FURTHER[1:]
-    if plan.varied:
-        addresses = [extra.data_ptr() for extra in extras]
-        varied = (variation.seed(addresses), variation.captured(addresses), variation.packed(addresses))
-        by_rows, by_columns = (
-            (*varied[:2], variation.blocks(addresses, extras, of), varied[2]) for of in ("rows", "columns")
-        )
-    *qkv, dout_address = inputs.addresses
-    read = (*qkv, *inputs.statistics, address_of(bound))
-    rows = (lowered_lse.data_ptr(), delta.data_ptr())
-    of_call = (variation, extras, scale, arithmetic)
-    plan.dq_launcher(
+def forward_launch(problem: Problem, inputs: list[Input], out: Tensor, lse: Tensor, aux: Aux) -> Launch:
+    """The launch of `forward_kernel`; ``inputs`` are q, k and v."""
+    q, k, v = (x.tensor for x in inputs)
+    options, constants = problem.options, problem.mods.code(backward=False)
+    config = forward_config(problem, k, v)
+    if problem.left is not None or constants["MASK"] is not None or problem.is_packed:
+        # Tiles are then not visited from the first one on, which computing scores ahead relies on.
+        config = dataclasses.replace(config, ahead=False)
+    strides, multiples = stride_multiples([q, k, v, out])
+    programs = config.programs("forward", problem.q_len, problem.q_batch_heads, problem.packed[0])
+    return Launch(
+        (programs, problem.slices(problem.v_head_dim)),
+        (q, k, v, *[x.stats for x in inputs], out, lse, *forward_operands(problem, aux, itself)),
         (
-            *(*read, out.data_ptr(), dout_address, address_of(dlse), lse.data_ptr(), *rows, dq.data_ptr()),
-            *(sums.addresses("row"), *by_rows),
+            *(*problem.sizes, *strides, tuple(x.lo_offset for x in inputs), *problem.lengths),
+            abs(options.scale) * (1.0 if problem.mods.scores else LOG2_E.value),
+            *(options.keep_scale, options.dropout_threshold),
         ),
-        lambda: describe_dq(inputs.describe(), tensors, *of_call),
+        {"C": problem.constants(config), **constants, "BOTTOM_RIGHT": options.bottom_right}
+        | {"STRIDE_MULTIPLES": multiples, "AHEAD": config.ahead, "FLIP": options.scale < 0},
+        config.options | {"enable_fp_fusion": problem.precision != "float32"},
     )
-    plan.dkdv_launcher(
-        (*read, dout_address, *rows, dk.data_ptr(), dv.data_ptr(), sums.addresses("column"), *by_columns),
-        lambda: describe_dkdv(inputs.describe(), tensors, *of_call),
-    )
-    for launcher, term in zip(plan.pair_launchers, variation.gathered, strict=True):
-        target = sums.target(term, extras[variation.differentiated[term].position], plan.band_size)
-        launcher(
-            (*read, dout_address, *rows, target.data_ptr(), *varied),
-            lambda term=term, target=target: describe_pairs(inputs.describe(), tensors, term, target, *of_call),  # type: ignore[misc]
-        )
-    gradients = [
-        sink_gradient(extras[0], lse, delta)
-        if variation.settings.sinks and position == 0
-        else sums.gradient(position, extras)
-        for position in wanted
-    ]
-    return dq, dk, dv, gradients
 
 
-def _gradients_of_nothing(
-    variation: Variation,
-    lse: Tensor,
-    dlse: Tensor | None,
-    delta: Tensor,
-    extras: Sequence[Tensor],
-    wanted: Sequence[int],
-) -> list[Tensor]:
-    """Those of the wanted extras where no query sees a key: all zeros, but for sinks."""
-    gradients = [torch.zeros_like(extras[position]) for position in wanted]
-    if variation.settings.sinks and 0 in wanted:
-        delta = delta.zero_() if dlse is None else torch.neg(dlse, out=delta)
-        gradients[[*wanted].index(0)] = sink_gradient(extras[0], lse, delta)
-    return gradients
+def forward_config(problem: Problem, k: Tensor, v: Tensor) -> TileConfig:
+    """The forward's configuration, with fewer rows where ptxas would miscompile Hopper's instructions."""
+    work = problem.q_len, problem.q_batch_heads
+    config = lookup("forward", problem.precision, problem.block, problem.device, *work, problem.with_mods)
+    shares_buffer = config.num_stages == 1 or not (is_pipelined(k) and is_pipelined(v))
+    if shares_buffer and tiles.architecture_of(problem.device) == "sm_90":
+        warps = 4 if problem.block <= WIDEST_TILE else config.num_warps
+        config = dataclasses.replace(config, tile_q=AMPERE_ROWS, num_warps=warps)
+    return config
 
 
-def _plan_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    arithmetic: tuning.Arithmetic,
-    variation: Variation,
-) -> BackwardPlan:
-    return BackwardPlan(
-        rows_like(q, q.shape[-1]),
-        rows_like(k, k.shape[-1]),
-        rows_like(v, v.shape[-1]),
-        one_a_row(q),
-        any(0 in x.shape for x in (q, k, v)),
-        plan_parts([q, k, v, dout], arithmetic),
-        variation,
-        variation.asks_further,
-        Launcher(KERNELS["dq"]),
-        Launcher(KERNELS["dkdv"]),
-        tuple(Launcher(KERNELS["pairs"]) for _ in variation.gathered),
-        band_size(q, k, v, arithmetic),
+def dq_launch(
+    problem: Problem, inputs: list[Input], rows: RowTensors, out: Tensor, dq: Tensor, sums: Sequence[Tensor], aux: Aux
+) -> Launch:
+    """The launch of `dq_kernel`; ``inputs`` are q, k, v and dout."""
+    work = problem.q_len, problem.q_batch_heads
+    config = lookup("dq", problem.precision, problem.block, problem.device, *work, problem.with_mods)
+    dout = inputs[3].tensor
+    return _backward_launch(
+        problem, inputs, rows, config,
+        grid=(config.programs("dq", *work, problem.packed[0]), problem.slices(problem.head_dim)),
+        operands=(
+            *(out, dout, rows.dlse, rows.lse, rows.lowered_lse, rows.delta, dq, tuple(sums)),
+            *backward_operands(problem, aux, aux.block_rows, itself),
+        ),
+        strided=[out, dout, dq],
+        constants={"TERMS": problem.mods.computed_by("row")},
+    )  # fmt: skip
+
+
+def dkdv_launch(
+    problem: Problem, inputs: list[Input], rows: RowTensors, dk: Tensor, dv: Tensor, sums: Sequence[Tensor], aux: Aux
+) -> Launch:
+    """The launch of `dkdv_kernel`; ``inputs`` are q, k, v and dout."""
+    work = problem.k_len, problem.kv_batch_heads
+    # With packed sequences registers are short here too.
+    with_mods = problem.with_mods or problem.is_packed
+    config = lookup("dkdv", problem.precision, problem.block, problem.device, *work, with_mods)
+    dout = inputs[3].tensor
+    slices = problem.slices(problem.head_dim, problem.v_head_dim)
+    return _backward_launch(
+        problem, inputs, rows, config,
+        grid=(config.programs("dkdv", *work, problem.packed[0]), slices),
+        operands=(
+            *(dout, rows.lowered_lse, rows.delta, dk, dv, tuple(sums)),
+            *backward_operands(problem, aux, aux.block_columns, itself),
+        ),
+        strided=[dout, dk, dv],
+        constants={"TERMS": problem.mods.computed_by("column")},
+    )  # fmt: skip
+
+
+def pair_launch(problem: Problem, inputs: list[Input], rows: RowTensors, term: int, target: Tensor, aux: Aux) -> Launch:
+    """The launch of `pair_gradient_kernel` for one term, into its buffer (`mod_gradients.empty_buffer`)."""
+    config = lookup("dq", problem.precision, problem.block, problem.device, with_mods=True)
+    batches, heads = target.shape[:2]
+    diagonal = problem.mods.terms[term].computed_by == "distance"
+    if diagonal:
+        config = dataclasses.replace(config, tile_q=target.shape[-1], tile_k=target.shape[-1])
+        tiles = target.shape[2]
+    else:
+        tiles = triton.cdiv(problem.shape[2], config.tile_q) * triton.cdiv(problem.shape[3], config.tile_k)
+    dout = inputs[3].tensor
+    seed, captured, _, cu_seqlens = backward_operands(problem, aux, None, itself)
+    return _backward_launch(
+        problem, inputs, rows, dataclasses.replace(config, num_stages=1),
+        grid=(batches * heads * tiles, 1),
+        operands=(dout, rows.lowered_lse, rows.delta, target, seed, captured, cu_seqlens),
+        strided=[dout],
+        more_strides=(tuple(target.stride()[:4]),),
+        more_arguments=(problem.shape[0] // batches, problem.heads // heads),
+        constants={"TERM": term, "DIAGONAL": diagonal},
+    )  # fmt: skip
+
+
+def band_size(problem: Problem) -> int:
+    """The rows and columns of a band's square tiles in `pair_gradient_kernel`."""
+    config = lookup("dq", problem.precision, problem.block, problem.device, with_mods=True)
+    return min(config.tile_q, config.tile_k)
+
+
+def _backward_launch(
+    problem: Problem,
+    inputs: list[Input],
+    rows: RowTensors,
+    config: TileConfig,
+    grid: tuple[int, int],
+    operands: tuple[Any, ...],
+    strided: list[Tensor],
+    constants: dict[str, Any],
+    more_strides: tuple[tuple[int, ...], ...] = (),
+    more_arguments: tuple[int, ...] = (),
+) -> Launch:
+    """A launch of a backward kernel: what all have in common, and what differs.
+
+    Args:
+        operands: after ``dlse_bound``.
+        strided: tensors whose strides follow v's.
+        more_strides: strides after those.
+        more_arguments: numbers after ``max_slope``.
+    """
+    options = problem.options
+    qkv = [x.tensor for x in inputs[:3]]
+    strides, multiples = stride_multiples([*qkv, *strided])
+    return Launch(
+        grid,
+        (*qkv, *[x.stats for x in inputs], rows.dlse_bound, *operands),
+        (
+            *(*problem.sizes, *strides, *more_strides, tuple(x.lo_offset for x in inputs), *problem.lengths),
+            *(options.scale, options.scale * LOG2_E.value, options.keep_scale, options.dropout_threshold),
+            *(problem.mods.max_slope(options.keep_scale), *more_arguments),
+        ),
+        {"C": problem.constants(config), **problem.mods.code(backward=True), **constants}
+        | {"BOTTOM_RIGHT": options.bottom_right, "STRIDE_MULTIPLES": multiples},
+        config.options,
     )

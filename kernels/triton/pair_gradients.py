@@ -1,218 +1,156 @@
-"""The gradient of a captured tensor that has an element for each pair, such as a bias, or one for each distance.
+"""The gradient of a captured tensor with an element for each pair, such as a bias, or for each distance.
 
-A tile of it is what the tiles of score gradients at that place add up to, over the batch entries and heads that share
-the tensor. One program gathers it, so nothing is added atomically and nothing quadratic is written but the result.
+A program computes one tile of it: the sum of dS tiles over the batch entries and heads that share the tensor. Nothing
+is added atomically, and nothing quadratic is stored but the result.
 
-For distances there is one program for each diagonal of tiles, a band. Where tiles are square, an element has the same
-distance in all of them, so these are added up too, and in the end the diagonals of what comes out. `diagonals` puts
-together what neighbouring bands have in common.
+For distances (column - row) a program computes one diagonal of square tiles, a band, where an element has the same
+distance in all tiles: it sums the tiles, then their diagonals. `mod_gradients` adds what neighbouring bands share.
 """
 
 import triton
 import triton.language as tl
 
-from .addresses import matrix
-from .gradients import row_lse_of, score_gradient, weights_and_slopes
-from .pairs import Place, kept_pairs
-from .sequences import NUMBERS, sequences_of
-from .slices import load_slice, products_of_rows
-from .units import TOP, scales_of
+from .lib.backward import load_lse, probabilities, score_gradient
+from .lib.matmul import dot_rows, load
+from .lib.matrix import matrix
+from .lib.pairs import HeadInfo, keep_mask
+from .lib.pow2 import TOP, scales_of
+from .lib.varlen import UNSPECIALIZED, sequences_of
 
 
 @triton.jit
 def pair_step(
-    total,
-    queries,
-    keys,
-    values,
-    douts,
-    lse,
-    delta,
-    first_row,
-    first_column,
-    place,
-    scales,
-    HEAD_DIM: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    TILE_Q: tl.constexpr,
-    TILE_K: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    MASK: tl.constexpr,
-    SCORE: tl.constexpr,
-    TERM: tl.constexpr,
-    SHIFT: tl.constexpr,
-):
-    """Add a tile of score gradients, times the term TERM of each pair."""
-    across = first_row + tl.arange(0, TILE_Q)
+    total, queries, keys, values, douts, lse, delta, first_row, first_column, head, scales,
+    MASK: tl.constexpr, SCORE: tl.constexpr, TERM: tl.constexpr, SHIFT: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Add a tile of dS times the gradient term TERM."""
+    across = first_row + tl.arange(0, C.TILE_Q)
     rows = across[:, None]
-    columns = first_column + tl.arange(0, TILE_K)[None, :]
-    q_tile = load_slice(queries, first_row, 0, TILE_Q, BLOCK_D, HEAD_DIM, True)
-    k_tile = load_slice(keys, first_column, 0, TILE_K, BLOCK_D, HEAD_DIM, True)
-    products = products_of_rows(
-        q_tile, queries, first_row, k_tile, keys, first_column, TILE_Q, TILE_K, BLOCK_D, HEAD_DIM
-    )
-    row_lse = row_lse_of(lse, across, queries.rows)
-    row_delta = tl.load(delta + across, mask=across < queries.rows, other=0.0)
-    weights, _, terms = weights_and_slopes(
-        products, rows, columns, row_lse[:, None], scales, place,
-        LEFT, RIGHT, True, MASK, SCORE, SHIFT, True,
+    columns = first_column + tl.arange(0, C.TILE_K)[None, :]
+    q_tile = load(queries, first_row, 0, C.TILE_Q, C.BLOCK_D, C.HEAD_DIM, True)
+    k_tile = load(keys, first_column, 0, C.TILE_K, C.BLOCK_D, C.HEAD_DIM, True)
+    s = dot_rows(
+        q_tile, queries, first_row, k_tile, keys, first_column, C.TILE_Q, C.TILE_K, C.BLOCK_D, C.HEAD_DIM
     )  # fmt: skip
-    dout_tile = load_slice(douts, first_row, 0, TILE_Q, BLOCK_DV, V_HEAD_DIM, True)
-    v_tile = load_slice(values, first_column, 0, TILE_K, BLOCK_DV, V_HEAD_DIM, True)
-    dweights = products_of_rows(
-        dout_tile, douts, first_row, v_tile, values, first_column, TILE_Q, TILE_K, BLOCK_DV, V_HEAD_DIM
-    )
-    if place.seed is not None:
-        dweights = tl.where(kept_pairs(first_row, first_column, place, TILE_Q, TILE_K, False), dweights, 0.0)
-    return total + score_gradient(weights, dweights, row_delta[:, None], scales) * terms[TERM] * scales.step
+    row_lse = load_lse(lse, across, queries.rows)
+    row_delta = tl.load(delta + across, mask=across < queries.rows, other=0.0)
+    p, _, terms = probabilities(
+        s, rows, columns, row_lse[:, None], scales, head, True, True, MASK, SCORE, SHIFT, C
+    )  # fmt: skip
+    dout_tile = load(douts, first_row, 0, C.TILE_Q, C.BLOCK_DV, C.V_HEAD_DIM, True)
+    v_tile = load(values, first_column, 0, C.TILE_K, C.BLOCK_DV, C.V_HEAD_DIM, True)
+    dp = dot_rows(
+        dout_tile, douts, first_row, v_tile, values, first_column, C.TILE_Q, C.TILE_K, C.BLOCK_DV, C.V_HEAD_DIM
+    )  # fmt: skip
+    if head.seed is not None:
+        dp = tl.where(keep_mask(first_row, first_column, head, C.TILE_Q, C.TILE_K, False), dp, 0.0)
+    return total + score_gradient(p, dp, row_delta[:, None], scales) * terms[TERM] * scales.ds
 
 
 @triton.jit
-def gathered_place(q_len, k_len, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, DIAGONAL: tl.constexpr):
-    """What a program gathers: the number of its matrix, its first row and column, and how many rows it goes along."""
-    tiles_q = tl.cdiv(q_len, TILE_Q)
-    tiles_k = tl.cdiv(k_len, TILE_K)
+def program_coordinates(q_len, k_len, DIAGONAL: tl.constexpr, C: tl.constexpr):
+    """The matrix of a program, its first row and column, and the rows that its band spans."""
+    tiles_q = tl.cdiv(q_len, C.TILE_Q)
+    tiles_k = tl.cdiv(k_len, C.TILE_K)
     if DIAGONAL:
         bands = tiles_q + tiles_k - 1
-        own = tl.program_id(0) // bands
+        target_matrix = tl.program_id(0) // bands
         ahead = tl.program_id(0) % bands - tiles_q + 1
         row_tile = tl.maximum(0, -ahead)
         column_tile = tl.maximum(0, ahead)
-        reach = tl.minimum(tiles_q - row_tile, tiles_k - column_tile) * TILE_Q
+        reach = tl.minimum(tiles_q - row_tile, tiles_k - column_tile) * C.TILE_Q
     else:
-        own = tl.program_id(0) // tiles_k // tiles_q
+        target_matrix = tl.program_id(0) // tiles_k // tiles_q
         row_tile = tl.program_id(0) // tiles_k % tiles_q
         column_tile = tl.program_id(0) % tiles_k
-        reach = TILE_Q
-    return own, row_tile * TILE_Q, column_tile * TILE_K, reach
+        reach = C.TILE_Q
+    return target_matrix, row_tile * C.TILE_Q, column_tile * C.TILE_K, reach
 
 
 @triton.jit
-def diagonal_sums(tile, SIZE: tl.constexpr):
-    """A square tile summed along its diagonals: those with column - row from -SIZE to -1, and from 0 to SIZE - 1."""
+def tile_diagonal_sums(tile, SIZE: tl.constexpr):
+    """A square tile summed along its diagonals: column - row from -SIZE to -1, and from 0 to SIZE - 1."""
     ends = tl.arange(0, SIZE)[None, :] + tl.arange(0, SIZE)[:, None]
-    # Each row is rotated by its number: what was on two diagonals, SIZE apart, is then in one column.
+    # Row i is rotated by i: two diagonals, SIZE apart, are then in one column.
     upright = tl.gather(tile, ends % SIZE, 1)
     wrapped = ends >= SIZE
     return tl.sum(tl.where(wrapped, upright, 0.0), 0), tl.sum(tl.where(wrapped, 0.0, upright), 0)
 
 
-@triton.jit(do_not_specialize=[*NUMBERS, "shared_batches", "shared_heads"])
-def pair_gradient_kernel(
-    q,
-    k,
-    v,
-    q_statistics,
-    k_statistics,
-    v_statistics,
-    dout_statistics,
-    dlse_bound,
-    dout,
-    lse,
-    delta,
-    target,
-    seed,
-    captured,
-    packed,
-    q_sizes,
-    kv_sizes,
-    q_strides,
-    k_strides,
-    v_strides,
-    dout_strides,
-    target_strides,
-    distances,
-    group,
-    heads,
-    q_len,
-    k_len,
-    left,
-    right,
-    sequences,
-    most_rows,
-    most_columns,
-    scale,
-    score_scale,
-    kept_scale,
-    threshold,
-    steepest,
-    shared_batches,
-    shared_heads,
-    HEAD_DIM: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    TILE_Q: tl.constexpr,
-    TILE_K: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    MASK: tl.constexpr,
-    SCORE: tl.constexpr,
-    TERM: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    TO_THE_END: tl.constexpr,
-    UNITS: tl.constexpr,
-):
-    """Grid: one program for each (matrix of the target, tile of it). The target is (batch, heads, q_len, k_len).
-
-    Of packed sequences it is (sequences, heads, most_rows, most_columns).
-
-    With DIAGONAL one for each (matrix, band), from that of the last row and the first column on; tiles are square, and
-    the target is (batch, heads, bands, 2, TILE_Q), contiguous, in float32. Each matrix is shared by ``shared_batches``
-    entries of the batch and ``shared_heads`` heads: 1, or all. TERM is the term whose gradient this is; see `dq`.
-    """
-    SHIFT: tl.constexpr = 0 if q_statistics is None else TOP
-    target_rows = q_len if packed is None else most_rows
-    target_columns = k_len if packed is None else most_columns
-    own, start_row, start_column, reach = gathered_place(target_rows, target_columns, TILE_Q, TILE_K, DIAGONAL)
-    own_heads = heads // shared_heads
-    first_batch = own // own_heads
-    first_head = own % own_heads
-    total = tl.zeros([TILE_Q, TILE_K], tl.float32)
-    members = shared_batches * shared_heads
-    if RIGHT and packed is None:
-        members = tl.where(start_column > start_row + TILE_Q - 1 + right, 0, members)
-    if LEFT and packed is None:
-        members = tl.where(start_column + TILE_K - 1 < start_row + left, 0, members)
-    for member in range(members):
-        batch = first_batch + member // shared_heads
-        head = first_head + member % shared_heads
-        index = head if packed is not None else batch * heads + head
-        kv_index = index // group
-        here = sequences_of(packed, 0, batch, sequences, q_len, k_len, most_rows, most_columns, TO_THE_END)
-        place = Place(
-            batch, head, batch * heads + head, here.rows, here.columns,
-            left + here.shift, right + here.shift, captured, seed, threshold,
-        )  # fmt: skip
-        scales = scales_of(
-            q_statistics, k_statistics, v_statistics, dout_statistics, dlse_bound, kv_index, scale, score_scale,
-            1.0 if seed is None else kept_scale, steepest,
-        )  # fmt: skip
-        keys = matrix(k, kv_index, kv_sizes, k_strides, here.k, distances[1], UNITS[1])
-        values = matrix(v, kv_index, kv_sizes, v_strides, here.k, distances[2], UNITS[2])
-        queries = matrix(q, index, q_sizes, q_strides, here.q, distances[0], UNITS[0])
-        douts = matrix(dout, index, q_sizes, dout_strides, here.q, distances[3], UNITS[3])
-        row_offset = tl.cast(index, tl.int64) * q_len + here.q.first
-        for along in range(0, reach, TILE_Q):
-            total = pair_step(
-                total, queries, keys, values, douts, lse + row_offset, delta + row_offset, start_row + along,
-                start_column + along, place, scales, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, TILE_Q, TILE_K,
-                LEFT, RIGHT, MASK, SCORE, TERM, SHIFT,
-            )  # fmt: skip
-    down = tl.arange(0, TILE_Q)[:, None]
-    across = tl.arange(0, TILE_K)[None, :]
+@triton.jit
+def store_gradient(
+    target, total, strides, batch, head, start_row, start_column, rows, columns, DIAGONAL: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of the gradient, or with DIAGONAL the sums of its diagonals."""
+    down = tl.arange(0, C.TILE_Q)[:, None]
+    across = tl.arange(0, C.TILE_K)[None, :]
     one = tl.full((), 1, tl.int64)
     if DIAGONAL:
-        before, after = diagonal_sums(total, TILE_Q)
-        start = target + tl.program_id(0) * (2 * TILE_Q * one) + tl.arange(0, TILE_Q)
+        before, after = tile_diagonal_sums(total, C.TILE_Q)
+        start = target + tl.program_id(0) * (2 * C.TILE_Q * one) + tl.arange(0, C.TILE_Q)
         tl.store(start, before)
-        tl.store(start + TILE_Q, after)
+        tl.store(start + C.TILE_Q, after)
     else:
-        start = target + first_batch * (target_strides[0] * one) + first_head * (target_strides[1] * one)
-        start += start_row * (target_strides[2] * one) + start_column * (target_strides[3] * one)
-        offsets = down * (target_strides[2] * one) + across * (target_strides[3] * one)
-        exist = (start_row + down < target_rows) & (start_column + across < target_columns)
+        start = target + batch * (strides[0] * one) + head * (strides[1] * one)
+        start += start_row * (strides[2] * one) + start_column * (strides[3] * one)
+        offsets = down * (strides[2] * one) + across * (strides[3] * one)
+        exist = (start_row + down < rows) & (start_column + across < columns)
         tl.store(start + offsets, total.to(target.dtype.element_ty), mask=exist)
+
+
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "shared_batches", "shared_heads"])
+def pair_gradient_kernel(
+    q, k, v, q_stats, k_stats, v_stats, dout_stats, dlse_bound, dout, lse, delta, target, seed, captured, cu_seqlens,
+    q_sizes, kv_sizes, q_strides, k_strides, v_strides, dout_strides, target_strides, lo_offsets,
+    group, heads, q_len, k_len, left, right, num_seqs, max_seqlen_q, max_seqlen_k,
+    scale, scale_log2, keep_scale, dropout_threshold, max_slope, shared_batches, shared_heads,
+    C: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, TERM: tl.constexpr, DIAGONAL: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr, STRIDE_MULTIPLES: tl.constexpr,
+):  # fmt: skip
+    """Grid: (matrices of the target * its tiles,). The target is (batch, heads, q_len, k_len).
+
+    For packed sequences it is (sequences, heads, max_seqlen_q, max_seqlen_k). With DIAGONAL there is a program for each
+    matrix and band, from the lower left band on; tiles are square, and the target is (batch, heads, bands, 2, TILE_Q),
+    contiguous float32. ``shared_batches`` batch entries and ``shared_heads`` heads, 1 or all, share each matrix.
+    """
+    SHIFT: tl.constexpr = 0 if q_stats is None else TOP
+    rows = q_len if cu_seqlens is None else max_seqlen_q
+    columns = k_len if cu_seqlens is None else max_seqlen_k
+    target_matrix, start_row, start_column, reach = program_coordinates(rows, columns, DIAGONAL, C)
+    target_heads = heads // shared_heads
+    first_batch = target_matrix // target_heads
+    first_head = target_matrix % target_heads
+    total = tl.zeros([C.TILE_Q, C.TILE_K], tl.float32)
+    members = shared_batches * shared_heads
+    if C.RIGHT and cu_seqlens is None:
+        members = tl.where(start_column > start_row + C.TILE_Q - 1 + right, 0, members)
+    if C.LEFT and cu_seqlens is None:
+        members = tl.where(start_column + C.TILE_K - 1 < start_row + left, 0, members)
+    for member in range(members):
+        batch = first_batch + member // shared_heads
+        q_head = first_head + member % shared_heads
+        batch_head = q_head if cu_seqlens is not None else batch * heads + q_head
+        kv_head = batch_head // group
+        here = sequences_of(cu_seqlens, 0, batch, num_seqs, q_len, k_len, max_seqlen_q, max_seqlen_k, BOTTOM_RIGHT)
+        head = HeadInfo(
+            batch, q_head, batch * heads + q_head, here.q_len, here.k_len,
+            left + here.shift, right + here.shift, captured, seed, dropout_threshold,
+        )  # fmt: skip
+        scales = scales_of(
+            q_stats, k_stats, v_stats, dout_stats, dlse_bound, kv_head, scale, scale_log2,
+            1.0 if seed is None else keep_scale, max_slope,
+        )  # fmt: skip
+        keys = matrix(k, kv_head, kv_sizes, k_strides, here.k, lo_offsets[1], STRIDE_MULTIPLES[1])
+        values = matrix(v, kv_head, kv_sizes, v_strides, here.k, lo_offsets[2], STRIDE_MULTIPLES[2])
+        queries = matrix(q, batch_head, q_sizes, q_strides, here.q, lo_offsets[0], STRIDE_MULTIPLES[0])
+        douts = matrix(dout, batch_head, q_sizes, dout_strides, here.q, lo_offsets[3], STRIDE_MULTIPLES[3])
+        row_offset = tl.cast(batch_head, tl.int64) * q_len + here.q.first
+        for along in range(0, reach, C.TILE_Q):
+            total = pair_step(
+                total, queries, keys, values, douts, lse + row_offset, delta + row_offset, start_row + along,
+                start_column + along, head, scales, MASK, SCORE, TERM, SHIFT, C,
+            )  # fmt: skip
+    store_gradient(
+        target, total, target_strides, first_batch, first_head, start_row, start_column, rows, columns, DIAGONAL, C
+    )  # fmt: skip

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cs336_systems.attention import Implementation, attention_with_cache, cached, explain_with_cache
-from cs336_systems.kernels import tuning
-from cs336_systems.kernels.tuning import TileConfig
+from cs336_systems.kernels.triton import tiles as tuning
+from cs336_systems.kernels.triton.tiles import TileConfig
 from cs336_systems.testing import TF32_EPS, assert_cached_within_budget, make_cache, poisoned_memory
 
 SMALL_TILES = TileConfig(16, 16, 4, 2)
@@ -23,8 +23,8 @@ SMALL_TILES = TileConfig(16, 16, 4, 2)
 @pytest.fixture
 def many_processors(monkeypatch):
     """So many that sequences are divided into parts, with `SMALL_TILES`."""
-    monkeypatch.setattr(tuning, "processors_of", lambda device: 64)
-    with tuning.pin(cached=SMALL_TILES):
+    monkeypatch.setattr("cs336_systems.kernels.launching.num_sms", lambda device: 64)
+    with tuning.pin(decode=SMALL_TILES):
         yield
 
 
@@ -86,8 +86,8 @@ def calls(draw):
 def test_any_call(flash_device, call, seed, processors):
     sizes, features = call
     torch.manual_seed(seed)
-    with pytest.MonkeyPatch.context() as patched, tuning.pin(cached=SMALL_TILES):
-        patched.setattr(tuning, "processors_of", lambda device: processors)
+    with pytest.MonkeyPatch.context() as patched, tuning.pin(decode=SMALL_TILES):
+        patched.setattr("cs336_systems.kernels.launching.num_sms", lambda device: processors)
         check("flash", make_cache(**sizes, device=flash_device), **features)
 
 
@@ -155,7 +155,13 @@ def test_queries_laid_out_as_a_projection_leaves_them(device, impl):
 
 
 def test_parts_are_divided_among_processors():
-    from cs336_systems.kernels.triton.cached_launch import AT_A_TIME, MOST_PARTS, TILES_A_PART, WANTED, parts_of
+    from cs336_systems.kernels.triton.decode_launch import (
+        MAX_SPLITS as MOST_PARTS,
+        PROGRAMS_PER_SM as WANTED,
+        RESIDENT as AT_A_TIME,
+        TILES_PER_SPLIT as TILES_A_PART,
+        num_splits as parts_of,
+    )
 
     assert parts_of(1, 1, 132) == 1  # there is one tile
     assert parts_of(10_000, 1000, 132) == 1  # whole sequences keep all processors busy

@@ -12,8 +12,8 @@ import triton.language as tl
 
 from cs336_systems.attention import attention
 from cs336_systems.attention.pairs import philox
-from cs336_systems.kernels import tuning
-from cs336_systems.kernels.tuning import TileConfig
+from cs336_systems.kernels.triton import tiles as tuning
+from cs336_systems.kernels.triton.tiles import TileConfig
 from cs336_systems.kernels.versions import compile_options
 from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs
 

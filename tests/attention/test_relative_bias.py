@@ -12,9 +12,10 @@ import torch
 from cs336_systems.attention import attention
 from cs336_systems.attention.rules import score_rule
 from cs336_systems.attention.variants import bias, relative_bias, softcap
-from cs336_systems.kernels.diagonals import diagonal_sums, placed, sums_of_bands
+from cs336_systems.kernels.lib.reductions import diagonal_sums
+from cs336_systems.kernels.triton.mod_gradients import place_distances as placed, sum_bands as sums_of_bands
 from cs336_systems.kernels.language import at, tanh
-from cs336_systems.kernels.tuning import TileConfig, pin
+from cs336_systems.kernels.triton.tiles import TileConfig, pin
 from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs, poisoned_memory
 
 ROOT = Path(__file__).parents[2]

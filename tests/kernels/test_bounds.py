@@ -1,6 +1,6 @@
-"""No kernel reads or writes outside of its tensors, whatever of a tile exists: each address in the interpreter is seen.
+"""No kernel loads or stores outside of its tensors: the interpreter's memory accesses are checked one by one.
 
-What lies there is seldom noticed otherwise: it is multiplied by zeros, or never stored.
+Other tests seldom notice: what is loaded there is multiplied by zeros, or never stored.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from triton.runtime import interpreter
 
 from cs336_systems.attention import attention, attention_varlen, attention_with_cache
 from cs336_systems.attention.variants import document, relative_bias
-from cs336_systems.kernels import launching, tuning
-from cs336_systems.kernels.tuning import TileConfig
+from cs336_systems.kernels import launching
 from cs336_systems.testing import Shapes, evaluate, make_cache, make_inputs, make_packed, starts_of
+
+from .portable import tiled
 
 pytestmark = pytest.mark.skipif(not launching.INTERPRETED, reason="needs the interpreter")
 
 
 class Watch:
-    """The interpreter's memory accesses, held to the storages of the tensors that a launch was given."""
+    """The interpreter's memory accesses, checked against the storages of a launch's tensors."""
 
     def __init__(self, memory):
         self.memory = memory
@@ -55,7 +56,7 @@ class Watch:
 
 
 def tensors_in(value):
-    """Those of a launch's arguments, also within tuples."""
+    """The tensors among a launch's arguments, also within tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple):
@@ -87,19 +88,14 @@ def test_every_address_is_in_a_tensor(flash_device, watch, lengths, widths, caus
     (q_len, k_len), (d, dv) = lengths, widths
     shapes = Shapes.of(1, q_len=q_len, k_len=k_len, d=d, dv=dv, q_heads=2, kv_heads=1)
     inputs = make_inputs(shapes, dtype=dtype, device=flash_device)
-    tile = TileConfig(16, 16, 4, 1, ahead=causal)
-    with tuning.pin(forward=tile, dq=tile, dkdv=tile):
+    with tiled(16, 16, ahead=causal):
         evaluate(partial(attention, causal=causal, impl="flash", return_lse=True), inputs)
     assert watch.checked > 0
 
 
-SMALL = TileConfig(16, 16, 4, 1)
-pinned = partial(tuning.pin, forward=SMALL, dq=SMALL, dkdv=SMALL)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("features", [{}, {"causal": True}, {"window": (5, 3)}, {"bias": True}])
-def test_every_address_of_packed_sequences_is(flash_device, watch, features, dtype):
+def test_every_address_of_packed_sequences_is_in_a_tensor(flash_device, watch, features, dtype):
     """The last sequences are short of a tile, and no row follows them."""
     lengths = [(18, 3), (0, 5), (17, 18), (1, 2)]
     inputs = make_packed(lengths, d=20, dv=12, dtype=dtype, device=flash_device)
@@ -107,7 +103,7 @@ def test_every_address_of_packed_sequences_is(flash_device, watch, features, dty
     most = {"max_seqlen_q": 18, "max_seqlen_k": 18}
     if "bias" in features:
         features = {"bias": torch.randn(1, 2, 18, 18, device=flash_device, requires_grad=True)}
-    with pinned():
+    with tiled(16, 16):
         attend = partial(attention_varlen, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], **most, impl="flash")
         evaluate(partial(attend, **features, return_lse=True), inputs)
     assert watch.checked > 0
@@ -130,17 +126,17 @@ def shaped(*shape):
         lambda: {"mask": document(torch.arange(35).expand(2, 35) // 9).with_blocks(18, 35)},
     ],
 )
-def test_every_address_of_what_is_captured_is(flash_device, watch, features):
+def test_every_address_of_captured_tensors_is_in_a_tensor(flash_device, watch, features):
     shapes = Shapes.of(2, q_len=18, k_len=35, d=20, dv=12, q_heads=2, kv_heads=1)
     inputs = make_inputs(shapes, device=flash_device)
-    with pinned():
+    with tiled(16, 16):
         evaluate(partial(attention, impl="flash"), inputs, features())
     assert watch.checked > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize(("new", "window"), [(1, None), (3, None), (3, (9, 0))])
-def test_every_address_of_a_cache_is(flash_device, watch, new, window, dtype):
+def test_every_address_of_a_cache_is_in_a_tensor(flash_device, watch, new, window, dtype):
     """A full sequence ends where its slots do; others are short, or empty."""
     cache = make_cache(
         [70, 3, 0, 65], capacity=70, q_heads=4, kv_heads=2, d=20, dv=12, new=new, dtype=dtype, device=flash_device

@@ -1,4 +1,4 @@
-"""Wherever an edge of the band crosses tiles, each pair is seen or hidden: one in the corner of a tile shows."""
+"""Wherever an edge of the band crosses tiles, each pair is visible or hidden, even in the corner of a tile."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from cs336_systems.attention import attention
-from cs336_systems.kernels import launching, tuning
-from cs336_systems.kernels.tuning import TileConfig
+from cs336_systems.kernels import launching
 from cs336_systems.testing import Inputs, Shapes, evaluate, make_inputs, oracle
+
+from .portable import tiled
 
 pytestmark = pytest.mark.skipif(not launching.INTERPRETED, reason="compiles a kernel for each tile, for nothing")
 
@@ -19,11 +20,10 @@ SIDES = range(TILE)
 
 
 def check(inputs: Inputs, causal: bool, window: tuple[int | None, int | None]) -> None:
-    """The gradient of a bias for each pair has a pass of its own."""
+    """With a bias, whose gradient per pair has its own kernel."""
     q_len, k_len = inputs.q.shape[-2], inputs.k.shape[-2]
     features = {"window": window, "bias": torch.randn(q_len, k_len, requires_grad=True)}
-    tile = TileConfig(TILE, TILE, 4, 1)
-    with tuning.pin(forward=tile, dq=tile, dkdv=tile):
+    with tiled(TILE, TILE):
         attend = partial(attention, causal=causal, impl="flash", window=window, return_lse=True)
         results = evaluate(attend, inputs, {"bias": features["bias"]})
     most = 1e-4 if inputs.q.dtype == torch.float32 else 1e-2

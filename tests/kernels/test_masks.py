@@ -1,4 +1,4 @@
-"""The ranges of tiles that kernels visit are those that the band asks for, wherever its edges lie."""
+"""The ranges of tiles that kernels visit are those of the band, wherever its edges lie."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cs336_systems.kernels.triton.masks import key_ranges, query_ranges, visible
+from cs336_systems.kernels.triton.lib.masks import key_ranges, query_ranges, visible
 from cs336_systems.kernels.versions import compile_options
 
 TILES = 3
@@ -62,14 +62,14 @@ def ranges_of(kernel, device, length, band, rows, columns):
 
 
 def check_ranges(ranges, step, length, seen_by_any, seen_by_all, key):
-    """Each tile with anything to see is visited once, and those of the second range are seen whole."""
+    """Each tile with visible pairs is visited once, and all pairs of the second range are visible."""
     visited = [[*range(start, stop, step)] for start, stop in ranges]
     flat = [start for part in visited for start in part]
     assert len(flat) == len(set(flat)), key
     assert all(start % step == 0 and 0 <= start < length for start in flat), key
     needed = {place // step * step for place in seen_by_any}
     assert needed <= set(flat), key
-    # Not more than a tile at each end is visited in vain.
+    # At most one tile at each end is visited without need.
     assert len(flat) <= len(needed) + 2, key
     for start in visited[1]:
         assert all(place in seen_by_all for place in range(start, min(start + step, length))), key

@@ -1,4 +1,4 @@
-"""Any tiling computes the same thing, whatever divides whatever."""
+"""Every tiling computes the same, whatever divides whatever."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from cs336_systems.attention import attention
-from cs336_systems.kernels import tuning
-from cs336_systems.kernels.triton import launch
-from cs336_systems.kernels.tuning import TileConfig
+from cs336_systems.kernels.triton import plans
+from cs336_systems.kernels.triton.tiles import TileConfig
 from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs, poisoned_memory
+
+from .portable import portable, tiled
 
 TILES = [(16, 16), (16, 64), (64, 16), (32, 128), (128, 32)]
 MASKS = [False, "top_left", "bottom_right"]
@@ -23,26 +24,19 @@ SHAPES = {
 
 
 def tilings():
-    """Every tile with every mask in both dtypes. Shapes take turns: each meets every tile, mask and dtype too.
-
-    So do scores that are computed a step ahead and those that are not.
-    """
-    cases = []
+    """Every tile with every mask in both dtypes. Shapes, and scores computed a step ahead, take turns."""
     for row, tile in enumerate(TILES):
         for column, causal in enumerate(MASKS):
             for turn, dtype in enumerate([torch.float16, torch.float32]):
-                name = [*SHAPES][(row + column + turn) % len(SHAPES)]
-                ahead = (row + column) % 2 == turn
+                name, ahead = [*SHAPES][(row + column + turn) % len(SHAPES)], (row + column) % 2 == turn
                 case = f"{tile[0]}x{tile[1]}-{causal or 'full'}-{str(dtype).removeprefix('torch.')}-{name}"
-                case += "-ahead" if ahead else ""
-                cases.append(pytest.param(TileConfig(*tile, 4, 2, ahead), causal, dtype, SHAPES[name], id=case))
-    return cases
+                yield pytest.param((*tile, 4, 2, ahead), causal, dtype, SHAPES[name], id=case + "-ahead" * ahead)
 
 
-@pytest.mark.parametrize(("tile", "causal", "dtype", "shapes"), tilings())
+@pytest.mark.parametrize(("tile", "causal", "dtype", "shapes"), [*tilings()])
 def test_results_are_within_the_budget_for_every_tile(flash_device, tile, causal, dtype, shapes):
     inputs = make_inputs(shapes, dtype=dtype, device=flash_device)
-    with tuning.pin(forward=tile, dq=tile, dkdv=tile), poisoned_memory():
+    with tiled(*tile), poisoned_memory():
         results = evaluate(partial(attention, causal=causal, impl="flash", return_lse=True), inputs)
     assert_within_budget(results, inputs, causal=causal)
 
@@ -53,35 +47,33 @@ def test_results_are_within_the_budget_for_every_tile(flash_device, tile, causal
 @pytest.mark.gpu
 def test_results_are_within_the_budget_for_every_pipeline(options, dtype, ahead):
     inputs = make_inputs(Shapes.of(1, q_len=515, k_len=700, d=64, q_heads=2), dtype=dtype, device="cuda")
-    config = TileConfig(64, 32, *options, ahead)
-    with tuning.pin(forward=config, dq=config, dkdv=config):
+    with tiled(64, 32, *options, ahead):
         results = evaluate(partial(attention, causal=True, impl="flash", return_lse=True), inputs)
     assert_within_budget(results, inputs, causal=True)
 
 
 @pytest.mark.parametrize("changed", ["forward", "dq", "dkdv"])
 def test_a_pin_reaches_the_kernel_it_names(monkeypatch, flash_device, changed):
-    """By the number of programs launched, in calls that are otherwise remembered."""
+    """Seen by the number of programs, in calls that otherwise have a plan already."""
     grids = {}
 
     def watch(name):
-        describe = getattr(launch, f"describe_{name}")
+        describe = getattr(plans, f"{name}_launch")
 
-        def described(*args):
-            launched = describe(*args)
-            grids[name] = launched.grid[0]
-            return launched
+        def watched(*args):
+            launch = describe(*args)
+            grids[name] = launch.grid[0]
+            return launch
 
-        monkeypatch.setattr(launch, f"describe_{name}", described)
+        monkeypatch.setattr(plans, f"{name}_launch", watched)
 
     for name in ("forward", "dq", "dkdv"):
         watch(name)
     inputs = make_inputs(Shapes.of(1, q_len=128, d=16), dtype=torch.float16, device=flash_device)
     attend = partial(attention, impl="flash")
-    coarse, fine = TileConfig(128, 128, 4, 2), TileConfig(32, 32, 4, 2)
-    with tuning.pin(forward=coarse, dq=coarse, dkdv=coarse):
+    with tiled(128, 128, 4, 2):
         evaluate(attend, inputs)
         assert grids == {"forward": 1, "dq": 1, "dkdv": 1}
-        with tuning.pin(**{changed: fine}):
+        with portable(**{changed: TileConfig(32, 32, 4, 2)}):
             evaluate(attend, inputs)
         assert grids == {"forward": 1, "dq": 1, "dkdv": 1} | {changed: 4}

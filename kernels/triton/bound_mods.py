@@ -1,0 +1,157 @@
+"""Mask and score rules of a call bound to the tensors they captured, and its other optional tensors.
+
+Functions with an argument ``read`` return operands of a launch. For a repeated launch, which passes addresses, it is
+`torch.Tensor.data_ptr`; for the first one, which passes tensors, it is the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .. import rules
+from ..call import Aux, Call, Wanted
+from ..rules import DISTANCE, Leaf, Mask, Scores, mask_code, registry, score_code, structure_of
+
+UNBOUNDED = 2**31 - 1
+"""The length limit of packed sequences where none is given."""
+
+Read = Callable[[Tensor], Any]
+
+
+class View(NamedTuple):
+    """A captured tensor: its position in the aux tuple, its strides (None for axes of size 1) and its sizes."""
+
+    position: int
+    strides: tuple[int | None, ...]
+    sizes: tuple[int, ...]
+
+
+class Term(NamedTuple):
+    """A captured tensor of a score rule whose gradient is wanted.
+
+    position: in ``aux.score_aux``. axes: those that its elements differ along, among "batch", "head", "row" and
+    "column", or "distance" instead of the last two. origin: the index of distance 0.
+    """
+
+    position: int
+    axes: frozenset[str]
+    origin: int
+
+    @property
+    def computed_by(self) -> str:
+        """What computes it: "row", the dQ pass; "column", the dK and dV pass; "pair" or "distance", its own pass."""
+        if DISTANCE in self.axes:
+            return "distance"
+        if {"row", "column"} <= self.axes:
+            return "pair"
+        return "column" if "column" in self.axes else "row"
+
+
+@dataclass(frozen=True)
+class BoundMods:
+    """The rules of a call. mask_args, score_args: what their rules captured, numbers or `View`, in order.
+
+    terms: the captured tensors whose gradients are wanted; positions: the same by rule, as `rules.score_code` takes it.
+    """
+
+    mask: Mask | None
+    scores: Scores
+    mask_args: tuple[Any, ...]
+    score_args: tuple[Any, ...]
+    terms: tuple[Term, ...]
+    positions: tuple[rules.Wanted, ...]
+
+    @classmethod
+    def of(cls, call: Call, wanted: Wanted) -> BoundMods:
+        """The rules of a call; ``wanted.score_aux`` says which captured tensors need gradients."""
+        options = call.options
+        scores = options.score_rules
+        mask_args, _ = _bind([*rules.leaves(options.mask)], call.aux.mask_aux)
+        score_args, slots = _bind(scores, call.aux.score_aux)
+        terms, positions = [], []
+        for index, is_wanted in enumerate(wanted.score_aux):
+            if is_wanted:
+                rule, slot = slots[index]
+                terms.append(_term(index, scores[rule], slot, call.aux.score_aux[index]))
+                positions.append(rules.Wanted(rule, slot))
+        return cls(options.mask, scores, mask_args, score_args, tuple(terms), tuple(positions))
+
+    def code(self, *, backward: bool) -> dict[str, Any]:
+        """The kernels' compile-time functions MASK and SCORE."""
+        code: dict[str, Any] = {"MASK": None, "SCORE": None}
+        if self.mask is not None:
+            code["MASK"] = mask_code(structure_of(self.mask))
+        if self.scores:
+            both = score_code(structure_of(self.scores), self.positions)
+            code["SCORE"] = both.differentiate if backward else both.apply
+        return code
+
+    def captured(self, aux: Aux, read: Read) -> tuple[Any, ...] | None:
+        """What mask rules and what score rules captured; None without rules."""
+        if self.mask is None and not self.scores:
+            return None
+        return _fill(self.mask_args, aux.mask_aux, read), _fill(self.score_args, aux.score_aux, read)
+
+    def computed_by(self, *passes: str) -> tuple[int, ...]:
+        """The numbers of the terms that these passes compute, in the order of the passes."""
+        return tuple(n for name in passes for n, term in enumerate(self.terms) if term.computed_by == name)
+
+    def max_slope(self, keep_scale: float) -> float:
+        """The largest factor by which rules and dropout multiply score gradients."""
+        return max(1.0, rules.steepest(self.scores) * max(1.0, keep_scale))
+
+
+def block_operand(lists: Tensor | None, read: Read) -> tuple[Any, ...] | None:
+    """A list of visible blocks with the strides of its first three axes, 0 for axes of size 1; or None."""
+    if lists is None:
+        return None
+    batch, heads = (0 if lists.shape[axis] == 1 else lists.stride(axis) for axis in (0, 1))
+    return read(lists), batch, heads, lists.stride(2)
+
+
+def packed_operand(aux: Aux, read: Read) -> tuple[Any, Any] | None:
+    """(cu_seqlens_q, cu_seqlens_k), or None without packed sequences."""
+    if aux.cu_seqlens_q is None or aux.cu_seqlens_k is None:
+        return None
+    return read(aux.cu_seqlens_q), read(aux.cu_seqlens_k)
+
+
+def gradient_missing(call: Call) -> str | None:
+    """The score rule that captured a tensor which requires a gradient, and has no ``gradient`` for it."""
+    _, slots = _bind(call.options.scores, call.aux.score_aux)
+    for (rule, slot), tensor in zip(slots, call.aux.score_aux, strict=True):
+        name = call.options.scores[rule][0]
+        if tensor.requires_grad and slot not in registry[name].gradients:
+            return name
+    return None
+
+
+def _bind(leaves: Sequence[Leaf], tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], list[tuple[int, int]]]:
+    """What rules captured, with a `View` for each tensor; and the rule and the slot of each tensor."""
+    arguments: list[Any] = []
+    slots: list[tuple[int, int]] = []
+    for rule, (_, captured) in enumerate(leaves):
+        for slot, item in enumerate(captured):
+            if item is None:
+                tensor = tensors[len(slots)]
+                sizes = tuple(tensor.shape)
+                strides = [None if size == 1 else step for size, step in zip(sizes, tensor.stride(), strict=True)]
+                arguments.append(View(len(slots), tuple(strides), sizes))
+                slots.append((rule, slot))
+            else:
+                arguments.append(item)
+    return tuple(arguments), slots
+
+
+def _term(index: int, leaf: Leaf, slot: int, tensor: Tensor) -> Term:
+    code = registry[leaf[0]]
+    axes = zip(code.gradients[slot].axes, tensor.shape, strict=True)
+    return Term(index, frozenset(axis for axis, size in axes if size != 1), code.origin(slot, leaf[1]))
+
+
+def _fill(arguments: tuple[Any, ...], tensors: Sequence[Tensor], read: Read) -> tuple[Any, ...]:
+    return tuple([(read(tensors[x.position]), x.strides, x.sizes) if isinstance(x, View) else x for x in arguments])

@@ -1,0 +1,89 @@
+"""Pairs of a query row and a key column: which exist, which are visible, and which probabilities dropout keeps."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .masks import visible
+
+
+class HeadInfo(NamedTuple):
+    """The head that a program works on, and what its pairs depend on.
+
+    Kernels construct it in place, because Triton 3.6 cannot return a tuple that holds None.
+
+    batch, head: of q. batch_head: its number, row-major over both. q_len, k_len: rows and columns that exist. left,
+    right: see `masks`. captured: what mask rules and what score rules captured, a tuple of two. seed: pointer to
+    dropout's seed, or None. dropout_threshold: see `Options.dropout_threshold`.
+    """
+
+    batch: tl.tensor
+    head: tl.tensor
+    batch_head: tl.tensor
+    q_len: tl.tensor
+    k_len: tl.tensor
+    left: tl.tensor
+    right: tl.tensor
+    captured: tl.tuple
+    seed: tl.tensor
+    dropout_threshold: tl.tensor
+
+
+@triton.jit
+def existing(rows, columns, head, CHECK_COLUMNS: tl.constexpr):
+    """Whether each pair's row, and with CHECK_COLUMNS its column, exists. The arguments broadcast."""
+    exists = (rows < head.q_len) & tl.full(columns.shape, 1, tl.int1)
+    if CHECK_COLUMNS:
+        exists = exists & (columns < head.k_len)
+    return exists
+
+
+@triton.jit
+def visible_pairs(rows, columns, exists, head, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr):
+    """Whether each row sees each column, by the band and by the mask rules MASK."""
+    seen = visible(rows, columns, head.k_len, head.left, head.right, LEFT, RIGHT)
+    if MASK is not None:
+        seen = seen & MASK(head.batch, head.head, rows, columns, exists, head.captured[0])
+    return seen
+
+
+@triton.jit
+def keep_mask(first_row, first_column, head, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Which probabilities of a tile dropout keeps: each by its own random number, the same for all tile sizes.
+
+    Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) makes four numbers, for four adjacent
+    columns, from the counter (column // 4, row, batch_head, 0). The tile is (COLUMNS, ROWS) if TRANSPOSED, otherwise
+    (ROWS, COLUMNS). Its first column is a multiple of 4.
+    """
+    if TRANSPOSED:
+        # Each thread computes all four and uses one. Exchanging them would synchronise threads between the matrix
+        # instructions of this pass, which then run one after the other (C7515).
+        columns = first_column + tl.arange(0, COLUMNS)[:, None] + tl.zeros([1, ROWS], tl.int32)
+        rows = first_row + tl.arange(0, ROWS)[None, :] + columns * 0
+        first, second, third, fourth = random_words(columns // 4, rows, head)
+        word = columns % 4
+        number = tl.where(word < 2, tl.where(word == 0, first, second), tl.where(word == 2, third, fourth))
+        keep = is_kept(number, head)
+    else:
+        counters = first_column // 4 + tl.arange(0, COLUMNS // 4)[None, :] + tl.zeros([ROWS, 1], tl.int32)
+        rows = first_row + tl.arange(0, ROWS)[:, None] + counters * 0
+        first, second, third, fourth = random_words(counters, rows, head)
+        # As bytes: they are exchanged between threads.
+        even = tl.join(is_kept(first, head).to(tl.int8), is_kept(third, head).to(tl.int8))
+        odd = tl.join(is_kept(second, head).to(tl.int8), is_kept(fourth, head).to(tl.int8))
+        keep = tl.reshape(tl.join(even, odd), (ROWS, COLUMNS)) != 0
+    return keep
+
+
+@triton.jit
+def random_words(counters, rows, head):
+    """Four random 32-bit numbers for each counter and row."""
+    zero = counters * 0
+    return tl.philox(tl.load(head.seed), counters, rows, head.batch_head.to(tl.int32) + zero, zero)
+
+
+@triton.jit
+def is_kept(number, head):
+    """Whether dropout keeps the probability with this random number."""
+    return (number >> 1).to(tl.int32, bitcast=True) >= head.dropout_threshold

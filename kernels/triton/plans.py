@@ -1,0 +1,192 @@
+"""Plans of the forward and of the backward: what follows from a call's metadata. Running one passes addresses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call import Aux, Call, Gradients, Wanted
+from ..launching import Launcher, address_of
+from ..layout import one_a_row, rows_like
+from ..lib.reductions import sink_gradient
+from .backward import dkdv_kernel, dq_kernel
+from .forward import forward_kernel
+from .halves import Memory, SplitPlan, inputs_of
+from .launch import (
+    RowTensors,
+    backward_operands,
+    band_size,
+    dkdv_launch,
+    dq_launch,
+    forward_launch,
+    forward_operands,
+    pair_launch,
+)
+from .mod_gradients import empty_buffer, reduce_buffer
+from .pair_gradients import pair_gradient_kernel
+from .problem import Problem
+
+address = Tensor.data_ptr
+NO_OPERANDS = (None,) * 5
+NO_STATS = (None,) * 4
+
+
+class Output:
+    """A kernel's output: x.shape[:-1] and ``width``, dense, with its axes in memory in the order of x's."""
+
+    def __init__(self, x: Tensor, width: int) -> None:
+        layout = rows_like(x, width)
+        self._is_like = layout.shape == tuple(x.shape) and layout.strides == x.stride()
+        self._shape, self._strides = layout
+
+    def empty(self, x: Tensor) -> Tensor:
+        """An uninitialised output, with the dtype and device of ``x``, the tensor that it is laid out like."""
+        if self._is_like:
+            return torch.empty_like(x)
+        return torch.empty_strided(self._shape, self._strides, dtype=x.dtype, device=x.device)
+
+
+class ForwardPlan:
+    """Computes out, laid out like q, and lse."""
+
+    def __init__(self, call: Call) -> None:
+        self.problem = Problem(call)
+        self._out, self._lse_shape = Output(call.q, call.v_head_dim), one_a_row(call.q).shape
+        self._sees_nothing = call.is_empty or call.v_head_dim == 0
+        tensors = [call.q, call.k, call.v]
+        self._split = None if self.problem.precision == "half" else SplitPlan(tensors, self.problem)
+        self._launcher = Launcher(forward_kernel)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, Tensor]:
+        """Launch the kernel."""
+        out = self._out.empty(q)
+        lse = torch.empty(self._lse_shape, dtype=torch.float32, device=q.device)
+        if self._sees_nothing:
+            lse.fill_(-math.inf)
+            return out.zero_(), lse if aux.sinks is None else lse.copy_(aux.sinks[:, None])
+        memory = None
+        if self._split is None:
+            inputs = (q.data_ptr(), k.data_ptr(), v.data_ptr(), None, None, None)
+        else:
+            inputs, memory = self._split([q, k, v])
+        others = forward_operands(self.problem, aux, address) if self.problem.has_operands else NO_OPERANDS
+        self._launcher((*inputs, out.data_ptr(), lse.data_ptr(), *others), self._launch, q, k, v, memory, out, lse, aux)
+        return out, lse
+
+    def _launch(
+        self, q: Tensor, k: Tensor, v: Tensor, memory: Memory | None, out: Tensor, lse: Tensor, aux: Aux
+    ) -> Any:
+        return forward_launch(self.problem, inputs_of([q, k, v], self._split, memory), out, lse, aux)
+
+
+class BackwardPlan:
+    """Computes the gradients of q, k and v, laid out like them, and those that are wanted besides."""
+
+    def __init__(self, call: Call, dout: Tensor, has_dlse: bool, wanted: Wanted) -> None:
+        self.problem = Problem(call, wanted)
+        self._wanted = wanted
+        self._outputs = [Output(x, x.shape[-1]) for x in (call.q, call.k, call.v)]
+        self._row_shape = one_a_row(call.q).shape
+        self._sees_nothing = call.is_empty or call.v_head_dim == 0
+        # Usually an expanded scalar: the kernels would read it element by element.
+        self._copy_dout = dout.stride(-1) != 1
+        tensors = [call.q, call.k, call.v, dout]
+        self._split = None if self.problem.precision == "half" else SplitPlan(tensors, self.problem)
+        self._bound_dlse = has_dlse and self._split is not None
+        mods = self.problem.mods
+        self._row_terms, self._column_terms = mods.computed_by("row"), mods.computed_by("column")
+        self._dq, self._dkdv = Launcher(dq_kernel), Launcher(dkdv_kernel)
+        self._pairs = [(term, Launcher(pair_gradient_kernel)) for term in mods.computed_by("pair", "distance")]
+        self._band_size = band_size(self.problem)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, aux: Aux
+    ) -> Gradients:
+        """Launch the kernels."""
+        problem = self.problem
+        if self._copy_dout:
+            dout = dout.contiguous()
+        if dlse is not None:
+            dlse = dlse.contiguous()
+        dq, dk, dv = [output.empty(x) for output, x in zip(self._outputs, (q, k, v), strict=True)]
+        delta, lowered_lse = [torch.empty(self._row_shape, dtype=torch.float32, device=q.device) for _ in range(2)]
+        if self._sees_nothing:
+            return self._of_nothing(dq, dk, dv, lse, dlse, delta, aux)
+        memory = None
+        if self._split is None:
+            inputs: tuple[Any, ...] = (q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr(), *NO_STATS)
+        else:
+            inputs, memory = self._split([q, k, v, dout])
+        bound = dlse.view(problem.kv_batch_heads, -1).abs().amax(1) if dlse is not None and self._bound_dlse else None
+        rows = RowTensors(dlse, bound, lse, lowered_lse, delta)
+        buffers = self._buffers(aux) if problem.mods.terms else []
+        by_rows = by_columns = NO_OPERANDS[1:]
+        if problem.has_operands:
+            by_rows = backward_operands(problem, aux, aux.block_rows, address)
+            by_columns = backward_operands(problem, aux, aux.block_columns, address)
+        described = (q, k, v, dout), memory, rows
+        read = (*inputs[:3], *inputs[4:], address_of(bound))
+        dout_address, row_addresses = inputs[3], (lowered_lse.data_ptr(), delta.data_ptr())
+        self._dq(
+            (
+                *(*read, out.data_ptr(), dout_address, address_of(dlse), lse.data_ptr(), *row_addresses),
+                *(dq.data_ptr(), tuple([buffers[term].data_ptr() for term in self._row_terms]), *by_rows),
+            ),
+            *(self._dq_launch, *described, out, dq, buffers, aux),
+        )
+        self._dkdv(
+            (
+                *(*read, dout_address, *row_addresses, dk.data_ptr(), dv.data_ptr()),
+                *(tuple([buffers[term].data_ptr() for term in self._column_terms]), *by_columns),
+            ),
+            *(self._dkdv_launch, *described, dk, dv, buffers, aux),
+        )
+        for term, launcher in self._pairs:
+            launcher(
+                (*read, dout_address, *row_addresses, buffers[term].data_ptr(), *by_rows[:2], by_rows[3]),
+                *(self._pair_launch, *described, term, buffers[term], aux),
+            )
+        return Gradients(dq, dk, dv, self._sinks(lse, delta, aux), self._score_aux(buffers, aux))
+
+    def _buffers(self, aux: Aux) -> list[Tensor]:
+        problem = self.problem
+        lengths = problem.q_len, problem.k_len
+        return [empty_buffer(term, problem.shape, lengths, self._band_size, aux) for term in problem.mods.terms]
+
+    def _sinks(self, lse: Tensor, delta: Tensor, aux: Aux) -> Tensor | None:
+        return sink_gradient(aux.sinks, lse, delta) if self._wanted.sinks and aux.sinks is not None else None
+
+    def _score_aux(self, buffers: list[Tensor], aux: Aux) -> tuple[Tensor | None, ...]:
+        gradients: list[Tensor | None] = [None] * len(aux.score_aux)
+        for term, buffer in zip(self.problem.mods.terms, buffers, strict=True):
+            gradients[term.position] = reduce_buffer(term, buffer, self.problem.shape, aux)
+        return tuple(gradients)
+
+    def _of_nothing(
+        self, dq: Tensor, dk: Tensor, dv: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor, aux: Aux
+    ) -> Gradients:
+        """The gradients where no query sees a key: zeros, but for sinks."""
+        delta = delta.zero_() if dlse is None else torch.neg(dlse, out=delta)
+        wanted = [*self._wanted.score_aux, *[False] * (len(aux.score_aux) - len(self._wanted.score_aux))]
+        zeros = [torch.zeros_like(x) if is_wanted else None for x, is_wanted in zip(aux.score_aux, wanted, strict=True)]
+        return Gradients(dq.zero_(), dk.zero_(), dv.zero_(), self._sinks(lse, delta, aux), tuple(zeros))
+
+    def _dq_launch(
+        self, inputs: Any, memory: Memory | None, rows: RowTensors, out: Tensor, dq: Tensor, buffers: Any, aux: Aux
+    ) -> Any:
+        sums = [buffers[term] for term in self._row_terms]
+        return dq_launch(self.problem, inputs_of([*inputs], self._split, memory), rows, out, dq, sums, aux)
+
+    def _dkdv_launch(
+        self, inputs: Any, memory: Memory | None, rows: RowTensors, dk: Tensor, dv: Tensor, buffers: Any, aux: Aux
+    ) -> Any:
+        sums = [buffers[term] for term in self._column_terms]
+        return dkdv_launch(self.problem, inputs_of([*inputs], self._split, memory), rows, dk, dv, sums, aux)
+
+    def _pair_launch(
+        self, inputs: Any, memory: Memory | None, rows: RowTensors, term: int, target: Tensor, aux: Aux
+    ) -> Any:
+        return pair_launch(self.problem, inputs_of([*inputs], self._split, memory), rows, term, target, aux)

@@ -1,0 +1,270 @@
+"""The portable kernels, compiled for GPUs that need not be there: what they spill, warn of, need and compute."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import astuple
+from typing import Any
+
+import pytest
+import triton
+
+from cs336_systems.kernels import versions
+from cs336_systems.kernels.triton.tiles import SMALL_GRIDS, TABLES
+
+PASSES = ("forward", "dq", "dkdv")
+PLAIN = ("none", "causal")
+PAIR_FEATURES = ("bias", "relative_bias", "everything")
+"""Features with a gradient per pair or per distance, which has its own kernel."""
+
+# Bytes per thread that a kernel may spill, stores and loads together: by default, and by architecture, pass, precision
+# and head dimension. More is allowed where the fastest rows spill more, with Triton 3.6 or 3.7, rounded up to multiples
+# of 128.
+SPILLS = 64
+MORE_SPILLS: dict[str, dict[tuple[str, str, int], int]] = {
+    "sm_80": {
+        ("forward", "half", 128): 256,
+        ("dkdv", "half", 64): 256,
+        ("dkdv", "half", 128): 128,
+        ("dq", "float32", 128): 128,
+        ("dkdv", "float32", 256): 384,
+    },
+    "sm_86": {},
+    "sm_90": {
+        ("dkdv", "half", 64): 896,
+        ("dkdv", "tf32", 64): 1280,
+        ("dkdv", "half", 128): 384,
+        ("dkdv", "tf32", 128): 384,
+        ("dkdv", "half", 256): 1024,
+        ("dkdv", "tf32", 256): 1024,
+        ("forward", "float32", 256): 128,
+        ("dq", "float32", 256): 128,
+        ("dkdv", "float32", 32): 512,
+        ("dkdv", "float32", 64): 384,
+        ("dkdv", "float32", 128): 1024,
+        ("dkdv", "float32", 256): 1152,
+    },
+    "sm_100": {("dkdv", "float32", 64): 128, ("dkdv", "float32", 256): 384},
+}
+# For rows of small grids, which spill more where that is faster.
+SMALL_GRID_SPILLS = {("forward", "float32", 128): 256, ("dq", "float32", 128): 384, ("dkdv", "float32", 128): 1792}
+
+# What Triton 3.8 and 3.9 may spill where that is more. Their PTX is the reason: 3.9's ptxas 13.4 spills no more of
+# 3.6's PTX, and 3.6's ptxas 12.8 about as much of theirs (except float32's dkdv at 128: 956 bytes of 1,620).
+if triton.__version__.startswith(versions.SINCE_3_8):
+    MORE_SPILLS["sm_80"] |= {("forward", "half", 64): 128, ("dkdv", "float32", 256): 640}
+    MORE_SPILLS["sm_86"] |= {("dkdv", "float32", 128): 128}
+    MORE_SPILLS["sm_90"] |= {
+        ("dkdv", "half", 64): 1152,
+        ("dkdv", "tf32", 128): 512,
+        ("forward", "float32", 256): 256,
+        ("dq", "float32", 256): 256,
+        ("dkdv", "float32", 128): 1664,
+    }
+    SMALL_GRID_SPILLS |= {("dq", "half", 128): 128, ("dq", "float32", 128): 512, ("dkdv", "float32", 128): 2560}
+if triton.__version__.startswith("3.9."):
+    MORE_SPILLS["sm_90"] |= {("dkdv", "float32", 128): 3328}  # the fastest of 19 that were timed
+
+FEATURE_SPILLS = 256
+"""With features; three times as much with all of them (664 with Triton 3.6)."""
+
+SHARED_KIB = {"sm_80": 163, "sm_86": 99, "sm_90": 227, "sm_100": 227}
+"""Shared memory that a program may allocate."""
+
+# C7519: "warpgroup.arrive is injected to allow use of registers", which costs almost nothing. Its neighbours say that
+# matrix instructions run one after another, or wait.
+HARMLESS = r"\(C7519\)"
+
+# C7515: a tile of the bias is transposed between matrix instructions, and so is dropout's mask where there are rules.
+SERIALISED = {("bias", "dkdv", "half"), ("everything", "dkdv", "half"), ("everything", "dq", "half")}
+
+RESIDENT = 3
+"""Programs per multiprocessor on which `num_splits` relies, for half at 64 and 128 columns on sm_90."""
+
+
+def rows(architecture, precision, *, passes=PASSES, feature="causal", dims=(16, 32, 64, 128, 256), unlike=None, **more):
+    """Cases of the rows of the tile tables, without those between two head dimensions of one configuration."""
+    cases = []
+    for table in (TABLES[architecture], SMALL_GRIDS.get(architecture, {})):
+        alike = {}
+        for (name, kept, d), config in table.items():
+            is_other = unlike is None or TABLES[unlike].get((name, kept, d)) != config
+            if is_other and kept == ("half" if precision == "tf32" else precision) and name in passes and d in dims:
+                alike.setdefault((name, config), []).append(d)
+        cases += [
+            {"kernel": name, "precision": precision, "d": d, "feature": feature, "config": astuple(config)} | more
+            for (name, config), same in alike.items()
+            for d in sorted({min(same), max(same)})
+        ]
+    return cases
+
+
+def features(precision, *names, d=64):
+    return [
+        {"kernel": kernel, "precision": precision, "d": d, "feature": name}
+        for name in names
+        for kernel in PASSES + ("pairs",) * (name in PAIR_FEATURES)
+    ]
+
+
+def decoding(precision, *dims, rows=4):
+    kernels = ("decode", "decode_window", "merge")
+    return [{"kernel": kernel, "precision": precision, "d": d, "rows": rows} for d in dims for kernel in kernels]
+
+
+SLICE = [
+    *({"kernel": name, "precision": "half", "d": 64} for name in PASSES),
+    *decoding("half", 128)[:2],
+    {"kernel": "forward", "precision": "float32", "d": 64, "feature": "packed"},
+]
+"""What every run compiles."""
+
+SLOW: dict[str, tuple[Any, ...]] = {
+    "rows_of_half": ("sm_90", rows("sm_90", "half"), True),
+    "rows_of_float32": ("sm_90", rows("sm_90", "float32"), True),
+    "ampere_half": ("sm_80", rows("sm_80", "half")),
+    "ampere_float32": ("sm_80", rows("sm_80", "float32")),
+    "blackwell_half": ("sm_100", rows("sm_100", "half")),
+    "blackwell_float32": ("sm_100", rows("sm_100", "float32")),
+    # The few rows that are not sm_80's, where the others must fit too.
+    "graphics_chips": ("sm_86", rows("sm_86", "half", unlike="sm_80") + rows("sm_86", "float32", unlike="sm_80")),
+    # Without a mask the loops over keys are another program: the compiler may serialise its matrix instructions.
+    "no_mask": (
+        "sm_90",
+        rows("sm_90", "half", passes=("forward", "dq"), feature="none")
+        + rows("sm_90", "float32", passes=("forward", "dq"), feature="none"),
+    ),
+    # TF32 runs the rows of half on float16 halves, with scales in more registers.
+    "tf32": ("sm_90", rows("sm_90", "tf32", passes=("dq", "dkdv"), dims=(64, 128, 256))),
+    # Where k and v alternate in one buffer, ptxas 12.8 loses a tile's address.
+    "other_v": (
+        "sm_90",
+        [
+            {"kernel": "forward", "precision": precision, "d": d, "dv": dv, "feature": feature}
+            for d, dv in ((19, 9), (1, 27), (22, 6), (40, 24))
+            for precision in ("half", "float32")
+            for feature in PLAIN
+        ],
+    ),
+    # Their rows begin at multiples of 16, 8 or 4 bytes, which Triton must be told.
+    "even_widths": ("sm_90", [{"kernel": x, "precision": "half", "d": d} for x in PASSES for d in (40, 36, 34)]),
+    "window_blocks": ("sm_90", features("half", "window", "document_blocks") + features("float32", "window")),
+    "packed": ("sm_90", features("half", "packed", "packed_causal", "packed_window_slopes")),
+    "biases": ("sm_90", features("half", "bias", "relative_bias") + features("float32", "relative_bias")),
+    "everything": ("sm_90", features("half", "everything") + features("float32", "everything")),
+    "graphics_features": (
+        "sm_86",
+        features("half", "relative_bias") + features("float32", "relative_bias", "everything"),
+    ),
+    "wide": ("sm_90", features("half", "window", "bias", d=576) + features("float32", "window", "bias", d=576)),
+    "graphics_wide": (
+        "sm_86",
+        features("half", "window", "bias", d=576) + features("float32", "window", "bias", d=576),
+    ),
+    "decode": ("sm_90", decoding("half", 64, 128), True),
+    "decode_more": ("sm_90", decoding("half", 16, 256, rows=32) + decoding("float32", 64, 128, 256)),
+    "graphics_decode": ("sm_86", decoding("half", 64, 128, 256) + decoding("float32", 64, 128)),
+}
+
+
+def allowed_spills(architecture, case):
+    key = case["kernel"], case["precision"], case["d"]
+    if "decode" in case["kernel"] or case["kernel"] == "merge":
+        return 0
+    if case.get("feature", "causal") not in PLAIN:
+        return FEATURE_SPILLS * (3 if case["feature"] == "everything" else 1)
+    small = SMALL_GRIDS.get(architecture, {}).get(key)
+    if small is not None and [*astuple(small)] == [*case.get("config", ())]:
+        return SMALL_GRID_SPILLS.get(key, SPILLS)
+    return MORE_SPILLS[architecture].get(key, SPILLS)
+
+
+def problems(architecture, case, row):
+    """What is wrong with a compiled kernel, in words."""
+    kernel, precision, d = case["kernel"], case["precision"], case["d"]
+    is_decoding = "rows" in case
+    if row["spilled"] > allowed_spills(architecture, case):
+        yield f"spills {row['spilled']} bytes; {allowed_spills(architecture, case)} are allowed"
+    table = TABLES["sm_86"].get((kernel, precision, d))
+    runs_on_sm_86 = architecture == "sm_80" and table and [*astuple(table)] == [*case.get("config", ())]
+    together = RESIDENT if is_decoding and architecture == "sm_90" and precision == "half" and d in (64, 128) else 1
+    if together * row["shared"] > SHARED_KIB["sm_86" if runs_on_sm_86 else architecture] * 1024:
+        yield f"needs {row['shared']} bytes of shared memory"
+    for warning in row["warnings"]:
+        is_known = "(C7515)" in warning and (case.get("feature"), kernel, precision) in SERIALISED
+        if not re.search(HARMLESS, warning) and not is_known:
+            yield warning
+    if not row["multiplies"] and (not is_decoding or (precision == "half" and kernel != "merge")):
+        yield "has no matrix instruction"
+    if not row["stores"]:
+        yield "stores nothing"
+    if row["reads_single_elements"] and (is_decoding or d in (34, 36, 40)) and "dv" not in case:
+        yield "reads single elements"
+    yield from (f"reads what nothing has written: {instruction}" for instruction in row["unset_reads"])
+
+
+def check(compiled_by, architecture, cases):
+    assert cases
+    found = compiled_by("compile_triton.py", architecture, json.dumps(cases))
+    assert len(found) == len(cases)
+    wrong = [
+        f"{case}: {text}" for case, row in zip(cases, found, strict=True) for text in problems(architecture, case, row)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.every_triton
+def test_a_few_kernels_compile(compiled_by):
+    check(compiled_by, "sm_90", SLICE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "cases"),
+    [
+        pytest.param(*entry[:2], id=name, marks=[pytest.mark.every_triton] * (len(entry) == 3))
+        for name, entry in SLOW.items()
+    ],
+)
+def test_kernels_compile(compiled_by, architecture, cases):
+    check(compiled_by, architecture, cases)
+
+
+def test_rows_cover_every_pass_and_head_dimension():
+    for name in ("rows_of_half", "rows_of_float32", "ampere_half", "ampere_float32", "blackwell_half"):
+        for kernel in PASSES:
+            assert {case["d"] for case in SLOW[name][1] if case["kernel"] == kernel} >= {16, 64, 128, 256}
+
+
+GOOD = {"registers": 128, "spilled": 8, "shared": 1024, "warnings": ["(C7519)"], "multiplies": True, "stores": True}
+GOOD |= {"reads_single_elements": False, "unset_reads": []}
+
+
+@pytest.mark.parametrize(
+    ("change", "case"),
+    [
+        ({"spilled": 10**4}, {}),
+        ({"shared": 10**6}, {}),
+        ({"shared": 100 * 1024}, {"config": astuple(TABLES["sm_86"]["dq", "half", 64])}),
+        ({"warnings": ["(C7510)"]}, {}),
+        ({"multiplies": False}, {}),
+        ({"stores": False}, {}),
+        ({"reads_single_elements": True}, {"d": 40}),
+        ({"unset_reads": ["10: UIADD3 UR18, UR18, 0x20"]}, {}),
+        ({"spilled": 8}, {"kernel": "decode", "rows": 4}),
+        ({"spilled": 300}, {"feature": "window"}),
+    ],
+)
+def test_problems_are_found(change, case):
+    case = {"kernel": "dq", "precision": "half", "d": 64} | case
+    expected = GOOD | {"spilled": 0 if case["kernel"] == "decode" else 8}
+    assert [*problems("sm_80", case, expected)] == []
+    assert len([*problems("sm_80", case, expected | change)]) == 1
+
+
+def test_rows_of_small_grids_have_their_own_limits():
+    usual, small = (astuple(tables["sm_90"]["forward", "float32", 128]) for tables in (TABLES, SMALL_GRIDS))
+    case, row = {"kernel": "forward", "precision": "float32", "d": 128}, GOOD | {"spilled": 200}
+    assert [*problems("sm_90", case | {"config": small}, row)] == []
+    assert len([*problems("sm_90", case | {"config": usual}, row)]) == 1
