@@ -1,2 +1,216 @@
-def supports(call): return f"it needs a GPU of compute capability 9.0; got {call.device}"
-def supports_backward(call): return f"it needs a GPU of compute capability 9.0; got {call.device}"
+"""The backend for Hopper GPUs: which calls it takes, by metadata alone, and plans that launch its kernels.
+
+Triton is imported only where a GPU of compute capability 9.0 is there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..call import ALIGNMENT, NO_AUX, Aux, Call, Gradients, Wanted
+from ..layout import one_a_row, rows_like
+from .tiles import BACKWARD, HEAD_DIMS, split_head_dim
+
+CAPABILITY = (9, 0)
+
+MIN_HEAD_DIM = 40
+"""Below, half of a tile's columns and more would be zeros."""
+
+HEAD_DIM_MULTIPLE = 8
+"""Head dimensions are multiples of this, so that rows are multiples of `ALIGNMENT` bytes."""
+
+MAX_DETERMINISTIC_HEAD_DIM = 128
+"""Above, consumer warp groups add dQ to global memory themselves, in no fixed order."""
+
+MAX_PACKED_ROWS = 1 << 29
+"""Packed rows: sequences end at TMA coordinates below 2**30, and per-row buffers have more rows."""
+
+NO_TAILS: tuple[int | None, ...] = (None, None, None, None)
+
+Forward = Callable[[Tensor, Tensor, Tensor, Aux], tuple[Tensor, Tensor]]
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Aux], Gradients]
+
+
+def supports(call: Call) -> str | None:
+    """None, or why the forward kernel cannot compute a call."""
+    return unsupported_device(call.device) or unsupported_call(call)
+
+
+def supports_backward(call: Call) -> str | None:
+    """None, or why the backward kernels cannot. They may follow any backend's forward."""
+    reason = supports(call)
+    if reason is None and call.options.deterministic:
+        if call.is_packed:
+            return "adds up dQ of packed sequences in no fixed order, which deterministic=True needs"
+        if call.head_dim > MAX_DETERMINISTIC_HEAD_DIM:
+            limit = MAX_DETERMINISTIC_HEAD_DIM
+            return f"adds up dQ of head dimensions above {limit} in no fixed order, which deterministic=True needs"
+    return reason
+
+
+def unsupported_device(device: torch.device) -> str | None:
+    """None, or why the kernels do not run here."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
+        return f"needs a GPU of compute capability 9.0; got {device}"
+    from ..versions import why_not_gluon
+
+    return why_not_gluon()
+
+
+def unsupported_call(call: Call) -> str | None:
+    """None, or why the kernels cannot compute a call wherever it is."""
+    if call.dtype not in (torch.float16, torch.bfloat16):
+        return f"needs float16 or bfloat16; got {call.dtype}"
+    dims = call.head_dim, call.v_head_dim
+    in_range = MIN_HEAD_DIM <= call.head_dim <= HEAD_DIMS[-1] and all(dim % HEAD_DIM_MULTIPLE == 0 for dim in dims)
+    if not in_range or split_head_dim(*dims) is None:
+        return (
+            f"needs the same head dimension of q and v, a multiple of {HEAD_DIM_MULTIPLE} from {MIN_HEAD_DIM} to "
+            f"{HEAD_DIMS[-1]}, or 136 to 192 of q and 72 to 128 of v, or 72 to 96 of q and 40 to 64 of v; "
+            f"got {dims[0]} of q and {dims[1]} of v"
+        )
+    options, aux = call.options, call.aux
+    if not 0.0 < options.scale < math.inf:
+        return f"needs a positive scale; got {options.scale}"
+    features = {
+        "mask": options.mask is not None,
+        "scores": len(options.scores) > 0,
+        "dropout": options.dropout_p > 0,
+        "sinks": aux.sinks is not None,
+        "block lists": aux.block_rows is not None,
+        "cache_lengths": aux.cache_lengths is not None,
+    }
+    if any(features.values()):
+        asked = ", ".join(name for name, is_asked in features.items() if is_asked)
+        return f"applies causal masks, windows and soft caps only; got {asked}"
+    return _unsupported_layout(call)
+
+
+def _unsupported_layout(call: Call) -> str | None:
+    q, k = call.q, call.k
+    if q.ndim > 4:
+        return f"needs at most one batch axis before the heads; got {q.ndim - 3}"
+    if call.is_packed and q.ndim == 4 and q.shape[0] != 1:
+        return f"needs packed sequences in a batch of 1; got {q.shape[0]}"
+    if call.is_packed and max(call.q_len, call.k_len) > MAX_PACKED_ROWS:
+        return f"needs at most {MAX_PACKED_ROWS} packed rows; got {call.q_len} of q and {call.k_len} of k"
+    if call.is_empty or 0 in call.v.shape:
+        return f"needs tensors that are not empty; got q {tuple(q.shape)} and k {tuple(k.shape)}"
+    for name, x in zip("qkv", (q, k, call.v), strict=True):
+        if x.stride(-1) != 1:
+            return f"needs {name} with contiguous rows; its last stride is {x.stride(-1)}"
+        if not _has_tma_strides(x):
+            return f"needs strides of {name} that are positive multiples of {ALIGNMENT} bytes; got {x.stride()}"
+    return None if call.is_aligned else f"needs q, k and v that begin at multiples of {ALIGNMENT} bytes"
+
+
+def _has_tma_strides(x: Tensor) -> bool:
+    multiple = ALIGNMENT // x.element_size()
+    outer = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    return x.stride(-1) == 1 and all(size == 1 or (stride > 0 and stride % multiple == 0) for size, stride in outer)
+
+
+def plan_forward(call: Call) -> Forward:
+    """A function of q, k, v and aux that returns out, laid out like q, and the natural log-sum-exp."""
+    from .forward import forward_kernel
+    from .launcher import Launcher
+    from .launches import forward_launch, forward_tiles
+    from .workspace import workspace_for
+
+    options, device, num_sms = call.options, call.device, num_sms_of(call.device)
+    split, _, num_tiles = forward_tiles(call)
+    new_out = _allocator(call.q, call.v_head_dim)
+    lse_shape = one_a_row(call.q).shape
+    launch = Launcher(forward_kernel)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, aux: Aux = NO_AUX) -> tuple[Tensor, Tensor]:
+        out = new_out(q)
+        lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
+        workspace = workspace_for(device, num_tiles)
+        tensors = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        tails = NO_TAILS
+        if split.k_tail:
+            tails = tensors if split.v_tail else (*tensors[:2], None, None)
+        if not launch((*tensors, *tails, lse.data_ptr(), workspace.data_ptr(), *_starts(aux))):
+            launch.first(forward_launch(Call(q, k, v, options, aux), out, lse, workspace, num_sms))
+        return out, lse
+
+    return run
+
+
+def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted: Wanted) -> Backward:
+    """A function of q, k, v, out, lse, dout, dlse and aux that returns the gradients of q, k and v.
+
+    out and dout: as ``call``, for their metadata alone. has_dlse and wanted: not needed by these kernels.
+    """
+    from .backward import backward_kernel
+    from .backward_rows import finish_kernel, prepare_kernel
+    from .launcher import Launcher
+    from .launches import backward_launch, finish_launch, prepare_launch, row_buffers
+    from .workspace import workspace_for
+
+    options, device, num_sms = call.options, call.device, num_sms_of(call.device)
+    buffers = row_buffers(call)
+    elements = buffers.elements
+    counts_turns = BACKWARD[buffers.head_dim].has_turns
+    new_dq, new_dk, new_dv = (_allocator(x, x.shape[-1]) for x in (call.q, call.k, call.v))
+    copies_dout = not _has_tma_strides(dout) or dout.data_ptr() % ALIGNMENT != 0
+    copies_out = out.stride(-1) != 1
+    prepare, launch, finish = Launcher(prepare_kernel), Launcher(backward_kernel), Launcher(finish_kernel)
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, aux: Aux = NO_AUX
+    ) -> Gradients:
+        if copies_dout:
+            # Often an expanded scalar.
+            dout = dout.clone(memory_format=torch.contiguous_format)
+        if copies_out:
+            out = out.contiguous()
+        if dlse is not None:
+            dlse = dlse.contiguous()
+        dq, dk, dv = new_dq(q), new_dk(k), new_dv(v)
+        memory = torch.empty(elements, dtype=torch.float32, device=device)
+        workspace = workspace_for(device, 0)
+        lse2_ptr, delta_ptr, sums_ptr, turns_ptr = rows = buffers.addresses(memory.data_ptr())
+        cu_seqlens_q, _ = starts = _starts(aux)
+        dout_ptr, dlse_ptr = dout.data_ptr(), None if dlse is None else dlse.data_ptr()
+        if not prepare((out.data_ptr(), dout_ptr, lse.data_ptr(), dlse_ptr, *rows, cu_seqlens_q)):
+            made = Call(q, k, v, options, aux)
+            prepare.first(prepare_launch(made, out, dout, lse, dlse, buffers, memory))
+        addresses = (
+            *(q.data_ptr(), dout_ptr, k.data_ptr(), v.data_ptr(), lse2_ptr, delta_ptr, dk.data_ptr(), dv.data_ptr()),
+            *(sums_ptr, turns_ptr if counts_turns else None, workspace.data_ptr(), *starts),
+        )
+        if not launch(addresses):
+            made = Call(q, k, v, options, aux)
+            launch.first(backward_launch(made, dout, dk, dv, buffers, memory, workspace, num_sms))
+        if not finish((sums_ptr, dq.data_ptr(), cu_seqlens_q)):
+            finish.first(finish_launch(Call(q, k, v, options, aux), dq, buffers, memory))
+        return Gradients(dq, dk, dv, None, ())
+
+    return run
+
+
+def _starts(aux: Aux) -> tuple[int | None, int | None]:
+    """Addresses of where packed sequences begin."""
+    if aux.cu_seqlens_q is None or aux.cu_seqlens_k is None:
+        return None, None
+    return aux.cu_seqlens_q.data_ptr(), aux.cu_seqlens_k.data_ptr()
+
+
+def num_sms_of(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _allocator(x: Tensor, columns: int) -> Callable[[Tensor], Tensor]:
+    """A function of a tensor like x that allocates (*x.shape[:-1], columns), its axes in memory in x's order."""
+    layout, dtype, device = rows_like(x, columns), x.dtype, x.device
+    alike = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta")
+    if columns == x.shape[-1] and torch.empty_like(alike).stride() == layout.strides:
+        return torch.empty_like
+    return lambda x: torch.empty_strided(layout.shape, layout.strides, dtype=dtype, device=device)

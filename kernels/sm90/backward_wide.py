@@ -1,7 +1,8 @@
-"""FlashAttention backward for heads of 256: as `backward`, but one program has 64 keys, and its warp groups share them.
+"""The backward's consumer warp groups for head dimensions up to 256, which share 64 keys.
 
-The gradients of 64 keys fill the registers of two groups, each of which has half of the columns. Scores and what
-follows from them are needed by both: each computes them for half of the rows of q, and both meet in shared memory.
+dK and dV of 64 keys fill the registers of both warp groups, each of which has half of the columns. Both need all of P
+and dS: each computes them for half of the rows of q, and they meet in shared memory. There is none left for dQ, which
+is added to global memory from registers.
 """
 
 from triton.experimental import gluon
@@ -13,181 +14,134 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from . import named
-from .backward import NUMBERS, over_tiles, room_in, store_gradients
-from .backward_copying import Memory, copy_ahead
-from .backward_step import visible, weights_of, zero_of_a_step
-from .packing import new_packing
-from .queue import NONE, new_queue
-from .ring import NamedRing, new_barriers, new_tiles
-from .schedule import Schedule
-from .softmax import Exponents
-from .tiles import GROUP, add, as_matrix
+from .backward_consumer import buffer_in, epilogue, mainloop, opaque_zero, probabilities, visible
+from .lib import named_barriers
+from .lib.mma import WG_ROWS, accumulator, as_matrix
+from .lib.scheduler import STOP
 
-ROWS = gl.constexpr(GROUP.value // 2)
-"""Rows of q whose scores a group computes."""
+ROWS = gl.constexpr(WG_ROWS.value // 2)
+"""Rows of q whose scores a warp group computes."""
 
 
 @gluon.jit
-def step(
-    dk, dv, memory, schedule, columns, number, tile, sums, exponents,
-    MASKED: gl.constexpr, MEMBER: gl.constexpr, HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr,
+def wide_step(
+    dk, dv, memory, seq, keys, n, inner, dq_ptr, scores,
+    MASKED: gl.constexpr, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """What one tile of q and dout adds to this group's columns of dK, dV and dQ."""
+    """Add what the n-th tile of q and dout contributes to this warp group's columns of dK, dV and dQ."""
     HALF: gl.constexpr = HEAD_DIM // 2
     dtype: gl.constexpr = memory.k.dtype
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    stage = memory.q.stage(number)
-    nothing = gl.zeros([GROUP, ROWS], gl.float32, layout)
-    zero = zero_of_a_step(number)
-    k_tile = as_matrix(memory.k.index(zero), GROUP, HEAD_DIM)
-    v_tile = as_matrix(memory.v.index(zero), GROUP, HEAD_DIM)
-    q_tile = as_matrix(memory.q.tile(number), GROUP, HEAD_DIM)
-    dout_tile = as_matrix(memory.dout.tile(number), GROUP, HEAD_DIM)
-    memory.q.wait_full(number)
-    q_own = q_tile.slice(MEMBER * ROWS, ROWS, dim=0)
-    scores = warpgroup_mma(k_tile, q_own.permute((1, 0)), nothing, use_acc=False, is_async=True)
-    lse = memory.lse.index(stage).slice(MEMBER * ROWS, ROWS, dim=1).load(layout)
-    memory.dout.wait_full(number)
-    dout_own = dout_tile.slice(MEMBER * ROWS, ROWS, dim=0)
-    dweights = warpgroup_mma(v_tile, dout_own.permute((1, 0)), nothing, use_acc=False, is_async=True)
-    scores = exponents.cap(warpgroup_mma_wait(1, [scores]))
-    weights = weights_of(scores * exponents.scale - lse)
+    layout: gl.constexpr = accumulator(ROWS)
+    stage = memory.q.stage(n)
+    zeros = gl.zeros([WG_ROWS, ROWS], gl.float32, layout)
+    zero = opaque_zero(n)
+    k_tile = as_matrix(memory.k.index(zero), WG_ROWS, HEAD_DIM)
+    v_tile = as_matrix(memory.v.index(zero), WG_ROWS, HEAD_DIM)
+    q_tile = as_matrix(memory.q.buffer(n), WG_ROWS, HEAD_DIM)
+    dout_tile = as_matrix(memory.dout.buffer(n), WG_ROWS, HEAD_DIM)
+    memory.q.wait_full(n)
+    own_q = q_tile.slice(CONSUMER * ROWS, ROWS, dim=0)
+    s = warpgroup_mma(k_tile, own_q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    lse2 = memory.lse2.index(stage).slice(CONSUMER * ROWS, ROWS, dim=1).load(layout)
+    memory.dout.wait_full(n)
+    own_dout = dout_tile.slice(CONSUMER * ROWS, ROWS, dim=0)
+    dp = warpgroup_mma(v_tile, own_dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = scores.softcap(warpgroup_mma_wait(1, [s]))
+    p = probabilities(s * scores.scale - lse2)
     if MASKED:
-        first_row = tile * GROUP + MEMBER * ROWS
-        weights = gl.where(visible(columns, first_row, schedule, layout, ROWS), weights, 0.0)
-    weights_tile = memory.more.index(number & 1)
-    weights_tile.slice(MEMBER * ROWS, ROWS, dim=1).store(weights.to(dtype))
-    if exponents.CAPPED:
-        weights *= 1.0 - scores * scores
-    delta = memory.delta.index(stage).slice(MEMBER * ROWS, ROWS, dim=1).load(layout)
-    dweights = warpgroup_mma_wait(0, [dweights])
-    slopes_tile = memory.slopes.index(number & 1)
-    slopes_tile.slice(MEMBER * ROWS, ROWS, dim=1).store((weights * (dweights - delta)).to(dtype))
+        p = gl.where(visible(keys, inner * WG_ROWS + CONSUMER * ROWS, seq, layout, ROWS), p, 0.0)
+    p_tile = memory.p_or_dq.index(n & 1)
+    p_tile.slice(CONSUMER * ROWS, ROWS, dim=1).store(p.to(dtype))
+    if scores.SOFTCAP:
+        p *= 1.0 - s * s
+    delta = memory.delta.index(stage).slice(CONSUMER * ROWS, ROWS, dim=1).load(layout)
+    dp = warpgroup_mma_wait(0, [dp])
+    ds_tile = memory.ds.index(n & 1)
+    ds_tile.slice(CONSUMER * ROWS, ROWS, dim=1).store((p * (dp - delta)).to(dtype))
     fence_async_shared()
-    named.meet(named.MET, named.BOTH)
-    no_dq = gl.zeros([GROUP, HALF], gl.float32, wide)
-    k_half = k_tile.slice(MEMBER * HALF, HALF, dim=1)
-    dq = warpgroup_mma(slopes_tile.permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
-    dv = warpgroup_mma(weights_tile, dout_tile.slice(MEMBER * HALF, HALF, dim=1), dv, is_async=True)
-    dk = warpgroup_mma(slopes_tile, q_tile.slice(MEMBER * HALF, HALF, dim=1), dk, is_async=True)
-    # dQ is added while the tensor cores compute the products for dV and dK.
+    named_barriers.sync(named_barriers.DS_WRITTEN, named_barriers.CONSUMERS)
+    no_dq = gl.zeros([WG_ROWS, HALF], gl.float32, accumulator(HALF))
+    half_k = k_tile.slice(CONSUMER * HALF, HALF, dim=1)
+    dq = warpgroup_mma(ds_tile.permute((1, 0)), half_k, no_dq, use_acc=False, is_async=True)
+    dv = warpgroup_mma(p_tile, dout_tile.slice(CONSUMER * HALF, HALF, dim=1), dv, is_async=True)
+    dk = warpgroup_mma(ds_tile, q_tile.slice(CONSUMER * HALF, HALF, dim=1), dk, is_async=True)
+    # dQ is added while the tensor cores compute dV and dK.
     dq = warpgroup_mma_wait(2, [dq])
-    add(sums + gl.to_tensor(tile).to(gl.int64) * (GROUP * HEAD_DIM), dq)
+    add_fragments(dq_ptr + gl.to_tensor(inner).to(gl.int64) * (WG_ROWS * HEAD_DIM), dq)
     dk, dv = warpgroup_mma_wait(0, [dk, dv])
-    memory.dout.release(number)
-    memory.q.release(number)
+    memory.dout.release(n)
+    memory.q.release(n)
     return dk, dv
 
 
 @gluon.jit
-def compute(
-    MEMBER: gl.constexpr, dk_desc, dv_desc, sums, memory, schedule, group, padded, scale, exponents,
+def wide_consumer(
+    CONSUMER: gl.constexpr, tensors, dq, memory, tile_map, heads_per_kv, padded_len, scale, scores,
     HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """A computing warp group: half of the columns of dK, dV and every tile of dQ."""
+    """A consumer warp group: half of the columns of dK, dV and every dQ tile."""
     HALF: gl.constexpr = HEAD_DIM // 2
     dtype: gl.constexpr = memory.k.dtype
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    room_of_dk = room_in(memory.more if MEMBER == 0 else memory.slopes, dk_desc, 0)
-    number = 0
+    layout: gl.constexpr = accumulator(ROWS)
+    dk_buffer = buffer_in(memory.p_or_dq if CONSUMER == 0 else memory.ds, tensors.dk, 0)
+    n = 0
     turn = 0
-    kind, batch, head, first_row = memory.queue.hear(turn, 4)
-    while kind != NONE:
-        own = memory.queue.sequence(turn, schedule, 4)
-        work = own.work_of(batch, head, first_row)
-        dk = gl.zeros([GROUP, HALF], gl.float32, wide)
-        dv = gl.zeros([GROUP, HALF], gl.float32, wide)
-        columns = work.first_row + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
-        first_sum = sums + ((work.matrix * group).to(gl.int64) * padded * HEAD_DIM + MEMBER * GROUP * HALF)
-        dk, dv, number = over_tiles(
-            step, dk, dv, memory, work, own, columns, number, group, padded, first_sum, exponents,
-            MEMBER, HEAD_DIM, GROUP,
+    command, batch, head, start = memory.scheduler.pop(turn, 4)
+    while command != STOP:
+        seq = memory.scheduler.pop_sequence(turn, tile_map, 4)
+        tile = seq.tile(batch, head, start)
+        dk = gl.zeros([WG_ROWS, HALF], gl.float32, accumulator(HALF))
+        dv = gl.zeros([WG_ROWS, HALF], gl.float32, accumulator(HALF))
+        keys = tile.start + gl.arange(0, WG_ROWS, layout=gl.SliceLayout(1, layout))
+        first_dq = dq + (
+            (tile.batch_head * heads_per_kv).to(gl.int64) * padded_len * HEAD_DIM + CONSUMER * WG_ROWS * HALF
+        )
+        dk, dv, n = mainloop(
+            wide_step, dk, dv, memory, tile, seq, keys, n, heads_per_kv, padded_len, first_dq, scores,
+            CONSUMER, HEAD_DIM,
         )  # fmt: skip
-        # Until nobody reads v, weights and slopes, which leave room for gradients.
-        named.meet(named.MET, named.BOTH)
-        store_gradients(
-            dk_desc, dv_desc, own, work, work.first_row, MEMBER * HALF,
-            room_in(memory.v, dv_desc, MEMBER), room_of_dk, (dk * scale).to(dtype), dv.to(dtype),
+        # Until no consumer reads v, P and dS, whose buffers store gradients.
+        named_barriers.sync(named_barriers.DS_WRITTEN, named_barriers.CONSUMERS)
+        epilogue(
+            tensors, seq, tile, tile.start, CONSUMER * HALF, buffer_in(memory.v, tensors.dv, CONSUMER), dk_buffer,
+            (dk * scale).to(dtype), dv.to(dtype),
         )  # fmt: skip
-        # The next scores lead to weights, which are written where gradients lie: no keys before those are stored.
-        mbarrier.arrive(memory.k_read, count=1)
-        mbarrier.arrive(memory.v_read, count=1)
+        # P of the next tile is written where gradients lie: no k before they are stored.
+        mbarrier.arrive(memory.k_empty, count=1)
+        mbarrier.arrive(memory.v_empty, count=1)
         turn += 1
-        kind, batch, head, first_row = memory.queue.hear(turn, 4)
+        command, batch, head, start = memory.scheduler.pop(turn, 4)
 
 
-@gluon.jit(do_not_specialize=NUMBERS)
-def backward_wide_kernel(
-    q_desc,
-    dout_desc,
-    k_desc,
-    v_desc,
-    lse_desc,
-    delta_desc,
-    dk_desc,
-    dv_desc,
-    sums,
-    counter,
-    q_starts,
-    k_starts,
-    matrices,
-    heads,
-    group,
-    q_len,
-    k_len,
-    padded,
-    left,
-    right,
-    section,
-    scale,
-    exponent_scale,
-    steepness,
-    sequences,
-    HEAD_DIM: gl.constexpr,
-    TILE_Q: gl.constexpr,
-    STAGES: gl.constexpr,
-    LEFT: gl.constexpr,
-    RIGHT: gl.constexpr,
-    CAPPED: gl.constexpr,
-    TO_THE_END: gl.constexpr,
-    PERSISTENT: gl.constexpr,
-    COPY_REGISTERS: gl.constexpr,
-    REGISTERS: gl.constexpr,
-):
-    """Grid and arguments as of `backward_kernel`, with 64 keys a program; TILE_Q: 64.
+@gluon.constexpr_function
+def additions(quads):
+    """PTX that adds four registers of a thread at a time to where its pointer points, ``quads`` times."""
+    lines = []
+    for quad in range(quads):
+        registers = ", ".join("$" + str(quads + 4 * quad + index) for index in range(4))
+        lines.append(f"red.global.add.v4.f32 [${5 * quads} + {2048 * quad}], {{{registers}}};")
+    return " ".join(lines)
 
-    ``sums`` (matrices of q, padded, HEAD_DIM) are laid out as `add` does.
+
+@gluon.constexpr_function
+def addition_constraints(quads):
+    """Its operands: unused results, numbers, and pointers, which are all the same."""
+    return ",".join(["=r"] * quads + ["r"] * (4 * quads) + ["l"] * (4 * quads))
+
+
+@gluon.jit
+def add_fragments(target, x):
+    """Add a product (64, columns), in registers, to global memory in the order of accumulator fragments.
+
+    Of every eight columns each thread holds four numbers, two in a row and two eight rows below: so an instruction of a
+    warp adds to 512 contiguous bytes.
     """
-    packing = new_packing(k_starts, q_starts, sequences, TO_THE_END)
-    schedule = Schedule(
-        matrices, heads, k_len, q_len, -right, -left, section, packing, GROUP, TILE_Q, RIGHT, LEFT
+    QUADS: gl.constexpr = x.shape[1] // 8
+    layout: gl.constexpr = x.type.layout
+    rows = gl.arange(0, WG_ROWS, layout=gl.SliceLayout(1, layout))[:, None]
+    columns = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
+    thread = rows // 16 * 32 + rows % 8 * 4 + columns % 8 // 2
+    gl.inline_asm_elementwise(
+        additions(QUADS), addition_constraints(QUADS), [x, (target + thread * 4).to(gl.int64)],
+        dtype=gl.int8, is_pure=False, pack=4 * QUADS,
     )  # fmt: skip
-    exponents = Exponents(exponent_scale, steepness, CAPPED)
-    dtype: gl.constexpr = q_desc.dtype
-    pairs_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([GROUP, TILE_Q], dtype)
-    k_read = new_barriers(1, 2).index(0)
-    memory = Memory(
-        new_queue(2, packing.PACKED), new_tiles(k_desc, 1), new_tiles(v_desc, 1),
-        k_read, new_barriers(1, 2).index(0), k_read,
-        NamedRing(new_tiles(q_desc, STAGES), new_barriers(STAGES, 1), named.Q_FREE, named.BOTH, STAGES),
-        NamedRing(new_tiles(dout_desc, STAGES), new_barriers(STAGES, 1), named.DOUT_FREE, named.BOTH, STAGES),
-        new_tiles(lse_desc, STAGES), new_tiles(delta_desc, STAGES),
-        gl.allocate_shared_memory(dtype, [2, GROUP, TILE_Q], pairs_layout),
-        gl.allocate_shared_memory(dtype, [2, GROUP, TILE_Q], pairs_layout),
-    )  # fmt: skip
-    fence_async_shared()
-    gl.warp_specialize([
-        (compute, (
-            0, dk_desc, dv_desc, sums, memory, schedule, group, padded, scale, exponents, HEAD_DIM,
-        )),
-        (compute, (
-            1, dk_desc, dv_desc, sums, memory, schedule, group, padded, scale, exponents, HEAD_DIM,
-        )),
-        (copy_ahead, (
-            (q_desc, dout_desc, k_desc, v_desc, lse_desc, delta_desc), counter, memory, schedule, group,
-            HEAD_DIM, TILE_Q, PERSISTENT, False,
-        )),
-    ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip

@@ -1,74 +1,130 @@
-"""Tiles on their way between shared memory, registers and products."""
+"""Tiles, pipeline stages and registers for each head dimension. Imports no Triton."""
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
+from __future__ import annotations
 
-from ..versions import reinterpret
+from typing import NamedTuple
 
-GROUP = gl.constexpr(64)
-"""Rows of a warp group: what one of its product instructions computes."""
+from ..call import Band
 
 
-@gluon.jit
-def as_matrix(tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """A tile (1, 1, ROWS, COLUMNS), which is how copies write it, as products read it."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], tile.dtype)
-    return reinterpret(tile, tile.dtype, [ROWS, COLUMNS], layout)
+class ForwardConfig(NamedTuple):
+    """How the forward is tiled.
 
-
-@gluon.jit
-def packed(values, dtype: gl.constexpr, STAYS: gl.constexpr = False):
-    """Pairs of neighbours in a row, rounded to ``dtype``, as one 32-bit number each.
-
-    What a loop carries from one turn to the next as 16-bit numbers takes two instructions more for each pair. STAYS:
-    LLVM leaves it before the waits that follow, and so what computes the values.
+    Attributes:
+        tile_k: rows of a tile of k and v.
+        consumers: consumer warp groups, each with 64 rows of q.
+        stages: of the pipelines of k and v.
+        consumer_registers, producer_registers: of a thread; a kernel starts with max_registers for each.
+        separate_out: whether out has buffers beside q's in shared memory, so that the next q can be loaded earlier.
+        ctas: CTAs that a multiprocessor runs at once.
     """
-    even, odd = gl.split(gl.reshape(values, [values.shape[0], values.shape[1] // 2, 2]))
-    name: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
-    return gl.inline_asm_elementwise(
-        "cvt.rn." + name + ".f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=not STAYS, pack=1
-    )
+
+    tile_k: int
+    consumers: int
+    stages: int
+    consumer_registers: int
+    producer_registers: int
+    max_registers: int
+    separate_out: bool
+    ctas: int = 1
 
 
-@gluon.jit
-def unpacked(pairs, dtype: gl.constexpr, layout: gl.constexpr, WIDTH: gl.constexpr):
-    """The left operand of a product whose result has ``layout``, from `packed` numbers."""
-    even, odd = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
-    )
-    values = gl.reshape(gl.join(even, odd), [pairs.shape[0], WIDTH]).to(dtype, bitcast=True)
-    return gl.convert_layout(values, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
+class SplitHeadDim(NamedTuple):
+    """The columns of a head: `head_dim` in one tile, and tails in a second, of q and k, and of v and out."""
+
+    head_dim: int
+    k_tail: int
+    v_tail: int
 
 
-@gluon.constexpr_function
-def additions(quads):
-    """Instructions that add so many times four numbers of a thread to where its pointer points."""
-    lines = []
-    for quad in range(quads):
-        numbers = ", ".join("$" + str(quads + 4 * quad + place) for place in range(4))
-        lines.append(f"red.global.add.v4.f32 [${5 * quads} + {2048 * quad}], {{{numbers}}};")
-    return " ".join(lines)
+class BackwardConfig(NamedTuple):
+    """How the backward is tiled.
 
-
-@gluon.constexpr_function
-def operands_of_additions(quads):
-    """The registers of results, which say nothing, of numbers and of pointers, which are all the same."""
-    return ",".join(["=r"] * quads + ["r"] * (4 * quads) + ["l"] * (4 * quads))
-
-
-@gluon.jit
-def add(target, values):
-    """Add a product's result (64, width), from registers, to as many numbers in global memory.
-
-    There they lie in the order in which threads hold them: of every eight columns one group of four numbers of each
-    thread, two in a row and two eight rows below. So an instruction of a warp adds to 512 bytes in a row.
+    Attributes:
+        tile_k: rows of k and v of a CTA. Each of its two consumer warp groups has 64 of 128, or both share 64.
+        tile_q: rows of a tile of q and dout.
+        dq_columns: columns of the float32 dQ tiles that are added at a time; also of stored dK and dV if tile_k is 64.
+        stages: of the pipelines of q and dout.
+        consumer_registers, producer_registers, max_registers: as of `ForwardConfig`.
+        rotated: whether CTAs start at different tiles of q where nothing is masked.
     """
-    QUADS: gl.constexpr = values.shape[1] // 8
-    layout: gl.constexpr = values.type.layout
-    rows = gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))[:, None]
-    columns = gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
-    thread = rows // 16 * 32 + rows % 8 * 4 + columns % 8 // 2
-    gl.inline_asm_elementwise(
-        additions(QUADS), operands_of_additions(QUADS), [values, (target + thread * 4).to(gl.int64)],
-        dtype=gl.int8, is_pure=False, pack=4 * QUADS,
-    )  # fmt: skip
+
+    tile_k: int
+    tile_q: int
+    dq_columns: int
+    stages: int
+    consumer_registers: int
+    producer_registers: int
+    max_registers: int
+    rotated: bool = False
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether `dq_reducer` adds up dQ, which counts whose turn it is."""
+        return self.tile_k == 128
+
+
+SHORT_LENGTH = 1024
+FORWARD = {
+    # By head_dim, and whether tiles of q see unequal numbers of keys, or few. Then three CTAs of one consumer are
+    # fastest, whose epilogues overlap each other's main loops; else three consumers that share k and v.
+    (64, True): ForwardConfig(64, 1, 3, 136, 24, 80, True, 3),
+    (64, False): ForwardConfig(64, 3, 4, 160, 32, 128, True),
+    # From here on the tiles of one CTA fill shared memory; two CTAs with smaller ones are slower.
+    (128, True): ForwardConfig(128, 2, 2, 240, 24, 168, True),
+    (128, False): ForwardConfig(128, 2, 2, 240, 24, 168, True),
+    # The output takes 128 registers; q and two stages of k and v fill shared memory.
+    (256, True): ForwardConfig(64, 2, 2, 240, 24, 168, False),
+    (256, False): ForwardConfig(64, 2, 2, 240, 24, 168, False),
+}
+FORWARD_SPLIT = {
+    # The same by head_dim and k_tail.
+    (64, 16, True): ForwardConfig(64, 1, 2, 136, 24, 80, True, 3),
+    (64, 16, False): ForwardConfig(128, 2, 2, 240, 24, 168, True),
+    (64, 32, True): ForwardConfig(64, 1, 2, 136, 24, 80, True, 3),
+    (64, 32, False): ForwardConfig(128, 2, 2, 240, 24, 168, True),
+    # These fill shared memory with 64 rows of k.
+    (128, 64, True): ForwardConfig(64, 2, 2, 240, 24, 168, True),
+    (128, 64, False): ForwardConfig(64, 2, 2, 240, 24, 168, True),
+}
+FORWARD_VARLEN = {
+    # By head_dim and k_tail, for packed sequences. Their producer needs more registers, which the consumers give up;
+    # at 64 + 32 columns one of three CTAs cannot.
+    (64, 0): ForwardConfig(64, 1, 3, 120, 40, 80, True, 3),
+    (64, 16): ForwardConfig(64, 1, 2, 120, 40, 80, True, 3),
+    (64, 32): ForwardConfig(128, 2, 2, 224, 56, 168, True),
+    (128, 0): ForwardConfig(128, 2, 2, 224, 56, 168, True),
+    (128, 64): ForwardConfig(64, 2, 2, 224, 56, 168, True),
+    (256, 0): ForwardConfig(64, 2, 2, 232, 40, 168, False),
+}
+BACKWARD = {
+    64: BackwardConfig(128, 128, 64, 2, 240, 24, 168, True),
+    128: BackwardConfig(128, 64, 64, 2, 240, 24, 168),
+    256: BackwardConfig(64, 64, 128, 2, 240, 24, 168),
+}
+HEAD_DIMS = (64, 128, 256)
+"""Columns that tiles have; for head dimensions between, TMA fills them up with zeros."""
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Columns of the tiles of a head dimension."""
+    return next(columns for columns in HEAD_DIMS if columns >= head_dim)
+
+
+def forward_config(split: SplitHeadDim, band: Band, k_len: int, *, is_packed: bool) -> ForwardConfig:
+    """The configuration of a forward call."""
+    head_dim, k_tail, _ = split
+    if is_packed:
+        return FORWARD_VARLEN[head_dim, k_tail]
+    uneven_or_few = band != (None, None) or k_len <= SHORT_LENGTH
+    return FORWARD_SPLIT[head_dim, k_tail, uneven_or_few] if k_tail else FORWARD[head_dim, uneven_or_few]
+
+
+def split_head_dim(head_dim: int, v_head_dim: int) -> SplitHeadDim | None:
+    """How the forward holds heads of these dimensions; None if it does not."""
+    for columns, tail, _ in sorted(FORWARD_SPLIT):
+        if columns < head_dim <= columns + tail:
+            if v_head_dim == head_dim:
+                return SplitHeadDim(columns, tail, tail)
+            return SplitHeadDim(columns, tail, 0) if columns // 2 < v_head_dim <= columns else None
+    return SplitHeadDim(padded_head_dim(head_dim), 0, 0) if v_head_dim == head_dim else None

@@ -1,0 +1,239 @@
+"""The backward's consumer warp groups for head dimensions up to 128, each with 64 keys.
+
+Each computes transposed scores Sᵀ = k qᵀ of its keys, so that P and dS are A operands in registers for dV and dK. For
+dQ the dS of all keys meets in shared memory; each warp group computes half of a dQ tile, which `dq_reducer` adds up.
+"""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..versions import async_store, barrier, reinterpret
+from .lib import named_barriers
+from .lib.mma import WG_ROWS, accumulator, as_matrix, pack_pairs, unpack_operand
+from .lib.scheduler import STOP
+
+
+@gluon.jit
+def visible(keys, first_row, seq, layout: gl.constexpr, ROWS: gl.constexpr):
+    """Which pairs of the keys (64,) and ROWS rows of q are not masked. Keys that do not exist, with S = 0, are.
+
+    Rows are compared in two parts: a thread's are few numbers below 8, and multiples of 8 known when compiled.
+    """
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))[None, :]
+    seen = (keys < seq.outer_len)[:, None]
+    if seq.LEFT:
+        seen = seen & ((keys - (first_row - seq.left))[:, None] - rows % 8 <= rows // 8 * 8)
+    if seq.RIGHT:
+        seen = seen & ((keys - (first_row - seq.right))[:, None] - rows % 8 >= rows // 8 * 8)
+    return seen
+
+
+@gluon.jit
+def probabilities(exponents):
+    """P from exponents of 2, which rounding may have left above 0 where scores are large."""
+    return gl.exp2(gl.minimum(exponents, 0.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@gluon.jit
+def start_dq(ds_tile, k_tile, CONSUMER: gl.constexpr, TILE_Q: gl.constexpr):
+    """Issue a warp group's half of a dQ tile: half of its columns if it has 64 rows, or 64 of its 128 rows."""
+    COLUMNS: gl.constexpr = k_tile.shape[1] * TILE_Q // k_tile.shape[0]
+    zeros = gl.zeros([WG_ROWS, COLUMNS], gl.float32, accumulator(COLUMNS))
+    if TILE_Q == WG_ROWS:
+        k_tile = k_tile.slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
+    else:
+        ds_tile = ds_tile.slice(CONSUMER * WG_ROWS, WG_ROWS, dim=1)
+    return warpgroup_mma(ds_tile.permute((1, 0)), k_tile, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def hand_over(dq, buffer, CONSUMER: gl.constexpr):
+    """Store a warp group's half of a dQ tile for `dq_reducer`, in the order of accumulator fragments."""
+    THREADS: gl.constexpr = named_barriers.WARP_GROUP + named_barriers.WARP
+    COLUMNS: gl.constexpr = dq.shape[1]
+    named_barriers.sync(named_barriers.DQ_EMPTY + CONSUMER, THREADS)
+    # Four warps, two rows eight apart, eight rows; columns by eights, four threads, two in a row.
+    fragments = gl.permute(gl.reshape(dq, [4, 2, 8, COLUMNS // 8, 4, 2]), [3, 0, 2, 4, 1, 5])
+    buffer.store(gl.reshape(fragments, [buffer.shape[0], buffer.shape[1]]))
+    fence_async_shared()
+    named_barriers.arrive(named_barriers.DQ_FULL + CONSUMER, THREADS)
+
+
+@gluon.jit
+def opaque_zero(n):
+    """0, unknown to LLVM before this step: it hoists addresses that it knows, and there are no registers for them."""
+    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def waits_for_never(tile_q, softcap):
+    """Whether a step waits for `SharedMemory.never`."""
+    return tile_q == WG_ROWS and not softcap
+
+
+@gluon.jit
+def step(
+    dk, dv, memory, seq, keys, n, inner, dq, scores,
+    MASKED: gl.constexpr, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """Add what the n-th tile of q and dout contributes to dK, dV and dQ. ``dq`` is not used."""
+    KEYS: gl.constexpr = seq.OUTER_TILE
+    TILE_Q: gl.constexpr = seq.INNER_TILE
+    dtype: gl.constexpr = memory.k.dtype
+    # Registers hold lse2 and delta of 64 rows early, of 128 only when they are needed.
+    EARLY: gl.constexpr = TILE_Q == WG_ROWS
+    layout: gl.constexpr = accumulator(TILE_Q)
+    wide: gl.constexpr = accumulator(HEAD_DIM)
+    operand: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
+    stage = memory.q.stage(n)
+    zeros = gl.zeros([WG_ROWS, TILE_Q], gl.float32, layout)
+    zero = opaque_zero(n)
+    k_tile = as_matrix(memory.k.index(zero), KEYS, HEAD_DIM)
+    own_v = as_matrix(memory.v.index(zero + CONSUMER), WG_ROWS, HEAD_DIM)
+    own_k = k_tile.slice(CONSUMER * WG_ROWS, WG_ROWS, dim=0)
+    q_tile = as_matrix(memory.q.buffer(n), TILE_Q, HEAD_DIM)
+    dout_tile = as_matrix(memory.dout.buffer(n), TILE_Q, HEAD_DIM)
+    memory.q.wait_full(n)
+    s = warpgroup_mma(own_k, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if EARLY:
+        lse2 = memory.lse2.index(stage).load(layout)
+    memory.dout.wait_full(n)
+    dp = warpgroup_mma(own_v, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = scores.softcap(warpgroup_mma_wait(1, [s]))
+    if not EARLY:
+        lse2 = memory.lse2.index(stage).load(layout)
+    p = probabilities(s * scores.scale - lse2)
+    if EARLY:
+        delta = memory.delta.index(stage).load(layout)
+    if MASKED:
+        p = gl.where(visible(keys, inner * TILE_Q, seq, layout, TILE_Q), p, 0.0)
+    if waits_for_never(TILE_Q, scores.SOFTCAP):
+        p_operand = unpack_operand(pack_pairs(p, dtype, True), dtype, wide, TILE_Q)
+        # Without a branch, ptxas moves the wait for dP above the exponentials.
+        mbarrier.wait(memory.never, 1)
+    else:
+        # Twice as many exponentials take longer alone than mixed with dS; and a soft cap has to keep S.
+        p_operand = gl.convert_layout(p.to(dtype), operand)
+    if scores.SOFTCAP:
+        # The derivative of tanh.
+        p *= 1.0 - s * s
+    dp = warpgroup_mma_wait(0, [dp])
+    if not EARLY:
+        delta = memory.delta.index(stage).load(layout)
+    ds = (p * (dp - delta)).to(dtype)
+    ds_tile = memory.ds.index(n & 1)
+    ds_tile.slice(CONSUMER * WG_ROWS, WG_ROWS, dim=0).store(ds)
+    zero = opaque_zero(n)
+    # Issued before dS, this would stall the warps until the tensor cores had read all of P from their registers.
+    dv = warpgroup_mma(p_operand, dout_tile, dv, is_async=True)
+    fence_async_shared()
+    named_barriers.sync(named_barriers.DS_WRITTEN, named_barriers.CONSUMERS)
+    k_tile = as_matrix(memory.k.index(zero), KEYS, HEAD_DIM)
+    dq = start_dq(memory.ds.index(n + zero & 1), k_tile, CONSUMER, TILE_Q)
+    ds_operand = gl.convert_layout(ds, operand)
+    q_tile = as_matrix(memory.q.buffer(n + zero), TILE_Q, HEAD_DIM)
+    dk = warpgroup_mma(ds_operand, q_tile, dk, is_async=True)
+    # dQ is handed over while the tensor cores compute dK.
+    dq, dv, _ = warpgroup_mma_wait(1, [dq, dv, p_operand])
+    memory.dout.release(n)
+    hand_over(dq, memory.p_or_dq.index(CONSUMER), CONSUMER)
+    dk, _ = warpgroup_mma_wait(0, [dk, ds_operand])
+    memory.q.release(n)
+    return dk, dv
+
+
+@gluon.jit
+def mainloop(
+    STEP: gl.constexpr, dk, dv, memory, tile, seq, keys, n, heads_per_kv, padded_len, dq, scores,
+    CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """dK and dV after a STEP for each tile of q and dout that sees the keys, of each query head, and the next n.
+
+    dq: where the warp group adds to the first head's dQ, if it does that itself; else None.
+    """
+    if dq is not None and seq.varlen.VARLEN:
+        dq += seq.padded_inner_start().to(gl.int64) * HEAD_DIM
+    left, right = seq.unmasked(tile)
+    # Else Triton synchronizes the warp group before the first wait of every step.
+    barrier()
+    for _ in range(seq.heads_to_visit(heads_per_kv)):
+        for inner in range(tile.begin, left):
+            dk, dv = STEP(dk, dv, memory, seq, keys, n, inner, dq, scores, True, CONSUMER, HEAD_DIM)
+            n += 1
+        for inner in range(left, right):
+            dk, dv = STEP(dk, dv, memory, seq, keys, n, inner, dq, scores, False, CONSUMER, HEAD_DIM)
+            n += 1
+        for inner in range(right, tile.end):
+            dk, dv = STEP(dk, dv, memory, seq, keys, n, inner, dq, scores, True, CONSUMER, HEAD_DIM)
+            n += 1
+        if dq is not None:
+            dq += gl.to_tensor(padded_len).to(gl.int64) * HEAD_DIM
+    return dk, dv, n
+
+
+@gluon.jit
+def consumer(
+    CONSUMER: gl.constexpr, tensors, memory, tile_map, heads_per_kv, scale, scores, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """A consumer warp group: dK and dV of its 64 keys of each tile, and half of every dQ tile."""
+    dtype: gl.constexpr = memory.k.dtype
+    layout: gl.constexpr = accumulator(tile_map.INNER_TILE)
+    n = 0
+    turn = 0
+    command, batch, head, start = memory.scheduler.pop(turn, 4)
+    while command != STOP:
+        seq = memory.scheduler.pop_sequence(turn, tile_map, 4)
+        tile = seq.tile(batch, head, start)
+        dk = gl.zeros([WG_ROWS, HEAD_DIM], gl.float32, accumulator(HEAD_DIM))
+        dv = gl.zeros([WG_ROWS, HEAD_DIM], gl.float32, accumulator(HEAD_DIM))
+        first_key = tile.start + CONSUMER * WG_ROWS
+        keys = first_key + gl.arange(0, WG_ROWS, layout=gl.SliceLayout(1, layout))
+        dk, dv, n = mainloop(
+            step, dk, dv, memory, tile, seq, keys, n, heads_per_kv, None, None, scores, CONSUMER, HEAD_DIM
+        )  # fmt: skip
+        mbarrier.arrive(memory.k_empty, count=1)
+        # Until no consumer reads dS, whose buffers store dK.
+        named_barriers.sync(named_barriers.DS_WRITTEN, named_barriers.CONSUMERS)
+        epilogue(
+            tensors, seq, tile, first_key, 0, memory.v.index(CONSUMER), buffer_in(memory.ds, tensors.dk, CONSUMER),
+            (dk * scale).to(dtype), dv.to(dtype),
+        )  # fmt: skip
+        mbarrier.arrive(memory.v_empty, count=1)
+        turn += 1
+        command, batch, head, start = memory.scheduler.pop(turn, 4)
+
+
+@gluon.constexpr_function
+def tiles_in(elements, block_shape):
+    """How many tiles of a shape hold so many elements."""
+    for size in block_shape:
+        elements //= size
+    return elements
+
+
+@gluon.jit
+def buffer_in(memory, desc, INDEX: gl.constexpr):
+    """The INDEX-th buffer for a descriptor's tiles in shared memory of another shape."""
+    COUNT: gl.constexpr = tiles_in(memory.numel, desc.block_shape)
+    shape: gl.constexpr = [COUNT] + desc.block_shape  # noqa: RUF005 - Gluon knows no starred lists
+    return reinterpret(memory, memory.dtype, shape, desc.layout).index(INDEX)
+
+
+@gluon.jit
+def epilogue(tensors, seq, tile, first_key, first_column, dv_buffer, dk_buffer, dk, dv):
+    """Store 64 rows of both gradients by TMA, from a key and a column on."""
+    as_matrix(dv_buffer, dv.shape[0], dv.shape[1]).store(dv)
+    as_matrix(dk_buffer, dk.shape[0], dk.shape[1]).store(dk)
+    fence_async_shared()
+    coords = seq.outer_coords(tile.batch, tile.head, first_key, first_column)
+    async_store(tensors.dv, coords, dv_buffer)
+    async_store(tensors.dk, coords, dk_buffer)
+    tma.store_wait(0)

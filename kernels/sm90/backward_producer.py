@@ -1,0 +1,245 @@
+"""The backward's shared memory, its producer warp, which also claims tiles, and the warp that adds up dQ."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ..versions import async_atomic_add, async_load
+from .lib import named_barriers
+from .lib.mma import WG_ROWS
+from .lib.pipeline import NamedPipeline, new_barriers, new_buffers
+from .lib.scheduler import CLAIM_AHEAD, COMPUTE, STOP, TileScheduler, claim_next, new_scheduler, skip_empty
+from .lib.struct import struct
+
+DQ_ROW = gl.constexpr(32)
+"""Numbers in a row of dQ as its descriptor has it: 128 bytes."""
+
+
+@struct
+class Tensors:
+    """Tensors in global memory: TMA descriptors, and the workspace, whose first element counts claimed tiles."""
+
+    q: tma.tensor_descriptor
+    dout: tma.tensor_descriptor
+    k: tma.tensor_descriptor
+    v: tma.tensor_descriptor
+    lse2: tma.tensor_descriptor
+    delta: tma.tensor_descriptor
+    dk: tma.tensor_descriptor
+    dv: tma.tensor_descriptor
+    workspace: gl.tensor
+
+
+@struct
+class SharedMemory:
+    """What warps share.
+
+    k, v: the CTA's tile of keys; v in a buffer for each 64 of them. k arrives with its first q, v with its first dout.
+    k_empty, v_empty: mbarriers: consumers do not read them any more, nor need v's buffers to store gradients.
+    never: an mbarrier at which nobody arrives, if steps wait for its last phase, which is complete; else k_empty.
+    q, dout: pipelines. lse2 and delta, of their rows, lie in the same stages.
+    ds: two tiles (keys, rows of q) of dS. p_or_dq: two tiles of P if consumers share keys, else a half of a dQ tile for
+    each consumer warp group.
+    """
+
+    scheduler: TileScheduler
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+    never: gl.shared_memory_descriptor
+    q: NamedPipeline
+    dout: NamedPipeline
+    lse2: gl.shared_memory_descriptor
+    delta: gl.shared_memory_descriptor
+    ds: gl.shared_memory_descriptor
+    p_or_dq: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def new_pipeline(desc, STAGES: gl.constexpr, EMPTY: gl.constexpr):
+    """A pipeline of a descriptor's tiles, which both consumer warp groups release."""
+    return NamedPipeline(
+        new_buffers(desc, STAGES), new_barriers(STAGES, 1), EMPTY, named_barriers.CONSUMERS, STAGES
+    )  # fmt: skip
+
+
+@gluon.jit
+def new_memory(tensors, dq, STAGES: gl.constexpr, NEVER: gl.constexpr, VARLEN: gl.constexpr):
+    """Allocate it. dq: a descriptor, or a pointer if consumers share keys. NEVER: whether steps wait for ``never``."""
+    KEYS: gl.constexpr = tensors.k.block_shape[-2]
+    TILE_Q: gl.constexpr = tensors.q.block_shape[-2]
+    SHARED_KEYS: gl.constexpr = KEYS == WG_ROWS
+    dtype: gl.constexpr = tensors.q.dtype
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, TILE_Q], dtype)
+    k_empty = new_barriers(1, 2).index(0)
+    never = k_empty
+    if NEVER:
+        never = new_barriers(1, 1).index(0)
+    # Without a dQ reducer one role fewer pops tiles.
+    scheduler = new_scheduler(2 if SHARED_KEYS else 3, VARLEN)
+    k = new_buffers(tensors.k, 1)
+    v = new_buffers(tensors.v, KEYS // WG_ROWS)
+    v_empty = new_barriers(1, 2).index(0)
+    q = new_pipeline(tensors.q, STAGES, named_barriers.Q_EMPTY)
+    dout = new_pipeline(tensors.dout, STAGES, named_barriers.DOUT_EMPTY)
+    lse2 = new_buffers(tensors.lse2, STAGES)
+    delta = new_buffers(tensors.delta, STAGES)
+    ds = gl.allocate_shared_memory(dtype, [2, KEYS, TILE_Q], layout)
+    if SHARED_KEYS:
+        p_or_dq = gl.allocate_shared_memory(dtype, [2, KEYS, TILE_Q], layout)
+    else:
+        p_or_dq = new_buffers(dq, 2)
+    return SharedMemory(scheduler, k, v, k_empty, v_empty, never, q, dout, lse2, delta, ds, p_or_dq)
+
+
+@gluon.jit
+def producer(tensors, memory, tile_map, heads_per_kv, PERSISTENT: gl.constexpr, ROTATED: gl.constexpr):
+    """The producer warp: claims tiles of keys, and loads what each needs."""
+    num_tiles = tile_map.num_tiles()
+    n = 0
+    turn = 0
+    index = skip_empty(gl.program_id(0), tensors.workspace, tile_map, PERSISTENT)
+    while index < num_tiles:
+        n, index = load_tile(tensors, memory, tile_map, heads_per_kv, index, turn, n, PERSISTENT, ROTATED)
+        turn += 1
+    tile, seq = tile_map.tile_at(0)
+    memory.scheduler.push(turn, STOP, tile, seq)
+    memory.q.drain(n)
+    memory.dout.drain(n)
+
+
+@gluon.jit
+def load_tile(
+    tensors, memory, tile_map, heads_per_kv, index, turn, n, CLAIM: gl.constexpr, ROTATED: gl.constexpr,
+):  # fmt: skip
+    """Push a tile, load its k and v, and all q and dout that see it, for each query head of the group.
+
+    ``n`` counts tiles of q. Returns it, and the index of the next tile, claimed shortly before the end if CLAIM.
+    """
+    tile, seq = tile_map.tile_at(index)
+    heads = seq.heads_to_visit(heads_per_kv)
+    if tile_map.varlen.VARLEN:  # noqa: SIM102 - known when compiled
+        if heads == 0:
+            # Consumers wait for no load of this tile. If it were pushed now, they could be two turns ahead of the
+            # waits below, which tell even turns from odd ones alone.
+            mbarrier.wait(memory.k_empty, (turn - 1) & 1, pred=turn > 0)
+            mbarrier.wait(memory.v_empty, (turn - 1) & 1, pred=turn > 0)
+    memory.scheduler.push(turn, COMPUTE, tile, seq)
+    following = tile_map.num_tiles()
+    first = n
+    claim_at = n + gl.maximum(heads * (tile.end - tile.begin) - 1 - CLAIM_AHEAD, 0)
+    for member in range(heads):
+        for inner in range(tile.begin, tile.end):
+            row = seq.rotated(inner, tile, ROTATED) * tile_map.INNER_TILE
+            load_step(tensors, memory, seq, tile, heads_per_kv, member, row, turn, n, first)
+            if CLAIM:  # noqa: SIM102 - known when compiled
+                if n == claim_at:
+                    following = claim_next(tensors.workspace, tile_map)
+            n += 1
+    if CLAIM and tile_map.varlen.VARLEN:  # noqa: SIM102
+        if n == first:
+            following = claim_next(tensors.workspace, tile_map)
+    return n, following
+
+
+@gluon.jit
+def load_step(tensors, memory, seq, tile, heads_per_kv, member, row, turn, n, first):
+    """Load the n-th tile of q and dout with lse2 and delta, from a row of a query head on; k and v with the first."""
+    KEYS: gl.constexpr = seq.OUTER_TILE
+    TILE_Q: gl.constexpr = seq.INNER_TILE
+    HEAD_DIM: gl.constexpr = tensors.q.block_shape[-1]
+    BYTES: gl.constexpr = TILE_Q * HEAD_DIM * 2 + TILE_Q * 4
+    head = tile.head * heads_per_kv + member
+    batch_head = tile.batch_head * heads_per_kv + member
+    coords = seq.inner_coords(tile.batch, head, row, 0)
+    row_coords = [batch_head, seq.padded_inner_start() + row]
+    stage = memory.q.stage(n)
+    memory.q.wait_empty(n)
+    full = memory.q.full_barrier(n)
+    mbarrier.expect(full, BYTES + KEYS * HEAD_DIM * 2, pred=n == first)
+    mbarrier.expect(full, BYTES, pred=n > first)
+    async_load(tensors.q, coords, full, memory.q.buffer(n))
+    async_load(tensors.lse2, row_coords, full, memory.lse2.index(stage))
+    if n == first:
+        mbarrier.wait(memory.k_empty, (turn - 1) & 1, pred=turn > 0)
+        k_coords = seq.outer_coords(tile.batch, tile.head, tile.start, 0)
+        async_load(tensors.k, k_coords, full, memory.k.index(0))
+    memory.dout.wait_empty(n)
+    full = memory.dout.full_barrier(n)
+    mbarrier.expect(full, BYTES + KEYS * HEAD_DIM * 2, pred=n == first)
+    mbarrier.expect(full, BYTES, pred=n > first)
+    async_load(tensors.dout, coords, full, memory.dout.buffer(n))
+    async_load(tensors.delta, row_coords, full, memory.delta.index(stage))
+    if n == first:
+        mbarrier.wait(memory.v_empty, (turn - 1) & 1, pred=turn > 0)
+        for piece in gl.static_range(KEYS // WG_ROWS):
+            v_coords = seq.outer_coords(tile.batch, tile.head, tile.start + piece * WG_ROWS, 0)
+            async_load(tensors.v, v_coords, full, memory.v.index(piece))
+
+
+@gluon.jit
+def dq_reducer(
+    dq, turns, memory, tile_map, heads_per_kv, padded_len,
+    HEAD_DIM: gl.constexpr, DETERMINISTIC: gl.constexpr, ROTATED: gl.constexpr,
+):  # fmt: skip
+    """The warp that adds each dQ tile from shared memory to global memory by TMA, so that no consumer waits for it.
+
+    DETERMINISTIC: each waits until the CTAs have added whose tiles of keys were claimed before its own, so that sums
+    are the same on every run; ``turns`` counts those that have, for each 64 rows.
+    """
+    TILE_Q: gl.constexpr = tile_map.INNER_TILE
+    DQ_ROWS: gl.constexpr = TILE_Q * HEAD_DIM // DQ_ROW
+    THREADS: gl.constexpr = named_barriers.WARP_GROUP + named_barriers.WARP
+    turn = 0
+    command, batch, head, start = memory.scheduler.pop(turn, 1)
+    while command != STOP:
+        seq = memory.scheduler.pop_sequence(turn, tile_map, 1)
+        tile = seq.tile(batch, head, start)
+        for member in range(seq.heads_to_visit(heads_per_kv)):
+            rows = (tile.batch_head * heads_per_kv + member) * padded_len + seq.padded_inner_start()
+            first = rows * (HEAD_DIM // DQ_ROW)
+            outer = tile.start // tile_map.OUTER_TILE
+            following = outer + 1
+            for inner in range(tile.begin, tile.end):
+                for half in gl.static_range(2):
+                    # The addition of the other half may go on.
+                    tma.store_wait(1 - half)
+                    named_barriers.arrive(named_barriers.DQ_EMPTY + half, THREADS)
+                if DETERMINISTIC:
+                    before = outer
+                    if tile_map.RIGHT:
+                        # Tiles with higher numbers were claimed before: as many of them as reach this tile of q.
+                        while seq.reaches(following, inner, tile):
+                            following += 1
+                        before = following - 1 - outer
+                    turns_added = turns + (rows // WG_ROWS + inner * (TILE_Q // WG_ROWS))
+                    wait_for(turns_added, before)
+                for half in gl.static_range(2):
+                    named_barriers.sync(named_barriers.DQ_FULL + half, THREADS)
+                    visited = seq.rotated(inner, tile, ROTATED)
+                    coords = [first + visited * DQ_ROWS + half * (DQ_ROWS // 2), 0]
+                    async_atomic_add(dq, coords, memory.p_or_dq.index(half))
+                if DETERMINISTIC:
+                    finish_additions(turn)
+                    gl.atomic_add(turns_added, 1, sem="release")
+        turn += 1
+        command, batch, head, start = memory.scheduler.pop(turn, 1)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def wait_for(address, number):
+    """Wait until global memory holds a number."""
+    value = gl.atomic_add(address, 0, sem="acquire")
+    while value != number:
+        value = gl.atomic_add(address, 0, sem="acquire")
+
+
+@gluon.jit
+def finish_additions(unused):
+    """Wait until TMA's additions are visible; Triton waits only until it has read what it adds."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync 0xffffffff; mov.u32 $0, $1;",
+        "=r,r", [unused], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

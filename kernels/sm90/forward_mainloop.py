@@ -1,0 +1,150 @@
+"""The forward's main loop: a consumer warp group's 64 rows of q over all tiles of k and v that they see."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from .lib.mma import WG_ROWS, accumulator, as_matrix, pack_pairs, unpack_operand
+from .lib.softmax import first_update
+
+
+@gluon.jit
+def start_qk(tensors, memory, n, CONSUMER: gl.constexpr, TILE_K: gl.constexpr):
+    """Issue S = q kᵀ for the n-th tile of k."""
+    q_tile = as_matrix(memory.q.buffers.index(CONSUMER), WG_ROWS, tensors.HEAD_DIM)
+    k_tile = as_matrix(memory.k.buffer(n), TILE_K, tensors.HEAD_DIM)
+    zeros = gl.zeros([WG_ROWS, TILE_K], gl.float32, accumulator(TILE_K))
+    s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if tensors.K_TAIL > 0:
+        q_tile = as_matrix(memory.q_tail.index(CONSUMER), WG_ROWS, tensors.K_TAIL)
+        k_tile = as_matrix(memory.k_tail.index(memory.k.stage(n)), TILE_K, tensors.K_TAIL)
+        s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def start_pv(p, out, out_tail, tensors, memory, n, TILE_K: gl.constexpr):
+    """Issue out += P v for the n-th tile of v, and the same for its tail. Also returns the operand P, to keep alive."""
+    v_tile = as_matrix(memory.v.buffer(n), TILE_K, tensors.HEAD_DIM)
+    operand = unpack_operand(p, v_tile.dtype, accumulator(tensors.HEAD_DIM), TILE_K)
+    out = warpgroup_mma(operand, v_tile, out, is_async=True)
+    if tensors.V_TAIL > 0:
+        v_tile = as_matrix(memory.v_tail.index(memory.v.stage(n)), TILE_K, tensors.V_TAIL)
+        layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(tensors.V_TAIL), 2)
+        tail_operand = gl.convert_layout(operand, layout, assert_trivial=True)
+        out_tail = warpgroup_mma(tail_operand, v_tile, out_tail, is_async=True)
+    return out, out_tail, operand
+
+
+@gluon.jit
+def wait_pv(out, out_tail, operand, V_TAIL: gl.constexpr):
+    """Wait for what `start_pv` issued."""
+    if V_TAIL > 0:
+        out, out_tail, _ = warpgroup_mma_wait(0, [out, out_tail, operand])
+    else:
+        out, _ = warpgroup_mma_wait(0, [out, operand])
+    return out, out_tail
+
+
+@gluon.jit
+def visible(rows, first_column, seq, layout: gl.constexpr):
+    """Which pairs of the rows (64,) and a tile of columns exist and are not masked.
+
+    Columns are compared in two parts: a thread's are few numbers below 8, and multiples of 8 known when compiled.
+    """
+    columns = gl.arange(0, seq.INNER_TILE, layout=gl.SliceLayout(0, layout))[None, :]
+    last = gl.full([WG_ROWS], 0, gl.int32, gl.SliceLayout(1, layout)) + (seq.inner_len - 1)
+    if seq.RIGHT:
+        last = gl.minimum(rows + seq.right, last)
+    seen = (last - first_column)[:, None] - columns % 8 >= columns // 8 * 8
+    if seq.LEFT:
+        seen = seen & ((rows + (seq.left - first_column))[:, None] - columns % 8 <= columns // 8 * 8)
+    return seen
+
+
+@gluon.jit
+def step(
+    softmax, p, out, out_tail, tensors, memory, seq, rows, n, inner, more, scores,
+    RESCALE: gl.constexpr, MASKED: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """Issue S of the n-th tile, then out += P v of the tile before; compute the new P while the latter runs.
+
+    The tile of k has arrived; ``more`` says whether another follows. RESCALE: see `OnlineSoftmax`.
+    """
+    TILE_K: gl.constexpr = seq.INNER_TILE
+    PV_PRODUCTS: gl.constexpr = 1 if tensors.V_TAIL == 0 else 2
+    pending = start_qk(tensors, memory, n, CONSUMER, TILE_K)
+    memory.v.wait_full(n - 1)
+    out, out_tail, operand = start_pv(p, out, out_tail, tensors, memory, n - 1, TILE_K)
+    s = scores.softcap(warpgroup_mma_wait(PV_PRODUCTS, [pending]))
+    if MASKED:
+        s = gl.where(visible(rows, inner * TILE_K, seq, accumulator(TILE_K)), s, float("-inf"))
+    if RESCALE:
+        softmax, p, rescale = softmax.update_rescaling(s, scores.scale)
+    else:
+        softmax, p = softmax.update(s, scores.scale)
+    # Also a basic-block boundary: without one, ptxas moves the wait for out above the exponentials.
+    memory.k.wait_full(n + 1, more)
+    out, out_tail = wait_pv(out, out_tail, operand, tensors.V_TAIL)
+    memory.k.release(n)
+    if RESCALE:
+        out = out * gl.convert_layout(rescale, gl.SliceLayout(1, out.type.layout))[:, None]
+        if tensors.V_TAIL > 0:
+            out_tail = out_tail * gl.convert_layout(rescale, gl.SliceLayout(1, out_tail.type.layout))[:, None]
+    return softmax, pack_pairs(p, memory.k.buffers.dtype), out, out_tail
+
+
+@gluon.jit
+def first_step(tensors, memory, seq, tile, rows, n, scores, CONSUMER: gl.constexpr):
+    """The softmax and P of a tile's first inner tile, the last along k, and zeros for the output and its tail."""
+    TILE_K: gl.constexpr = seq.INNER_TILE
+    memory.k.wait_full(n)
+    s = start_qk(tensors, memory, n, CONSUMER, TILE_K)
+    s = scores.softcap(warpgroup_mma_wait(0, [s]))
+    memory.k.release(n)
+    inner = tile.end - 1
+    if seq.RIGHT:  # noqa: SIM114 - known when compiled, and then no branch
+        s = gl.where(visible(rows, inner * TILE_K, seq, accumulator(TILE_K)), s, float("-inf"))
+    elif (tile.whole_begin > inner) | seq.ends_partially(tile):
+        s = gl.where(visible(rows, inner * TILE_K, seq, accumulator(TILE_K)), s, float("-inf"))
+    softmax, p = first_update(s, scores.scale)
+    p = pack_pairs(p, memory.k.buffers.dtype)
+    out = gl.zeros([WG_ROWS, tensors.HEAD_DIM], gl.float32, accumulator(tensors.HEAD_DIM))
+    out_tail = n * 0
+    if tensors.V_TAIL > 0:
+        out_tail = gl.zeros([WG_ROWS, tensors.V_TAIL], gl.float32, accumulator(tensors.V_TAIL))
+    return softmax, p, out, out_tail
+
+
+@gluon.jit
+def mainloop(tensors, memory, seq, tile, rows, n, recompute, scores, CONSUMER: gl.constexpr):
+    """A tile's softmax, last P, unnormalized output, number of the last inner tile, and whether `update` was called.
+
+    ``recompute``: rescale in every step, after an overflow.
+    """
+    softmax, p, out, out_tail = first_step(tensors, memory, seq, tile, rows, n, scores, CONSUMER)
+    memory.k.wait_full(n + 1, tile.begin < tile.end - 1)
+    right = gl.maximum(gl.minimum(tile.whole_end, tile.end - 1), tile.begin)
+    left = gl.maximum(gl.minimum(tile.whole_begin, right), tile.begin)
+    update_end = left
+    if recompute:
+        update_end = right
+    for inner in range(tile.end - 2, right - 1, -1):
+        n += 1
+        softmax, p, out, out_tail = step(
+            softmax, p, out, out_tail, tensors, memory, seq, rows, n, inner, inner > tile.begin, scores,
+            True, True, CONSUMER,
+        )  # fmt: skip
+    for inner in range(right - 1, update_end - 1, -1):
+        n += 1
+        softmax, p, out, out_tail = step(
+            softmax, p, out, out_tail, tensors, memory, seq, rows, n, inner, inner > tile.begin, scores,
+            False, False, CONSUMER,
+        )  # fmt: skip
+    for inner in range(update_end - 1, tile.begin - 1, -1):
+        n += 1
+        softmax, p, out, out_tail = step(
+            softmax, p, out, out_tail, tensors, memory, seq, rows, n, inner, inner > tile.begin, scores,
+            True, seq.LEFT, CONSUMER,
+        )  # fmt: skip
+    return softmax, p, out, out_tail, n, right > update_end

@@ -1,0 +1,173 @@
+"""The forward's shared memory, and its producer warp, which also claims tiles."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ..versions import async_load
+from .lib.mma import WG_ROWS
+from .lib.pipeline import Pipeline, new_barriers, new_buffers
+from .lib.scheduler import (
+    CLAIM_AHEAD,
+    COMPUTE,
+    RECOMPUTE,
+    STOP,
+    OverflowFlags,
+    RetryList,
+    TileScheduler,
+    claim_next,
+    new_overflow_flags,
+    new_scheduler,
+    skip_empty,
+)
+from .lib.struct import struct
+
+
+@struct
+class Tensors:
+    """Tensors in global memory: TMA descriptors, the log-sum-exp, and the workspace (`lib.scheduler`).
+
+    Tails are the columns beyond HEAD_DIM of a split head dimension: K_TAIL of q and k, V_TAIL of v and out, perhaps 0.
+    """
+
+    q: tma.tensor_descriptor
+    k: tma.tensor_descriptor
+    v: tma.tensor_descriptor
+    out: tma.tensor_descriptor
+    q_tail: tma.tensor_descriptor
+    k_tail: tma.tensor_descriptor
+    v_tail: tma.tensor_descriptor
+    out_tail: tma.tensor_descriptor
+    lse: gl.tensor
+    workspace: gl.tensor
+    HEAD_DIM: gl.constexpr
+    K_TAIL: gl.constexpr
+    V_TAIL: gl.constexpr
+
+
+@struct
+class SharedMemory:
+    """What warps share: a tile of q for each consumer warp group, pipelines of k and v, output buffers, the scheduler.
+
+    Tails lie in the same stages as the tiles they belong to, and arrive at the same barriers.
+    """
+
+    q: Pipeline
+    k: Pipeline
+    v: Pipeline
+    out: gl.shared_memory_descriptor
+    scheduler: TileScheduler
+    overflow: OverflowFlags
+    q_tail: gl.shared_memory_descriptor
+    k_tail: gl.shared_memory_descriptor
+    v_tail: gl.shared_memory_descriptor
+    out_tail: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def new_memory(
+    tensors, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, SEPARATE_OUT: gl.constexpr, VARLEN: gl.constexpr,
+):  # fmt: skip
+    """Allocate it. SEPARATE_OUT: whether out has other buffers than q, so that q can be loaded earlier."""
+    q = Pipeline(new_buffers(tensors.q, CONSUMERS), new_barriers(1, 1), new_barriers(1, CONSUMERS), 1)
+    # One release covers a step's k and the v of the step before.
+    empty = new_barriers(STAGES, CONSUMERS)
+    k = Pipeline(new_buffers(tensors.k, STAGES), new_barriers(STAGES, 1), empty, STAGES)
+    v = Pipeline(new_buffers(tensors.v, STAGES), new_barriers(STAGES, 1), empty, STAGES)
+    out = q.buffers
+    if SEPARATE_OUT:
+        out = new_buffers(tensors.out, CONSUMERS)
+    q_tail, k_tail, v_tail, out_tail = q.buffers, k.buffers, v.buffers, out
+    if tensors.V_TAIL > 0:
+        v_tail = new_buffers(tensors.v_tail, STAGES)
+        out_tail = new_buffers(tensors.out_tail, CONSUMERS)
+    scheduler = new_scheduler(CONSUMERS, VARLEN)
+    overflow = new_overflow_flags(CONSUMERS)
+    if tensors.K_TAIL > 0:
+        q_tail = new_buffers(tensors.q_tail, CONSUMERS)
+        k_tail = new_buffers(tensors.k_tail, STAGES)
+    return SharedMemory(q, k, v, out, scheduler, overflow, q_tail, k_tail, v_tail, out_tail)
+
+
+@gluon.jit
+def producer(tensors, memory, tile_map, heads_per_kv, PERSISTENT: gl.constexpr):
+    """The producer warp: claims tiles, and loads what each needs; at last again for those on the retry list."""
+    counter = tensors.workspace
+    retries = RetryList(counter + 1)
+    n = 0
+    turn = 0
+    index = skip_empty(gl.program_id(0), counter, tile_map, PERSISTENT)
+    # The last two tiles, whose overflow flags are not read yet, and the top of the retry list. They begin unlike
+    # `index`: a pass of MLIR merges loop variables that begin alike and are handed on from one to the next.
+    last = -1
+    last_but_one = -1
+    top = -1
+    while index < tile_map.num_tiles():
+        if turn > 1:
+            top = retries.push_if(memory.overflow.any(turn - 2), last_but_one, top)
+        n, following = load_tile(tensors, memory, tile_map, heads_per_kv, COMPUTE, index, turn, n, PERSISTENT)
+        last_but_one = last
+        last = index
+        turn += 1
+        index = following
+    for late in range(gl.maximum(turn - 2, 0), turn):
+        top = retries.push_if(memory.overflow.any(late), gl.where(late == turn - 1, last, last_but_one), top)
+    while top >= 0:
+        index = top
+        top = retries.before(index)
+        n, _ = load_tile(tensors, memory, tile_map, heads_per_kv, RECOMPUTE, index, turn, n, False)
+        turn += 1
+    tile, seq = tile_map.tile_at(0)
+    memory.scheduler.push(turn, STOP, tile, seq)
+
+
+@gluon.jit
+def load_tile(tensors, memory, tile_map, heads_per_kv, command, index, turn, n, CLAIM: gl.constexpr):
+    """Push a tile, and load its q, and k and v from the last inner tile to the first.
+
+    ``n`` counts inner tiles. Returns it, and the index of the next tile, claimed shortly before the end if CLAIM.
+    """
+    TILE_K: gl.constexpr = tile_map.INNER_TILE
+    K_BYTES: gl.constexpr = (tensors.HEAD_DIM + tensors.K_TAIL) * 2
+    V_BYTES: gl.constexpr = (tensors.HEAD_DIM + tensors.V_TAIL) * 2
+    tile, seq = tile_map.tile_at(index)
+    memory.scheduler.push(turn, command, tile, seq)
+    kv_head = tile.head // heads_per_kv
+    following = tile_map.num_tiles()
+    claim_at = gl.minimum(tile.begin + CLAIM_AHEAD, tile.end - 1)
+    for inner in range(tile.end - 1, tile.begin - 1, -1):
+        coords = seq.inner_coords(tile.batch, kv_head, inner * TILE_K, 0)
+        memory.k.wait_empty(n)
+        tail_coords = seq.inner_coords(tile.batch, kv_head, inner * TILE_K, tensors.HEAD_DIM)
+        mbarrier.expect(memory.k.full_barrier(n), TILE_K * K_BYTES)
+        async_load(tensors.k, coords, memory.k.full_barrier(n), memory.k.buffer(n))
+        if tensors.K_TAIL > 0:
+            async_load(tensors.k_tail, tail_coords, memory.k.full_barrier(n), memory.k_tail.index(memory.k.stage(n)))
+        if inner == tile.end - 1:
+            # After the first k, whose buffer is free before q's is.
+            load_q(tensors, memory, seq, tile, turn, K_BYTES)
+        if CLAIM:  # noqa: SIM102 - known when compiled
+            if inner == claim_at:
+                following = claim_next(tensors.workspace, tile_map)
+        memory.v.wait_empty(n + 1)
+        mbarrier.expect(memory.v.full_barrier(n), TILE_K * V_BYTES)
+        async_load(tensors.v, coords, memory.v.full_barrier(n), memory.v.buffer(n))
+        if tensors.V_TAIL > 0:
+            async_load(tensors.v_tail, tail_coords, memory.v.full_barrier(n), memory.v_tail.index(memory.v.stage(n)))
+        n += 1
+    return n, following
+
+
+@gluon.jit
+def load_q(tensors, memory, seq, tile, turn, ROW_BYTES: gl.constexpr):
+    """Load each consumer warp group's rows of q."""
+    CONSUMERS: gl.constexpr = memory.overflow.CONSUMERS
+    memory.q.wait_empty(turn)
+    full = memory.q.full_barrier(turn)
+    mbarrier.expect(full, CONSUMERS * WG_ROWS * ROW_BYTES)
+    for consumer in gl.static_range(CONSUMERS):
+        row = tile.start + consumer * WG_ROWS
+        async_load(tensors.q, seq.outer_coords(tile.batch, tile.head, row, 0), full, memory.q.buffers.index(consumer))
+        if tensors.K_TAIL > 0:
+            coords = seq.outer_coords(tile.batch, tile.head, row, tensors.HEAD_DIM)
+            async_load(tensors.q_tail, coords, full, memory.q_tail.index(consumer))

@@ -1,0 +1,1 @@
+"""Device code that the forward and the backward share: pipelines, tile scheduler, softmax, packed sequences."""

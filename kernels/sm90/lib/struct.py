@@ -1,0 +1,21 @@
+"""Values with named fields in kernels: Triton's aggregates."""
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...versions import aggregate
+
+
+def struct(cls: Any) -> Any:
+    """An aggregate that is constructed from its fields in order, as Triton itself provides since 3.8."""
+    FIELDS = gl.constexpr(tuple((name, kind is gl.constexpr) for name, kind in cls.__annotations__.items()))
+
+    @gluon.constexpr_function
+    def __init__(self, *values):
+        for field, value in zip(FIELDS.value, values, strict=True):
+            setattr(self, field[0], gl.constexpr(value) if field[1] else value)
+
+    cls.__init__ = __init__
+    return aggregate(cls)

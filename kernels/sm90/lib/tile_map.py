@@ -1,0 +1,218 @@
+"""From the index of a tile to its rows, and to the inner tiles that it visits.
+
+Tiles of the outer axis belong to CTAs, which loop over tiles of the inner axis. The forward's outer axis is q and its
+inner one k; the backward's are k and q.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .struct import struct
+from .varlen import Varlen, tma_coords
+
+
+@struct
+class Tile:
+    """A tile of outer rows, from ``start`` on, and the inner tiles [begin, end) of which any of its rows sees a part.
+
+    Every row sees all of the inner tiles [whole_begin, whole_end), and a part of one after them unless it sees nothing.
+    """
+
+    batch_head: gl.tensor
+    batch: gl.tensor
+    head: gl.tensor
+    start: gl.tensor
+    begin: gl.tensor
+    whole_begin: gl.tensor
+    whole_end: gl.tensor
+    end: gl.tensor
+
+
+@struct
+class TileMap:
+    """The tiles of a launch in the order in which CTAs claim them.
+
+    Heads come in sections whose inner tensors fit into the L2 cache. With a right limit, as a causal mask has, a
+    section's longest tiles come first, and the short ones fill the gaps at its end.
+
+    Outer row i sees the inner rows from i + left (if LEFT) to i + right (if RIGHT). With packed sequences, lengths are
+    those of the tensors and limits those of equally long sequences; `tile_at` also returns the tile map of the tile's
+    sequence, in which both are the sequence's.
+    """
+
+    batch_heads: gl.tensor
+    heads: gl.tensor
+    outer_len: gl.tensor
+    inner_len: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
+    section: gl.tensor
+    varlen: Varlen
+    OUTER_TILE: gl.constexpr
+    INNER_TILE: gl.constexpr
+    LEFT: gl.constexpr
+    RIGHT: gl.constexpr
+
+    @gluon.jit
+    def tiles_per_head(self):
+        """Tiles of a head. With packed sequences: enough for any lengths, so some may be empty."""
+        if self.varlen.VARLEN:
+            tiles = self.outer_len // self.OUTER_TILE + self.varlen.num_sequences + 1
+        else:
+            tiles = gl.cdiv(self.outer_len, self.OUTER_TILE)
+        return tiles
+
+    @gluon.jit
+    def num_tiles(self):
+        """Tiles of the launch."""
+        return self.batch_heads * self.tiles_per_head()
+
+    @gluon.jit
+    def tile_at(self, index):
+        """The tile of an index, and the tile map of its sequence."""
+        tiles = self.tiles_per_head()
+        # The last section takes the remaining heads too: alone they would have tiles for few CTAs.
+        last = self.batch_heads // self.section - 1
+        section = gl.minimum(index // (self.section * tiles), last)
+        first = section * self.section
+        within = index - first * tiles
+        width = self.section
+        if section == last:
+            width = self.batch_heads - first
+        outer_tile = within // width
+        batch_head = first + within % width
+        if self.RIGHT:
+            outer_tile = tiles - 1 - outer_tile
+        seq = self
+        if self.varlen.VARLEN:
+            varlen, outer_tile, outer_len, inner_len = self.varlen.locate(
+                outer_tile, self.outer_len, self.inner_len, self.OUTER_TILE
+            )
+            seq = self.for_sequence(varlen, outer_len, inner_len)
+        return seq.tile(batch_head // self.heads, batch_head % self.heads, outer_tile * self.OUTER_TILE), seq
+
+    @gluon.jit
+    def for_sequence(self, varlen, outer_len, inner_len):
+        """The tile map of one packed sequence."""
+        shift = outer_len * 0
+        if self.varlen.BOTTOM_RIGHT:
+            shift = inner_len - outer_len
+        return TileMap(
+            self.batch_heads, self.heads, outer_len, inner_len, self.left + shift, self.right + shift, self.section,
+            varlen, self.OUTER_TILE, self.INNER_TILE, self.LEFT, self.RIGHT,
+        )  # fmt: skip
+
+    @gluon.jit
+    def has_rows(self, index):
+        """Whether the tile of an index has rows."""
+        has_rows = True
+        if self.varlen.VARLEN:
+            tile, seq = self.tile_at(index)
+            has_rows = tile.start < seq.outer_len
+        return has_rows
+
+    @gluon.jit
+    def is_empty(self, index):
+        """Whether an index is that of a tile without rows."""
+        tiles = self.num_tiles()
+        return (index < tiles) & (not self.has_rows(gl.minimum(index, tiles - 1)))
+
+    @gluon.jit
+    def outer_coords(self, batch, head, row, column):
+        """TMA coordinates of outer rows. Rows that do not exist read as zeros and are not written."""
+        return tma_coords(batch, head, self.varlen.outer_start, self.outer_len, row, column, self.varlen.VARLEN)
+
+    @gluon.jit
+    def inner_coords(self, batch, head, row, column):
+        """The same of inner rows."""
+        return tma_coords(batch, head, self.varlen.inner_start, self.inner_len, row, column, self.varlen.VARLEN)
+
+    @gluon.jit
+    def padded_inner_start(self):
+        """The first inner row in per-row buffers, which are padded for each sequence."""
+        start = 0
+        if self.varlen.VARLEN:
+            start = self.varlen.padded_inner_start()
+        return start
+
+    @gluon.jit
+    def heads_to_visit(self, heads):
+        """``heads``, or 0 for a packed sequence without inner rows, which a backward need not visit."""
+        if self.varlen.VARLEN:
+            heads = gl.where(self.inner_len > 0, heads, 0)
+        return heads
+
+    @gluon.jit
+    def per_row(self, pointer, tile, seq):
+        """The address of the first outer row's number in a buffer (batch_heads, outer_len), for a tile's sequence."""
+        pointer += tile.batch_head.to(gl.int64) * self.outer_len
+        if self.varlen.VARLEN:
+            pointer += seq.varlen.outer_start
+        return pointer
+
+    @gluon.jit
+    def tile(self, batch, head, start):
+        """The tile of a head that begins at an outer row."""
+        end = self.inner_len
+        last = self.inner_len - 1
+        if self.RIGHT:
+            end = gl.minimum(end, start + self.OUTER_TILE + self.right)
+            last = gl.minimum(last, start + self.right)
+        begin = 0
+        whole_begin = 0
+        if self.LEFT:
+            begin = gl.maximum(start + self.left, 0)
+            whole_begin = gl.maximum(start + self.OUTER_TILE - 1 + self.left, 0)
+        # At least one inner tile is visited, if need be wholly masked, so that every tile has a softmax.
+        end = gl.maximum(gl.cdiv(end, self.INNER_TILE), 1)
+        begin = gl.minimum(begin // self.INNER_TILE, end - 1)
+        whole_end = gl.maximum(last, 0) // self.INNER_TILE
+        whole_begin = gl.cdiv(whole_begin, self.INNER_TILE)
+        return Tile(
+            batch * self.heads + head, batch, head, start,
+            gl.to_tensor(begin), gl.to_tensor(whole_begin), whole_end, end,
+        )  # fmt: skip
+
+    @gluon.jit
+    def rotated(self, inner_tile, tile, ROTATED: gl.constexpr):
+        """The inner tile to visit instead of ``inner_tile`` where nothing is masked and ROTATED.
+
+        CTAs that start together would all add to the same rows of dQ. So each starts at its own rows, as a causal mask
+        has it do anyway, and wraps around.
+        """
+        if ROTATED and not (self.LEFT or self.RIGHT):
+            inner_tile += tile.start // self.INNER_TILE % tile.end
+            inner_tile = gl.where(inner_tile < tile.end, inner_tile, inner_tile - tile.end)
+        return inner_tile
+
+    @gluon.jit
+    def reaches(self, outer_tile, inner_tile, tile):
+        """Whether a head has a tile number ``outer_tile``, and it begins at ``inner_tile`` or before."""
+        exists = outer_tile < gl.cdiv(self.outer_len, self.OUTER_TILE)
+        if self.LEFT:
+            exists = exists & (self.tile(tile.batch, tile.head, outer_tile * self.OUTER_TILE).begin <= inner_tile)
+        return exists
+
+    @gluon.jit
+    def ends_partially(self, tile):
+        """Whether the last inner tile has rows that do not exist, such as all of a sequence without inner rows."""
+        if self.varlen.VARLEN:
+            partial = tile.end * self.INNER_TILE > self.inner_len
+        else:
+            partial = self.inner_len % self.INNER_TILE != 0
+        return partial
+
+    @gluon.jit
+    def unmasked(self, tile):
+        """The range of inner tiles that a backward visits without a mask.
+
+        It is empty where some of the outer rows do not exist: their scores are 0, not -inf.
+        """
+        left = gl.minimum(gl.maximum(tile.whole_begin, tile.begin), tile.end)
+        right = gl.minimum(gl.maximum(tile.whole_end, left), tile.end)
+        if not (self.LEFT or self.RIGHT):
+            right = tile.end
+        if tile.start + self.OUTER_TILE > self.outer_len:
+            left = tile.end
+            right = tile.end
+        return left, right

@@ -1,0 +1,81 @@
+"""Packed sequences (varlen): several in the rows of one tensor, and TMA coordinates that end where a sequence does.
+
+TMA checks coordinates against the tensor's ends, and a sequence ends inside. So descriptors describe a tensor [wrap,
+end, head, row, column] of BOUND rows, and `tma_coords` makes the last of these rows the sequence's. Rows and ends have
+a stride of one row, and BOUND steps along the first axis lead BOUND rows back, because addresses wrap around.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...lib.varlen import sequence_of, slot_of, span_of
+from .struct import struct
+
+BOUND = gl.constexpr(1 << 30)
+"""More rows than a tensor has."""
+
+PADDING = gl.constexpr(128)
+"""Per-row backward buffers are padded to a multiple of this for each sequence: a multiple of every tile."""
+
+
+@struct
+class Varlen:
+    """Where packed sequences begin, and which of them a tile belongs to; nothing of this is used unless VARLEN.
+
+    cu_outer, cu_inner: first rows along both axes, (num_sequences + 1,) each. index: the tile's sequence, whose first
+    rows are outer_start and inner_start. BOTTOM_RIGHT: whether its diagonal ends at its last row and column.
+    """
+
+    cu_outer: gl.tensor
+    cu_inner: gl.tensor
+    num_sequences: gl.tensor
+    index: gl.tensor
+    outer_start: gl.tensor
+    inner_start: gl.tensor
+    VARLEN: gl.constexpr
+    BOTTOM_RIGHT: gl.constexpr
+
+    @gluon.jit
+    def at(self, index, outer_start, inner_start):
+        """The same for a tile of the sequence ``index``."""
+        return Varlen(
+            self.cu_outer, self.cu_inner, self.num_sequences, index, outer_start, inner_start,
+            self.VARLEN, self.BOTTOM_RIGHT,
+        )  # fmt: skip
+
+    @gluon.jit
+    def locate(self, outer_tile, outer_len, inner_len, OUTER_TILE: gl.constexpr):
+        """`at` the sequence of a tile of a head, the tile's number in it, and the sequence's two lengths.
+
+        outer_len, inner_len: rows of the tensors. Outer rows after the last sequence form one more, which sees nothing.
+        """
+        index = sequence_of(self.cu_outer, outer_tile, self.num_sequences, OUTER_TILE)
+        outer = span_of(self.cu_outer, index, self.num_sequences, outer_len)
+        inner = span_of(self.cu_inner, index, self.num_sequences, inner_len)
+        inner_length = gl.where(index == self.num_sequences, 0, inner.length)
+        outer_tile -= slot_of(self.cu_outer, index, OUTER_TILE)
+        return self.at(index, outer.first, inner.first), outer_tile, outer.length, inner_length
+
+    @gluon.jit
+    def padded_inner_start(self):
+        """The sequence's first inner row in buffers that are padded."""
+        return (self.inner_start // PADDING + self.index) * PADDING
+
+
+@gluon.jit
+def new_varlen(cu_outer, cu_inner, sequences, BOTTOM_RIGHT: gl.constexpr):
+    """Packed sequences, or none where ``cu_outer`` is None; then ``sequences`` stands in for fields without a use."""
+    if cu_outer is None:
+        varlen = Varlen(sequences, sequences, sequences, sequences, sequences, sequences, False, BOTTOM_RIGHT)
+    else:
+        varlen = Varlen(cu_outer, cu_inner, sequences, sequences, sequences, sequences, True, BOTTOM_RIGHT)
+    return varlen
+
+
+@gluon.jit
+def tma_coords(batch, head, start, length, row, column, VARLEN: gl.constexpr):
+    """The coordinates of a row and column; with VARLEN, of the sequence that has ``length`` rows from ``start`` on."""
+    coords = [batch, head, row, column]
+    if VARLEN:
+        coords = [BOUND, start + length, head, BOUND - length + row, column]
+    return coords
