@@ -73,7 +73,7 @@ class Problem:
             self.shape = self.packed[0], self.heads, most[0], most[1]
         self.is_packed = starts is not None
         has_rules = len(self.mods.scores) > 0 or self.mods.mask is not None
-        self.has_operands = has_rules or any(True for _ in call.aux.tensors())
+        self.has_operands = has_rules or len(call.aux.tensors) > 0
 
     @property
     def with_mods(self) -> bool:
