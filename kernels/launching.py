@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from .torch_names import current_device
 from .versions import compile_options, names_of, runner_of
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -99,4 +100,4 @@ def num_sms(device: torch.device) -> int:
 
 def is_elsewhere(device: torch.device) -> bool:
     """Whether a CUDA device is not the current one, on which Triton launches."""
-    return device.type == "cuda" and device.index != torch.cuda.current_device()
+    return device.type == "cuda" and device.index != current_device()

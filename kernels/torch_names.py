@@ -161,6 +161,12 @@ def _raw_stream(index: int) -> int:
 raw_stream: Callable[[int], int] = find("torch:_C._cuda_getCurrentRawStream") or _raw_stream
 
 
+# The index of the current GPU, and whether autocast is on for any type of device. Public are
+# ``torch.cuda.current_device`` and ``torch.is_autocast_enabled(device_type)``, which take longer.
+current_device: Callable[[], int] = find("torch:_C._cuda_getDevice") or torch.cuda.current_device
+any_autocast: Callable[[], bool] = find("torch:_C._is_any_autocast_enabled") or (lambda: True)
+
+
 def constant_when_traced(function: Function) -> Function:
     """Have torch.compile take what a function returns for a constant, as its arguments are.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.call import NO_AUX, Aux, Call, Gradients, Wanted, is_aligned, plan_caches
-from ..kernels.torch_names import apply_of, constant_when_traced, in_forward_mode
+from ..kernels.torch_names import apply_of, constant_when_traced, current_device, in_forward_mode
 from . import naive, op, sdpa, tiled
 from .functions import FlashAttentionFunction, Plan, TiledAttentionFunction, TracedPlan
 
@@ -371,7 +371,7 @@ class KernelPlan:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, Tensor]:
         """out and log-sum-exp."""
         # Triton launches on the current device, wherever the tensors are.
-        if self._guard is not None and self._guard.index != torch.cuda.current_device():
+        if self._guard is not None and self._guard.index != current_device():
             with torch.cuda.device(self._guard):
                 return self._forward(q, k, v, aux)
         return self._forward(q, k, v, aux)
@@ -381,7 +381,7 @@ class KernelPlan:
         wanted: Wanted,
     ) -> Gradients:  # fmt: skip
         """The gradients. Saved tensors may come back with other strides, through hooks that move them."""
-        if self._guard is not None and self._guard.index != torch.cuda.current_device():
+        if self._guard is not None and self._guard.index != current_device():
             with torch.cuda.device(self._guard):
                 return self.backward(q, k, v, out, lse, dout, dlse, aux, wanted)
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr()
