@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..kernels.call import NO_AUX, Aux, is_aligned
+from ..kernels.call import ALIGNMENT, NO_AUX, Aux
 from . import dispatch
 from .call import Arguments, make_call, sizes_of
 from .dispatch import Explanation, Implementation
@@ -210,7 +210,7 @@ def _known_plan(
         precision = torch.get_float32_matmul_precision() if q.dtype is torch.float32 else None
         key: tuple[Any, ...] = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            q.device, k.device, v.device, is_aligned(q.data_ptr(), k.data_ptr(), v.data_ptr()),
+            q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT == 0,
             arguments.key(), impl, follows_torch, precision, torch.is_grad_enabled(),
         )  # fmt: skip
         if packed is not None:

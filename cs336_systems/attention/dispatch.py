@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.call import NO_AUX, Aux, Call, Gradients, Wanted, is_aligned, plan_caches
+from ..kernels.call import ALIGNMENT, NO_AUX, Aux, Call, Gradients, Wanted, plan_caches
 from ..kernels.torch_names import apply_of, constant_when_traced, current_device, in_forward_mode
 from . import naive, op, sdpa, tiled
 from .functions import FlashAttentionFunction, Plan, TiledAttentionFunction, TracedPlan
@@ -384,9 +384,11 @@ class KernelPlan:
         if self._guard is not None and self._guard.index != current_device():
             with torch.cuda.device(self._guard):
                 return self.backward(q, k, v, out, lse, dout, dlse, aux, wanted)
-        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr()
-        strides = q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()
-        key = strides, is_aligned(*addresses[:3]), is_aligned(addresses[3]), dlse is None, wanted
+        aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT == 0, dout.data_ptr() % ALIGNMENT == 0
+        key = (
+            *(q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()),
+            *(aligned, dlse is None, wanted),
+        )
         run = self._backwards.get(key)
         if run is None:
             call = Call(q, k, v, self.options, aux)
