@@ -8,13 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from cs336_systems.attention import (
-    AttentionSpec,
-    Causal,
-    FlashAttentionFunction,
-    TiledAttentionFunction,
-    attention,
-)
+from cs336_systems.attention import FlashAttentionFunction, TiledAttentionFunction, attention
 from cs336_systems.testing import (
     LAYOUTS,
     Inputs,
@@ -29,13 +23,9 @@ from cs336_systems.testing import (
     terms,
 )
 
-FUNCTIONS = [
-    pytest.param("flash", FlashAttentionFunction, id="flash"),
-    pytest.param("tiled", TiledAttentionFunction, id="tiled"),
-]
-for_each_function = pytest.mark.parametrize(("impl", "function"), FUNCTIONS)
-for_each_implementation = pytest.mark.parametrize("impl", ["flash", "tiled"])
+from .helpers import FLOAT, HALF, assert_same, check, each_function, slow
 
+FUNCTIONS = {"flash": FlashAttentionFunction, "tiled": TiledAttentionFunction}
 HEADS = Shapes.of(2, q_len=9, k_len=12, d=16, dv=8, q_heads=4, kv_heads=2)
 NO_HEADS = Shapes.of(3, q_len=9, k_len=12, d=16)
 GRADIENTS = ("dq", "dk", "dv")
@@ -45,13 +35,7 @@ def leaves(inputs):
     return [x.detach().requires_grad_() for x in inputs[:3]]
 
 
-def same(results, expected):
-    assert results.keys() == expected.keys()
-    for name, x in expected.items():
-        assert torch.equal(results[name], x), name
-
-
-@for_each_function
+@each_function
 @pytest.mark.parametrize(
     ("shapes", "arguments", "settings"),
     [
@@ -60,29 +44,29 @@ def same(results, expected):
         (NO_HEADS, (True,), {"causal": True}),
         (HEADS, ("top_left",), {"causal": "top_left"}),
         (NO_HEADS, (True, 0.3), {"causal": True, "scale": 0.3}),
-        (HEADS, (AttentionSpec(Causal.TOP_LEFT, -1.0),), {"causal": "top_left", "scale": -1.0}),
+        (HEADS, ("top_left", -1.0), {"causal": "top_left", "scale": -1.0}),
         (NO_HEADS, (True, None, True), {"causal": True, "return_lse": True}),
         (HEADS, ("bottom_right", 2, True), {"causal": True, "scale": 2.0, "return_lse": True}),
     ],
 )
-def test_apply_takes_what_attention_takes(impl, function, device, shapes, arguments, settings):
-    inputs = make_inputs(shapes, dtype=torch.float16, device=device)
-    results = evaluate(lambda q, k, v: function.apply(q, k, v, *arguments), inputs)
-    same(results, evaluate(partial(attention, impl=impl, **settings), inputs))
+def test_apply_takes_what_attention_takes(impl, device, shapes, arguments, settings):
+    inputs = make_inputs(shapes, dtype=HALF, device=device)
+    results = evaluate(lambda q, k, v: FUNCTIONS[impl].apply(q, k, v, *arguments), inputs)
+    assert_same(results, evaluate(partial(attention, impl=impl, **settings), inputs), exact=True)
 
 
-@for_each_function
+@each_function
 @pytest.mark.parametrize("length", [1, 9])
-def test_one_saved_tensor_has_the_shape_of_rows(impl, function, device, length):
+def test_one_saved_tensor_has_the_shape_of_rows(impl, device, length):
     inputs = make_inputs(Shapes.of(3, q_len=length, k_len=12, d=16), device=device)
     q, k, v = leaves(inputs)
-    out = function.apply(q, k, v, True)
+    out = FUNCTIONS[impl].apply(q, k, v, True)
     rows = [x for x in out.grad_fn.saved_tensors if x.shape == (3, length)]
     assert len(rows) == 1
     assert_within_budget({"out": out.detach(), "lse": rows[0]}, inputs, causal=True)
 
 
-@for_each_implementation
+@each_function
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_saved_is_the_inputs_the_output_and_one_number_a_row(impl, device, layout):
     shapes = HEADS._replace(k=(2, 2, 9, 16), v=(2, 2, 9, 8))
@@ -94,11 +78,11 @@ def test_what_is_saved_is_the_inputs_the_output_and_one_number_a_row(impl, devic
     expected = {(x.data_ptr(), x.shape, x.stride()) for x in (q, k, v, out)}
     assert expected < kept
     (rows,) = [x for x in saved if (x.data_ptr(), x.shape, x.stride()) not in expected]
-    assert (rows.shape, rows.dtype) == (out.shape[:-1], torch.float32)
+    assert (rows.shape, rows.dtype) == (out.shape[:-1], FLOAT)
     assert len(saved) == 5
 
 
-@for_each_implementation
+@each_function
 def test_changing_a_saved_tensor_is_noticed(impl, device):
     q, k, v = leaves(make_inputs(HEADS, device=device))
     out = attention(q * 1, k, v, impl=impl)
@@ -107,7 +91,7 @@ def test_changing_a_saved_tensor_is_noticed(impl, device):
         out.sum().backward()
 
 
-@for_each_implementation
+@each_function
 @pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_nothing_is_recorded(impl, device, without_gradients):
     inputs = make_inputs(HEADS, device=device)
@@ -121,10 +105,10 @@ def test_without_gradients_nothing_is_recorded(impl, device, without_gradients):
     assert torch.equal(lse, recorded[1])
 
 
-@for_each_implementation
+@each_function
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "qv", "kv"])
 def test_gradients_of_some_inputs_alone(impl, device, wanted):
-    inputs = make_inputs(HEADS, dtype=torch.float16, device=device)
+    inputs = make_inputs(HEADS, dtype=HALF, device=device)
     every = evaluate(partial(attention, impl=impl), inputs)
     tensors = {name: x.detach().requires_grad_(name in wanted) for name, x in zip("qkv", inputs[:3], strict=True)}
     gradients = torch.autograd.grad(attention(**tensors, impl=impl), [tensors[name] for name in wanted], inputs.dout)
@@ -132,7 +116,7 @@ def test_gradients_of_some_inputs_alone(impl, device, wanted):
         assert torch.equal(gradient, every[f"d{name}"])
 
 
-@for_each_implementation
+@each_function
 def test_gradients_through_one_result_alone(impl, device):
     inputs = make_inputs(HEADS, device=device)
     q, k, v = leaves(inputs)
@@ -161,10 +145,10 @@ def off_the_boundary(dout):
     return torch.cat([dout.new_zeros(1), dout.flatten()])[1:].view(dout.shape)
 
 
-@for_each_implementation
+@each_function
 @pytest.mark.parametrize("arrange", [transposed_gradient, gradient_of_a_sum, one_row_for_all, off_the_boundary])
 def test_incoming_gradients_of_any_layout(impl, device, arrange):
-    inputs = make_inputs(HEADS, dtype=torch.float16, device=device)
+    inputs = make_inputs(HEADS, dtype=HALF, device=device)
     dout, dlse = arrange(inputs.dout), arrange(inputs.dlse[..., None])[..., 0]
     with poisoned_memory():
         results = evaluate(partial(attention, impl=impl, return_lse=True), inputs._replace(dout=dout, dlse=dlse))
@@ -173,10 +157,10 @@ def test_incoming_gradients_of_any_layout(impl, device, arrange):
         torch.testing.assert_close(results[name], x)
 
 
-@for_each_implementation
+@each_function
 @pytest.mark.parametrize("layout", ["contiguous", "length_before_heads"])
 def test_results_are_laid_out_as_what_they_belong_to(impl, device, layout):
-    inputs = make_inputs(HEADS._replace(v=HEADS.k), dtype=torch.float16, device=device, layout=layout)
+    inputs = make_inputs(HEADS._replace(v=HEADS.k), dtype=HALF, device=device, layout=layout)
     results = evaluate(partial(attention, impl=impl, return_lse=True), inputs)
     for name, like in (("dq", inputs.q), ("dk", inputs.k), ("dv", inputs.v)):
         assert results[name].stride() == like.stride(), name
@@ -185,10 +169,10 @@ def test_results_are_laid_out_as_what_they_belong_to(impl, device, layout):
         assert results["out"].stride() == inputs.q.stride()
 
 
-@for_each_implementation
+@each_function
 def test_gradients_reach_a_tensor_that_was_expanded(impl, device):
     """As a bias, or keys shared by a batch, are: the gradients of all copies add up."""
-    inputs = make_inputs(Shapes.of(3, q_len=9, d=16, q_heads=2), dtype=torch.float16, device=device)
+    inputs = make_inputs(Shapes.of(3, q_len=9, d=16, q_heads=2), dtype=HALF, device=device)
     shared = inputs.k[:1].detach().requires_grad_()
     out = attention(inputs.q, shared.expand(3, -1, -1, -1), inputs.v, impl=impl)
     (gradient,) = torch.autograd.grad(out, shared, inputs.dout)
@@ -198,7 +182,7 @@ def test_gradients_reach_a_tensor_that_was_expanded(impl, device):
     torch.testing.assert_close(gradient, expected)
 
 
-@for_each_implementation
+@each_function
 def test_one_tensor_as_query_key_and_value(impl, device):
     x = torch.randn(2, 9, 16, device=device, requires_grad=True)
     inputs = Inputs(x, x, x, torch.randn(2, 9, 16, device=device), torch.zeros(2, 9, device=device))
@@ -209,12 +193,12 @@ def test_one_tensor_as_query_key_and_value(impl, device):
     assert all(finding.holds for finding in compare({"dx": gradient}, *of_one))
 
 
-@for_each_implementation
+@each_function
 def test_the_same_call_gives_the_same_bits(impl, device):
     shapes = Shapes.of(2, q_len=70, k_len=90, d=64, q_heads=4, kv_heads=2)
-    inputs = make_inputs(shapes, device=device, dtype=torch.float16)
+    inputs = make_inputs(shapes, device=device, dtype=HALF)
     attend = partial(attention, causal=True, impl=impl, return_lse=True, deterministic=True)
-    same(evaluate(attend, inputs), evaluate(attend, inputs))
+    assert_same(evaluate(attend, inputs), evaluate(attend, inputs), exact=True)
 
 
 def penalty_alone(out, gradient):
@@ -225,7 +209,7 @@ def penalty_and_loss(out, gradient):
     return out.square().sum() + gradient.square().sum()
 
 
-@for_each_implementation
+@each_function
 @pytest.mark.parametrize("loss", [penalty_alone, penalty_and_loss])
 @pytest.mark.parametrize("first", [lambda out: out.sum(), lambda out: out.square().sum()], ids=["linear", "square"])
 def test_a_second_derivative_is_refused(impl, device, loss, first):
@@ -237,7 +221,7 @@ def test_a_second_derivative_is_refused(impl, device, loss, first):
         loss(out, gradient).backward()
 
 
-@for_each_implementation
+@each_function
 def test_a_first_derivative_may_be_asked_to_keep_its_graph(impl, device):
     q = torch.randn(1, 4, 16, device=device, requires_grad=True)
     out = attention(q, q, q, impl=impl)
@@ -246,7 +230,7 @@ def test_a_first_derivative_may_be_asked_to_keep_its_graph(impl, device):
     assert torch.equal(kept, plain)
 
 
-@for_each_implementation
+@each_function
 def test_forward_mode_derivatives_are_refused(impl, device):
     """A tangent that is dropped would be a wrong derivative, 0, with nothing said."""
     q = torch.randn(1, 4, 16, device=device)
@@ -256,8 +240,8 @@ def test_forward_mode_derivatives_are_refused(impl, device):
             attention(dual, dual, dual, impl=impl)
 
 
-@for_each_implementation
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@each_function
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
 def test_rows_that_see_nothing_get_exact_zeros(impl, device, dtype):
     inputs = make_inputs(Shapes.of(2, q_len=75, k_len=10, d=16, q_heads=2), dtype=dtype, device=device)
     with poisoned_memory():
@@ -271,15 +255,15 @@ def test_rows_that_see_nothing_get_exact_zeros(impl, device, dtype):
     inputs.dout[..., blind, :] = 1e4
     inputs.dlse[..., blind] = -1e4
     again = evaluate(partial(attention, causal=True, impl=impl, return_lse=True), inputs)
-    if dtype == torch.float16:  # in float32 the largest gradient sets the unit that all are rounded in
-        same(again, results)
+    if dtype == HALF:  # in float32 the largest gradient sets the unit that all are rounded in
+        assert_same(again, results, exact=True)
 
 
 HIDDEN = [("k", math.nan), ("k", math.inf), ("v", math.nan), ("v", -math.inf)]
 
 
-@for_each_implementation
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@each_function
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
 @pytest.mark.parametrize(("name", "value"), HIDDEN)
 def test_a_hidden_key_spoils_no_more_than_in_naive(impl, device, dtype, name, value):
     """Where the softmax's exact zeros meet an infinity or NaN, naive gives NaN; elsewhere nobody may."""
