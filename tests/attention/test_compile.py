@@ -139,7 +139,10 @@ def test_one_graph_for_all_sizes(device, name):
     for batch, kv_heads, q_len, k_len in ((3, 2, 5, 10), (5, 2 if names else 3, 8, 24)):
         shapes = Shapes.of(batch, q_len=q_len, k_len=k_len, d=16, q_heads=2 * kv_heads, kv_heads=kv_heads)
         dtype = FLOAT if impl == "naive" or names else HALF
-        inputs, tensors = make_inputs(shapes, dtype=dtype, device=device), parameters(names, device, batch, q_len, k_len)
+        inputs, tensors = (
+            make_inputs(shapes, dtype=dtype, device=device),
+            parameters(names, device, batch, q_len, k_len),
+        )
         with torch.compiler.set_stance("default" if batch == 3 else "fail_on_recompile"):
             results = evaluate(attend, inputs, tensors)
         features = tensors | {key: value for key, value in settings.items() if key != "return_lse"}

@@ -10,21 +10,12 @@ import pytest
 import torch
 
 from cs336_systems.attention import attention, explain
-from cs336_systems.attention.rules import predicate, score_rule
 from cs336_systems.attention.variants import (
-    alibi,
     bias,
-    block_local,
     causal,
-    dilated,
-    document,
     prefix,
-    relative_bias,
     softcap,
-    visible_where,
-    window,
 )
-from cs336_systems.kernels.language import at
 
 from .helpers import rows
 

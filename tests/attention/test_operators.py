@@ -135,7 +135,7 @@ def look_alike(calls):
     """Fake results have the shape, dtype and strides of real ones, by which compiled code addresses them."""
     for operator, arguments in calls:
         with FakeTensorMode(allow_non_fake_inputs=False) as mode:
-            fake = operator(*tree_map(lambda x: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x, arguments))  # noqa: B023
+            fake = operator(*tree_map(lambda x: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x, arguments))
         assert looks(fake) == looks(operator(*arguments))
 
 
@@ -144,7 +144,8 @@ LAID_OUT += [("contiguous", name) for name in ("five_axes", "no_keys", "no_queri
 
 
 @pytest.mark.parametrize(
-    ("layout", "name"), [pytest.param(*row, marks=[slow] * (row[1] == "heads" and number > 3)) for number, row in enumerate(LAID_OUT)]
+    ("layout", "name"),
+    [pytest.param(*row, marks=[slow] * (row[1] == "heads" and number > 3)) for number, row in enumerate(LAID_OUT)],
 )
 @each_function
 def test_fake_results_look_like_real_ones(impl, device, layout, name):
@@ -215,7 +216,9 @@ def test_vmap_over_the_backward_operator(impl, device):
     (operator, first), (_, second) = (calls_of(impl, HEADS, device, HALF, everything=True)[1] for _ in range(2))
     is_tensor = [isinstance(x, torch.Tensor) or (isinstance(x, list) and bool(flat(x))) for x in first]
     stacked = [
-        tree_map(lambda x, y: torch.stack([x, y]), x, y) for x, y, has in zip(first, second, is_tensor, strict=True) if has
+        tree_map(lambda x, y: torch.stack([x, y]), x, y)
+        for x, y, has in zip(first, second, is_tensor, strict=True)
+        if has
     ]
 
     def backward(*tensors):

@@ -24,14 +24,32 @@ NUMBERS = "must be (sequences + 1,) int32 or int64 numbers"
 COUNT = "must count from 0 on, never decrease, and end at"
 
 WRONG_PACKED = {
-    "q_with_batch": ((PACKED_Q[None], PACKED_K, PACKED_K, STARTS), "q must have shape (all rows, heads, d); got (1, 10, 4, 16)"),
-    "k_dim": ((PACKED_Q, PACKED_K[..., :8], PACKED_K, STARTS), "k must have a head dimension of 16 to match q; got (12, 2, 8)"),
+    "q_with_batch": (
+        (PACKED_Q[None], PACKED_K, PACKED_K, STARTS),
+        "q must have shape (all rows, heads, d); got (1, 10, 4, 16)",
+    ),
+    "k_dim": (
+        (PACKED_Q, PACKED_K[..., :8], PACKED_K, STARTS),
+        "k must have a head dimension of 16 to match q; got (12, 2, 8)",
+    ),
     "v_rows": ((PACKED_Q, PACKED_K, PACKED_K[:3], STARTS), "v must have shape (12, 2, *) to match k; got (3, 2, 16)"),
     "heads": ((PACKED_Q, THREE, THREE, STARTS), "k must have a number of heads that divides q's 4; got 3"),
-    "one_start": ((PACKED_Q, PACKED_K, PACKED_K, STARTS[:1]), f"cu_seqlens_q {NUMBERS}, at least 2 of them; got shape (1,)"),
-    "matrix": ((PACKED_Q, PACKED_K, PACKED_K, STARTS[None]), f"cu_seqlens_q {NUMBERS}, at least 2 of them; got shape (1, 3)"),
-    "not_from_0": ((PACKED_Q, PACKED_K, PACKED_K, STARTS + 1), f"cu_seqlens_q {COUNT} q's 10 rows at most; got [1, 5, 11]"),
-    "decreasing": ((PACKED_Q, PACKED_K, PACKED_K, torch.tensor([0, 7, 3])), f"cu_seqlens_q {COUNT} q's 10 rows at most; got [0, 7, 3]"),
+    "one_start": (
+        (PACKED_Q, PACKED_K, PACKED_K, STARTS[:1]),
+        f"cu_seqlens_q {NUMBERS}, at least 2 of them; got shape (1,)",
+    ),
+    "matrix": (
+        (PACKED_Q, PACKED_K, PACKED_K, STARTS[None]),
+        f"cu_seqlens_q {NUMBERS}, at least 2 of them; got shape (1, 3)",
+    ),
+    "not_from_0": (
+        (PACKED_Q, PACKED_K, PACKED_K, STARTS + 1),
+        f"cu_seqlens_q {COUNT} q's 10 rows at most; got [1, 5, 11]",
+    ),
+    "decreasing": (
+        (PACKED_Q, PACKED_K, PACKED_K, torch.tensor([0, 7, 3])),
+        f"cu_seqlens_q {COUNT} q's 10 rows at most; got [0, 7, 3]",
+    ),
     "too_many": (
         (PACKED_Q, PACKED_K, PACKED_K, STARTS, torch.tensor([0, 4, 13])),
         f"cu_seqlens_k {COUNT} k's 12 rows at most; got [0, 4, 13]",
@@ -107,7 +125,12 @@ WRONG_CACHES = {
     "floats": ((NEW, CACHE, CACHE, LENGTH.float()), {}, TypeError, f"{SLOTS}; got torch.float32"),
     "count": ((NEW, CACHE, CACHE, LENGTH[:1]), {}, ValueError, "lengths must have shape (2,) to match q; got (1,)"),
     "device": ((NEW, CACHE, CACHE, LENGTH.to("meta")), {}, ValueError, "lengths must be on cpu to match q; got meta"),
-    "softcap": ((NEW, CACHE, CACHE, LENGTH), {"softcap": 0.0}, ValueError, "softcap must be above 0 and finite; got 0.0"),
+    "softcap": (
+        (NEW, CACHE, CACHE, LENGTH),
+        {"softcap": 0.0},
+        ValueError,
+        "softcap must be above 0 and finite; got 0.0",
+    ),
     "window": (
         (NEW, CACHE, CACHE, LENGTH),
         {"window": 3},
@@ -142,7 +165,9 @@ def test_caches_that_do_not_fit(call, arguments, options, error, message):
 @pytest.mark.parametrize("numbers", [[2**32 + 3, 1], [-1, 1], [1, 9], [-(2**40), 2**62]])
 def test_lengths_of_a_cache_that_cannot_be_are_refused_on_a_cpu(impl, numbers):
     attention_with_cache(NEW, CACHE, CACHE, LENGTH, impl=impl)
-    with pytest.raises(ValueError, match=f"^{re.escape(f'lengths must be from 0 to 8, the slots of k; got {numbers}')}$"):
+    with pytest.raises(
+        ValueError, match=f"^{re.escape(f'lengths must be from 0 to 8, the slots of k; got {numbers}')}$"
+    ):
         attention_with_cache(NEW, CACHE, CACHE, torch.tensor(numbers), impl=impl)
 
 

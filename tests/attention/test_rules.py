@@ -15,7 +15,6 @@ from cs336_systems.attention.rules import predicate, score_rule
 from cs336_systems.attention.variants.alibi import _alibi
 from cs336_systems.attention.variants.bias import _bias
 from cs336_systems.attention.variants.relative_bias import _relative_bias
-from cs336_systems.attention.variants.softcap import _softcap
 from cs336_systems.kernels import rules
 from cs336_systems.kernels.language import at, in_torch, jit, tanh, tl
 from cs336_systems.kernels.versions import compile_options
@@ -211,8 +210,8 @@ def test_tanh_is_exact_to_a_few_roundings(flash_device):
 
 
 VARIED = [
-    (_softcap, [0.7]),
-    (_softcap, [30]),
+    (SOFTCAP_RULE, [0.7]),
+    (SOFTCAP_RULE, [30]),
     (_alibi, [torch.rand(2, 2, dtype=WIDE), 2]),
     (_alibi, [torch.rand(1, 2, dtype=WIDE), -3]),
     (_bias, [torch.randn(2, 2, 9, 11, dtype=WIDE)]),
