@@ -65,7 +65,8 @@ def terms(
             (1.0 + sink_terms + lse) * delta_terms + 4 * rounded_delta
         )
         heads = call.record.aux.sinks.numel()
-        by_head = of_sinks.reshape(-1, heads, call.record.q_len)
+        entries = math.prod(call.record.q.shape[:-2]) // max(1, heads)
+        by_head = of_sinks.reshape(entries, heads, call.record.q_len)
         made["dsinks"] = torch.linalg.vector_norm(by_head, dim=(0, 2))
     return made
 
