@@ -23,7 +23,7 @@ from cs336_systems.testing import (
     terms,
 )
 
-from .helpers import FLOAT, HALF, assert_same, each_function
+from .helpers import FLOAT, HALF, assert_same, check, each_function
 
 FUNCTIONS = {"flash": FlashAttentionFunction, "tiled": TiledAttentionFunction}
 HEADS = Shapes.of(2, q_len=9, k_len=12, d=16, dv=8, q_heads=4, kv_heads=2)
