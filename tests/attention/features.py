@@ -47,7 +47,10 @@ def _(score, batch, head, row, column, factors):
 
 
 class Maker:
-    """Features of a call with these sizes, in the order of `sizes_of`. ``axes`` say which are not of size 1: b(atch), h(ead), q(uery) and k(ey)."""
+    """Features of a call with these sizes, in the order of `sizes_of`.
+
+    ``axes`` say which are not of size 1: b(atch), h(ead), q(uery) and k(ey).
+    """
 
     def __init__(self, sizes, dtype, device):
         self.on = {"dtype": dtype, "device": device}

@@ -148,7 +148,7 @@ def test_entries_and_heads_that_a_mask_tells_apart_have_lists_each(device, impl,
 
 def test_lists_are_as_many_as_entries_and_heads_differ():
     found = {name: tuple(blocks_of(mask).rows.shape[:2]) for name, (mask, _) in apart(CPU).items()}
-    both = {name: (BATCH, 1) for name in ("document", "prefix", "combined")}
+    both = dict.fromkeys(("document", "prefix", "combined"), (BATCH, 1))
     assert found == both | {"both": (BATCH, HEADS), "larger": (2 * BATCH, 1)}
     for batch in (1, 3):  # a call may have fewer entries than what was captured
         assert blocks_of(apart(CPU)["larger"][0], batch=batch).rows.shape[0] == batch

@@ -12,29 +12,14 @@ from cs336_systems.attention import Attention, attention, attention_varlen
 from cs336_systems.attention.rules import score_rule
 from cs336_systems.attention.variants import document, prefix, relative_bias
 from cs336_systems.attention.variants import window as window_rule
-from cs336_systems.kernels.language import at, tanh, tl
+from cs336_systems.kernels.language import at, tl
 from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs, make_packed, starts_of
 
+from .features import bent
 from .helpers import COMPILES, EVERY, FLOAT, HALF, assert_same, named, one_graph, slow
 
 SHAPES = Shapes.of(2, q_len=5, k_len=9, d=16, dv=8, q_heads=4, kv_heads=2)
 pytestmark = COMPILES
-
-
-@score_rule(steepest=2.0)
-def bent(score, batch, head, row, column, rates):
-    return score + tanh(score) * at(rates, (batch, head))
-
-
-@bent.derivative
-def _(score, batch, head, row, column, rates):
-    bend = tanh(score)
-    return 1.0 + (1.0 - bend * bend) * at(rates, (batch, head))
-
-
-@bent.gradient("rates", axes="batch head")
-def _(score, batch, head, row, column, rates):
-    return tanh(score)
 
 
 @score_rule
@@ -89,35 +74,27 @@ def test_rows_that_see_nothing_stay_so_in_a_graph(flash_device):
     assert_within_budget(results, inputs, causal=True)
 
 
+GENERATED = [
+    *[(impl, {"causal": True, "return_lse": True}, (9,)) for impl in ("flash", "tiled", "compiled")],
+    # Its random numbers are computed once, and not again for each weight that they are part of.
+    *[(impl, {"dropout_p": 0.3, "seed": 7}, (32,)) for impl in ("naive", "tiled", "auto")],
+    # Tiled's loops over tiles are no part of the graph, so one serves all lengths from the third on.
+    ("tiled", {"window": (5, 0), "return_lse": True}, (33, 47, 60)),
+]
+
+
 @slow
-@pytest.mark.parametrize("impl", ["flash", "tiled", "compiled"])
-def test_code_generated_from_the_graph(impl, device):
+@pytest.mark.parametrize(("impl", "settings", "lengths"), GENERATED)
+def test_code_generated_from_the_graph(impl, settings, lengths, device):
     """Other backends than the default one do not see what code generation takes."""
-    inputs = make_inputs(SHAPES, device=device)
-    attend = partial(attention, impl=impl, causal=True, return_lse=True)
-    # "compiled" compiles itself, and with code of its own.
-    results = evaluate(attend if impl == "compiled" else one_graph(attend, backend="inductor"), inputs)
-    assert_within_budget(results, inputs, causal=True)
-
-
-@slow
-@pytest.mark.parametrize("impl", ["naive", "tiled", "auto"])
-def test_code_generated_for_dropout(device, impl):
-    """Its random numbers are computed once, and not again for each weight that they are part of."""
-    inputs = make_inputs(Shapes.of(1, q_len=32, d=16, q_heads=2), device=device)
-    attend = one_graph(partial(attention, dropout_p=0.3, seed=7, impl=impl), backend="inductor")
-    assert_within_budget(evaluate(attend, inputs), inputs, features={"dropout_p": 0.3, "seed": 7})
-
-
-@slow
-def test_code_generated_for_a_second_length(device):
-    """Tiled's loops over tiles are no part of the graph."""
-    attend = one_graph(partial(attention, window=(5, 0), impl="tiled", return_lse=True), backend="inductor")
-    for length in (33, 47, 60):
+    attend = partial(attention, impl=impl, **settings)
+    run = attend if impl == "compiled" else one_graph(attend, backend="inductor")  # which compiles itself
+    features = {name: value for name, value in settings.items() if name not in ("causal", "return_lse")}
+    for number, length in enumerate(lengths):
         inputs = make_inputs(Shapes.of(1, q_len=length, d=16, q_heads=2), device=device)
-        with torch.compiler.set_stance("fail_on_recompile" if length == 60 else "default"):
-            results = evaluate(attend, inputs)
-        assert_within_budget(results, inputs, features={"window": (5, 0)})
+        with torch.compiler.set_stance("fail_on_recompile" if number == 2 else "default"):
+            results = evaluate(run, inputs)
+        assert_within_budget(results, inputs, causal=settings.get("causal", False), features=features)
 
 
 DYNAMIC = {
@@ -202,14 +179,21 @@ def test_a_module_in_a_compiled_model(impl, device):
 def test_rules_made_in_a_graph(impl, device):
     """Of tensors and numbers that come into it; ~ by a name, as torch.compile traces no ~ of a class."""
 
-    def attend(q, k, v, rates, ids, lengths, before):
+    def attend(q, k, v, rates, offsets, ids, lengths, before):
+        changed = bent(rates, offsets) + bent(rates, offsets)
         mask = document(ids[:, : q.shape[-2]], ids) | (prefix(lengths) & window_rule(before, 1)).inverted()
-        return attention(q, k, v, mask=mask, scores=bent(rates) + bent(rates), impl=impl, return_lse=True)
+        return attention(q, k, v, mask=mask, scores=changed, impl=impl, return_lse=True)
 
     inputs = make_inputs(SHAPES, device=device)
     ids = torch.tensor([[0] * 4 + [1] * 5, [2] * 9], device=device)
-    rates = torch.rand(2, 4, device=device).requires_grad_()
-    features = {"rates": rates, "ids": ids, "lengths": torch.tensor([3, 0], device=device), "before": 2}
+    rates, offsets = (torch.rand(*shape, device=device).requires_grad_() for shape in ((4, 5), (2, 9)))
+    features = {
+        "rates": rates,
+        "offsets": offsets,
+        "ids": ids,
+        "lengths": torch.tensor([3, 0], device=device),
+        "before": 2,
+    }
     assert_same(evaluate(one_graph(attend), inputs, features), evaluate(attend, inputs, features))
 
 

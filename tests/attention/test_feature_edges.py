@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
 from cs336_systems.attention import attention
+from cs336_systems.attention.rules import Scores
+from cs336_systems.attention.variants import relative_bias
 from cs336_systems.testing import Shapes, evaluate, make_inputs
 
 from .helpers import FLOAT, HALF, check, each_dtype, named, sizes_of, slow
@@ -36,7 +39,9 @@ def on(device, features):
     """The features' tensors on a device, with the same strides."""
     moved = {}
     for name, value in features.items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Scores):
+            moved[name] = replace(value, tensors=tuple(on(device, dict(enumerate(value.tensors))).values()))
+        elif isinstance(value, torch.Tensor):
             size = value.untyped_storage().nbytes() // value.element_size()
             memory = value.detach().as_strided((size,), (1,), 0).to(device)
             place = memory.as_strided(value.shape, value.stride(), value.storage_offset())
@@ -104,10 +109,12 @@ def test_windows_past_the_ends(flash_device, lengths, with_sinks, causal, window
 
 def everything(shapes):
     """Every feature at once, for any number of axes."""
-    _, heads, q_len, k_len = sizes_of(shapes)
+    batch, heads, q_len, k_len = sizes_of(shapes)
+    distances = parameter(batch, heads, max(0, q_len + k_len - 1))
     return {
         "bias": parameter(*shapes.q[:-2], q_len, k_len),
         "alibi_slopes": parameter(heads),
+        "scores": relative_bias(distances, max(0, q_len - 1)),
         "sinks": parameter(heads),
         "mask": torch.rand(q_len, k_len) < 0.6,
         "softcap": 3.0,
@@ -176,8 +183,9 @@ def test_tensors_in_any_arrangement(impl, dtype, device, name):
 def test_parameters_may_have_a_dtype_of_their_own(impl, dtype, device, own):
     parameters = {"bias": torch.randn(2, 9, 11), "alibi_slopes": torch.rand(2), "sinks": torch.randn(2)}
     features = {name: x.to(own).requires_grad_() for name, x in parameters.items()}
+    features["scores"] = relative_bias(torch.randn(19, 4, dtype=own).T[::2].requires_grad_(), 8)  # with strides
     results = held(impl, dtype, device, SHAPES, features)
-    assert {results[f"d{name}"].dtype for name in parameters} == {own}
+    assert {results[name].dtype for name in ("dbias", "dalibi_slopes", "dsinks", "dscores_0")} == {own}
 
 
 @every_implementation

@@ -10,12 +10,7 @@ import pytest
 import torch
 
 from cs336_systems.attention import attention, explain
-from cs336_systems.attention.variants import (
-    bias,
-    causal,
-    prefix,
-    softcap,
-)
+from cs336_systems.attention.variants import bias, causal, prefix, softcap
 
 from .helpers import rows
 
@@ -92,10 +87,7 @@ WRONG_VALUES = {
     "slopes_axes": ({"alibi_slopes": torch.ones(1, 4)}, "alibi_slopes must have shape (4,) or (2, 4); got (1, 4)"),
     "slopes_nan": ({"alibi_slopes": torch.tensor([1.0, math.nan, 0.0, 1.0])}, "alibi_slopes must be finite; got nan"),
     "slopes_infinite": ({"alibi_slopes": torch.full((2, 4), -math.inf)}, "alibi_slopes must be finite; got -inf"),
-    "slopes_elsewhere": (
-        {"alibi_slopes": torch.ones(4, **META)},
-        "alibi_slopes must be on cpu to match q; got meta",
-    ),
+    "slopes_elsewhere": ({"alibi_slopes": torch.ones(4, **META)}, "alibi_slopes must be on cpu to match q; got meta"),
     "bias_shape": ({"bias": torch.ones(7, 5)}, f"bias {BROADCASTS}; got (7, 5)"),
     "bias_kv_heads": ({"bias": torch.ones(2, 5, 7)}, f"bias {BROADCASTS}; got (2, 5, 7)"),
     "bias_axes": ({"bias": torch.ones(1, 2, 4, 5, 7)}, f"bias {BROADCASTS}; got (1, 2, 4, 5, 7)"),

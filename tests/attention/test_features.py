@@ -157,21 +157,29 @@ def test_tiled_with_any_features(device, call):
 
 @pytest.mark.parametrize("causal", [False, "top_left", "bottom_right"])
 @pytest.mark.parametrize("lengths", [(7, 10), (10, 7), (8, 8)])
-def test_naive_is_what_the_arguments_say(device, lengths, causal):
+@pytest.mark.parametrize(("scale", "with_features"), [(None, False), (-0.7, False), (0.3, True)])
+def test_naive_is_what_the_arguments_say(device, lengths, causal, scale, with_features):
     """Written out for each head of q by itself; the other implementations are compared with naive."""
-    shapes = Shapes.of(2, q_len=lengths[0], k_len=lengths[1], d=4, q_heads=4, kv_heads=2)
+    shapes = Shapes.of(2, q_len=lengths[0], k_len=lengths[1], d=4, dv=3, q_heads=4, kv_heads=2)
     q, k, v, *_ = make_inputs(shapes, dtype=DOUBLE, device=device)
     make = Maker(sizes_of(shapes), DOUBLE, device)
-    tensors = make.bias("hqk") | make.slopes() | make.mask("bqk") | make.sinks()
-    settings = {"window": (4, 2), "softcap": 0.7, "causal": causal}
-    out, lse = attention(q, k, v, **tensors, **settings, impl="naive", return_lse=True)
+    tensors = make.bias("hqk") | make.slopes() | make.mask("bqk") | make.sinks() if with_features else {}
+    settings = {"window": (4, 2), "softcap": 0.7} if with_features else {}
+    asked = {"causal": causal, "scale": scale, **tensors, **settings}
+    out, lse = attention(q, k, v, **asked, impl="naive", return_lse=True)
 
     shift = 0 if causal == "top_left" else lengths[1] - lengths[0]
     distance = torch.arange(lengths[1], device=device) - torch.arange(lengths[0], device=device)[:, None] - shift
-    seen = tensors["mask"] & (distance >= -4) & (distance <= (0 if causal else 2))
-    scores = 0.7 * torch.tanh(q @ k.repeat_interleave(2, 1).mT / 2.0 / 0.7)
-    scores = scores - tensors["alibi_slopes"][:, None, None] * distance.abs() + tensors["bias"]
+    seen = distance <= (0 if causal else 2 if with_features else lengths[1] + lengths[0])
+    scores = q @ k.repeat_interleave(2, 1).mT * (0.5 if scale is None else scale)
+    if with_features:
+        seen = seen & tensors["mask"] & (distance >= -4)
+        scores = 0.7 * torch.tanh(scores / 0.7) - tensors["alibi_slopes"][:, None, None] * distance.abs()
+        scores = scores + tensors["bias"]
     exponentials = torch.exp(scores) * seen
-    total = exponentials.sum(-1) + torch.exp(tensors["sinks"])[:, None]
+    total = exponentials.sum(-1)
+    if with_features:
+        total = total + torch.exp(tensors["sinks"])[:, None]
     torch.testing.assert_close(lse, total.log())
-    torch.testing.assert_close(out, exponentials @ v.repeat_interleave(2, 1) / total[..., None])
+    expected = exponentials @ v.repeat_interleave(2, 1) / total[..., None]
+    torch.testing.assert_close(out, expected.nan_to_num(0.0))

@@ -10,10 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from cs336_systems.attention import attention, attention_varlen, attention_with_cache
-from cs336_systems.attention.rules import score_rule
-from cs336_systems.kernels.language import at
 from cs336_systems.testing import LAYOUTS, Shapes, evaluate, make_cache, make_inputs, make_packed
 
+from .features import stretched
 from .helpers import (
     COMPILES,
     DOUBLE,
@@ -22,7 +21,6 @@ from .helpers import (
     Record,
     assert_same,
     each_function,
-    each_implementation,
     flat,
     named,
     operator_calls,
@@ -42,21 +40,6 @@ SHAPES = {
 }
 
 
-@score_rule
-def stretched(score, batch, head, row, column, rates):
-    return score * at(rates, (batch, head))
-
-
-@stretched.derivative
-def _(score, batch, head, row, column, rates):
-    return at(rates, (batch, head))
-
-
-@stretched.gradient("rates", axes="batch head")
-def _(score, batch, head, row, column, rates):
-    return score
-
-
 def features_of(device, dtype=FLOAT):
     """Every tensor that a call may have, for `HEADS`."""
     on = {"device": device, "dtype": dtype}
@@ -64,7 +47,7 @@ def features_of(device, dtype=FLOAT):
         "bias": torch.randn(4, 5, 9, **on).requires_grad_(),
         "alibi_slopes": torch.rand(4, **on).requires_grad_(),
         "sinks": torch.randn(4, **on).requires_grad_(),
-        "scores": stretched(torch.rand(2, 4, **on).requires_grad_()),
+        "scores": stretched(torch.rand(2, 4, 1, 1, **on).requires_grad_()),
         "mask": torch.rand(2, 1, 1, 9, device=device) < 0.7,
     }
 
@@ -279,25 +262,17 @@ def test_a_batch_of_gradients(device, impl):
     torch.testing.assert_close(torch.vmap(pull)(gradients), expected)
 
 
-@each_implementation
-def test_torch_func_does_not_transform_what_cannot_be(impl, device):
-    """A second derivative, and derivatives in forward mode, are naive's alone; "compiled" has no transform at all."""
+@each_function
+def test_torch_func_refuses_what_cannot_be(impl, device):
+    """Second derivatives, and those in forward mode, are naive's alone; "compiled" has no transform at all."""
     q = entries(device).q[0, :1, :1, :3]
 
     def of_q(q):
         return attention(q, q, q, impl=impl).square().sum()
 
-    for transform, message in ((torch.func.hessian, "forward-mode|twice|impl='naive'"), (torch.func.jacfwd, "forward")):
-        if impl == "naive":
-            transform(of_q)(q)
-        else:
-            with pytest.raises(RuntimeError, match=message):
-                transform(of_q)(q)
-    with pytest.raises(RuntimeError, match="twice"):
-        torch.func.grad(lambda q: torch.func.grad(of_q)(q).square().sum())(q) if impl != "naive" else _twice()
-    with pytest.raises(ValueError, match="torch.func does not transform what torch.compile made"):
+    with pytest.raises(RuntimeError, match=r"forward-mode|impl='naive' has"):
+        torch.func.jacfwd(of_q)(q)
+    with pytest.raises(RuntimeError, match=r"differentiated twice; impl='naive' can"):
+        torch.func.grad(lambda q: torch.func.grad(of_q)(q).square().sum())(q)
+    with pytest.raises(ValueError, match=r"torch\.func does not transform what torch\.compile made"):
         torch.vmap(partial(attention, impl="compiled"))(*entries(device)[:3])
-
-
-def _twice():
-    raise RuntimeError("twice")

@@ -7,12 +7,7 @@ import re
 import pytest
 import torch
 
-from cs336_systems.attention import (
-    attention_varlen,
-    attention_with_cache,
-    explain_varlen,
-    explain_with_cache,
-)
+from cs336_systems.attention import attention_varlen, attention_with_cache, explain_varlen, explain_with_cache
 from cs336_systems.attention.variants import block_local, relative_bias
 
 from .helpers import rows

@@ -118,14 +118,6 @@ def test_gradients_are_the_same_on_every_run(impl, device):
 
 
 @each_function
-@pytest.mark.parametrize("own", [HALF, torch.float32, torch.float64])
-def test_a_table_may_have_a_dtype_and_strides_of_its_own(impl, device, own):
-    inputs = make_inputs(SHAPES, dtype=HALF, device=device)
-    strided = torch.randn(75, 8, device=device, dtype=own).T[::2].requires_grad_()
-    assert check(impl, inputs, {"scores": relative_bias(strided, 34)})["dscores_0"].dtype == own
-
-
-@each_function
 def test_several_tables(impl, device):
     """And one that two rules captured: autograd adds up what it gets from each."""
     inputs = make_inputs(SHAPES, device=device)
@@ -150,25 +142,6 @@ def test_a_table_may_hide_distances(impl, device):
     assert not check(impl, inputs, {"scores": relative_bias(own, 34)})["dscores_0"][..., hidden].any()
     nothing = torch.full((1, 75), -math.inf, device=device).requires_grad_()
     assert not check(impl, inputs, {"scores": relative_bias(nothing, 34)})["out"].any()
-
-
-SIZE = {"q_len": 5, "k_len": 6, "d": 8}
-AXES = {
-    "no_queries": Shapes.of(2, **SIZE | {"q_len": 0}, q_heads=2),
-    "no_keys": Shapes.of(2, **SIZE | {"k_len": 0}, q_heads=2),
-    "no_batch": Shapes.of(0, **SIZE, q_heads=2),
-    "no_head_axis": Shapes.of(3, **SIZE),
-    "no_batch_axis": Shapes.of(**SIZE),
-    "two_batch_axes": Shapes.of(2, 3, **SIZE, q_heads=2),
-}
-
-
-@each_function
-@pytest.mark.parametrize("name", AXES)
-def test_any_axes(impl, device, name):
-    shapes = AXES[name]
-    scores = relative_bias(table(shapes, *sizes_of(shapes)[:2], device=device), shapes.q[-2] - 1)
-    check(impl, make_inputs(shapes, device=device), {"scores": scores})
 
 
 @score_rule(steepest=2.0)
