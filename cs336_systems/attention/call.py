@@ -74,7 +74,8 @@ def _metadata(argument: Any) -> Any:
     if argument is None:
         return None
     if isinstance(argument, Tensor):
-        return argument.shape, argument.stride(), argument.dtype, argument.device, argument.requires_grad
+        look = argument.shape, argument.stride(), argument.dtype, argument.device, argument.requires_grad
+        return type(argument), *look  # a subclass has to see the operators
     if isinstance(argument, (Mask, Scores)):
         blocks = argument.blocks if isinstance(argument, Mask) else None
         listed = None if blocks is None else (*map(_metadata, blocks[:2]), *blocks[2:])

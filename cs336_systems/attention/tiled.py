@@ -143,7 +143,7 @@ def backward(
     delta = reduce(dout.to(wide) * out.to(wide), "... row d -> ... row", "sum")
     if dlse is not None:
         delta = delta - dlse
-    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+    dq, dk, dv = (rows_like(x, x.shape[-1]).empty(wide, x.device).zero_() for x in (q, k, v))
     of_captured = {
         number: torch.zeros_like(x, dtype=wide) for number, x in enumerate(aux.score_aux) if wanted.score_aux[number]
     }

@@ -4,10 +4,9 @@
 >>> assert_within_budget(evaluate(my_attention, inputs), inputs)
 """
 
-from .budget import TF32_EPS, Finding, assert_within_budget, compare, difference
+from .budget import TF32_EPS, Budget, Finding, assert_within_budget, budget_of, compare, difference
 from .cached import Cache, assert_cached_within_budget, make_cache
-from .evaluation import Attend, Results, evaluate, poisoned_memory
-from .features import Features, in_dtype, leaves_of
+from .evaluation import Asked, Attend, Features, Results, evaluate, in_dtype, leaves_of, poisoned_memory
 from .inputs import LAYOUTS, Inputs, Shapes, make_inputs
 from .oracle import naive_results, oracle
 from .packed import assert_packed_within_budget, make_packed, starts_of
@@ -16,7 +15,9 @@ from .terms import roundings, terms
 __all__ = [
     "LAYOUTS",
     "TF32_EPS",
+    "Asked",
     "Attend",
+    "Budget",
     "Cache",
     "Features",
     "Finding",
@@ -26,6 +27,7 @@ __all__ = [
     "assert_cached_within_budget",
     "assert_packed_within_budget",
     "assert_within_budget",
+    "budget_of",
     "compare",
     "difference",
     "evaluate",

@@ -30,17 +30,32 @@ was rounded to 16 bits, from which delta is computed, where naive has the probab
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from .evaluation import Results
-from .features import Features
+from .evaluation import Asked, Results
 from .inputs import Inputs
 from .oracle import naive_results, oracle, rounding_on
 from .terms import roundings, terms, unit_of
+
+
+class Budget(NamedTuple):
+    """What the budget of a call follows from: what `oracle`, `naive_results`, `terms` and `roundings` return."""
+
+    exact: Results
+    naive: Results
+    summed: Results | None = None
+    rounded: Results | None = None
+
+
+def budget_of(inputs: Inputs, **asked: Unpack[Asked]) -> Budget:
+    """The budget of a call."""
+    return Budget(*(make(inputs, **asked) for make in (oracle, naive_results, terms, roundings)))
 
 
 @dataclass(frozen=True)
@@ -90,9 +105,8 @@ def compare(
     """Each result against its budget, in both measures.
 
     Args:
-        actual: what is judged.
-        exact, naive, summed, rounded: what `oracle`, `naive_results`, `terms` and `roundings` return for the same call.
-            Without one of the last two that part of the budget is 0.
+        actual: results to check.
+        exact, naive, summed, rounded: see `Budget`. Without one of the last two that summand of the budget is 0.
         eps: what to take for float32's, such as `TF32_EPS`.
 
     Raises:
@@ -100,16 +114,14 @@ def compare(
     """
     if set(actual) != set(naive):
         raise ValueError(f"actual must have the results {sorted(naive)}; got {sorted(actual)}")
-    dtypes = {x.dtype for x in actual.values()}
-    all_wide = dtypes == {torch.float64}
     findings = []
+    dtypes = {x.dtype for x in actual.values()}
     for name, x in actual.items():
         if (x.shape, x.dtype) != (naive[name].shape, naive[name].dtype):
-            raise ValueError(
-                f"{name} must be {naive[name].dtype} {tuple(naive[name].shape)}; got {x.dtype} {tuple(x.shape)}"
-            )
+            like = f"{naive[name].dtype} {tuple(naive[name].shape)}"
+            raise ValueError(f"{name} must be {like}; got {x.dtype} {tuple(x.shape)}")
         # A float64 gradient among float32 results was computed in float32.
-        dtype = torch.float32 if x.dtype == torch.float64 and not all_wide else x.dtype
+        dtype = torch.float32 if x.dtype == torch.float64 and dtypes != {torch.float64} else x.dtype
         info = torch.finfo(dtype)
         own_eps, rounding = info.eps, rounding_on(x.device) if dtype != torch.float64 else 16 * info.eps
         if eps is not None and dtype == torch.float32:
@@ -118,47 +130,41 @@ def compare(
         if dtype != torch.float64:
             smallest = max(smallest, torch.finfo(torch.float32).smallest_normal)
         finite = exact[name].masked_fill(exact[name].isinf(), 0.0)
-        largest = _measure(finite)[1]
         by_terms = name == "lse" and any(dtype.itemsize == 2 for dtype in dtypes)
-        deviation = _measure(torch.zeros(()) if rounded is None or name not in rounded else rounded[name])
-        sizes = zip(
-            _measure(difference(x, exact[name])),
-            _measure(difference(naive[name], exact[name])),
-            _measure(finite),
-            _measure(torch.zeros(()) if summed is None else summed[name]),
-            _measure(torch.ones_like(exact[name])),
-            deviation,
-            strict=True,
-        )
-        for measure, (error, naive_error, size, of_terms, of_ones, of_roundings) in zip(
-            ("norm", "largest"), sizes, strict=True
-        ):
-            expected = rounding * of_terms if by_terms else 2 * max(naive_error, of_roundings + deviation[1])
-            at_the_end = own_eps * (size / math.sqrt(12) + largest / 2 if measure == "norm" else size / 2)
-            budget = expected + at_the_end + rounding * of_terms + smallest * of_ones
-            findings.append(Finding(name, measure, error, naive_error, size, budget))
+        (size, largest), deviation = _measure(finite), _measure((rounded or {}).get(name, torch.zeros(())))
+        for number, measure in enumerate(("norm", "largest")):
+            error, naive_error, of_terms, of_ones = (
+                _measure(of)[number]
+                for of in (
+                    difference(x, exact[name]),
+                    difference(naive[name], exact[name]),
+                    torch.zeros(()) if summed is None else summed[name],
+                    torch.ones_like(exact[name]),
+                )
+            )
+            expected = rounding * of_terms if by_terms else 2 * max(naive_error, deviation[number] + deviation[1])
+            at_the_end = own_eps * (size / math.sqrt(12) + largest / 2 if number == 0 else largest / 2)
+            allowed = expected + at_the_end + rounding * of_terms + smallest * of_ones
+            findings.append(Finding(name, measure, error, naive_error, (size, largest)[number], allowed))
     return findings
 
 
-def assert_within_budget(
-    actual: Results,
-    inputs: Inputs,
-    *,
-    causal: bool | str = False,
-    scale: float | None = None,
-    features: Features | None = None,
-    eps: float | None = None,
-) -> None:
-    """Hold what an implementation made of ``inputs``, and ``features``, or some of its results, to the budget.
+def assert_within_budget(actual: Results, inputs: Inputs, *, eps: float | None = None, **asked: Unpack[Asked]) -> None:
+    """Hold results of a call, or some of them, to its budget.
 
     Raises:
         AssertionError: it is beyond it; the message lists every result.
     """
-    settings: dict[str, Any] = {"causal": causal, "scale": scale, "features": features, "return_lse": "lse" in actual}
-    exact, naive, summed, rounded = (make(inputs, **settings) for make in (oracle, naive_results, terms, roundings))
-    findings = compare(actual, exact, {name: naive[name] for name in actual}, summed, rounded, eps=eps)
+    asked["return_lse"] = "lse" in actual
+    hold(actual, budget_of(inputs, **asked), "the error is beyond the budget", eps=eps)
+
+
+def hold(actual: Results, held_to: Budget, message: str, *, eps: float | None = None) -> None:
+    """Raise AssertionError, with this message and every finding, if results are beyond their budget."""
+    naive = {name: held_to.naive[name] for name in actual}
+    findings: Sequence[Finding] = compare(actual, *held_to._replace(naive=naive), eps=eps)
     if not all(finding.holds for finding in findings):
-        raise AssertionError("\n".join(["the error is beyond the budget", *map(str, findings)]))
+        raise AssertionError("\n".join([message, *map(str, findings)]))
 
 
 def difference(x: Tensor, exact: Tensor) -> Tensor:

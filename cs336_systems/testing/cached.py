@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .budget import compare
+from .budget import budget_of, hold
+from .evaluation import Features
 from .inputs import Inputs
-from .oracle import naive_results, oracle
-from .terms import roundings, terms
 
 
 class Cache(NamedTuple):
@@ -37,9 +36,8 @@ def make_cache(
     device: torch.device | str = "cpu",
 ) -> Cache:
     """Standard normal tensors. Slots that no sequence has are NaN: looking at one would be seen."""
-    batch, on = len(lengths), {"dtype": dtype, "device": device}
-    q = torch.randn(batch, q_heads, new, d, **on)  # type: ignore[call-overload]
-    k, v = (torch.randn(batch, kv_heads, capacity, width, **on) for width in (d, dv or d))  # type: ignore[call-overload]
+    shapes = (q_heads, new, d), (kv_heads, capacity, d), (kv_heads, capacity, dv or d)
+    q, k, v = (torch.randn(len(lengths), *shape, dtype=dtype, device=device) for shape in shapes)
     for number, length in enumerate(lengths):
         for slots in (k, v):
             slots[number, :, max(0, length) :] = math.nan
@@ -53,7 +51,7 @@ def assert_cached_within_budget(
     *,
     scale: float | None = None,
     eps: float | None = None,
-    features: Mapping[str, Any] | None = None,
+    features: Features | None = None,
 ) -> None:
     """Hold ``out`` and ``lse`` of each sequence to the budget of `assert_within_budget`.
 
@@ -68,10 +66,6 @@ def assert_cached_within_budget(
         one = slice(number, number + 1)
         q, k, v = cache.q[one], cache.k[one, :, :length], cache.v[one, :, :length]
         inputs = Inputs(q, k, v, torch.zeros_like(out[one]), torch.zeros_like(lse[one]))
-        settings: dict[str, Any] = {"causal": True, "scale": scale, "features": features}
-        actual = {"out": out[one], "lse": lse[one]}
-        exact, naive, *sizes = (make(inputs, **settings) for make in (oracle, naive_results, terms, roundings))
-        findings = compare(actual, exact, {name: naive[name] for name in actual}, *sizes, eps=eps)
-        if not all(finding.holds for finding in findings):
-            said = f"the error of sequence {number}, of {length} slots, is beyond the budget"
-            raise AssertionError("\n".join([said, *map(str, findings)]))
+        held_to = budget_of(inputs, causal=True, scale=scale, features=features)
+        message = f"the error of sequence {number}, of {length} slots, is beyond the budget"
+        hold({"out": out[one], "lse": lse[one]}, held_to, message, eps=eps)

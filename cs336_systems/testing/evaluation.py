@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from .features import Features, leaves_of
+from ..attention.rules import Scores
 from .inputs import Inputs
 
 Attend = Callable[..., "Tensor | tuple[Tensor, Tensor]"]
-"""Attention of q, k, v and features by name, its settings already bound: out, or (out, lse)."""
+"""Attention of q, k, v and features by name, its other arguments bound already: out, or (out, lse)."""
 Results = dict[str, Tensor]
-"""By name: out, lse if there is one, dq, dk, dv, and the gradients of features (see `features`)."""
+"""By name: out, lse if there is one, dq, dk, dv, and the gradients of features (see `leaves_of`)."""
+Features = Mapping[str, Any]
+"""Arguments of `attention` by name. Tensors that require a gradient, also among what ``scores`` captured, get one."""
+
+
+class Asked(TypedDict, total=False):
+    """The arguments of a call besides its tensors; ``features`` are all but the others of `attention`."""
+
+    causal: bool | str
+    scale: float | None
+    features: Features | None
+    return_lse: bool
 
 
 def evaluate(attend: Attend, inputs: Inputs, features: Features | None = None) -> Results:
@@ -32,6 +44,47 @@ def evaluate(attend: Attend, inputs: Inputs, features: Features | None = None) -
     values = (*outputs, *[None] * (2 - len(outputs)), *gradients)
     named = zip(("out", "lse", "dq", "dk", "dv", *further), values, strict=True)
     return {name: x.detach() for name, x in named if x is not None}
+
+
+def leaves_of(features: Features) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The features with new leaves for the tensors that require a gradient, and these by the names of their gradients.
+
+    A gradient has the name of its argument with a "d" before it: "dbias". Those of what ``scores`` captured are
+    numbered: "dscores_0".
+    """
+    leaves: dict[str, Tensor] = {}
+
+    def leaf(name: str, tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        leaves[f"d{name}"] = tensor.detach().requires_grad_()
+        return leaves[f"d{name}"]
+
+    return _mapped(features, leaf), leaves
+
+
+def in_dtype(features: Features, dtype: torch.dtype) -> dict[str, Any]:
+    """The same values, floating-point tensors in this dtype."""
+
+    def converted(name: str, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
+
+    return _mapped(features, converted)
+
+
+def _mapped(features: Features, change: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
+    mapped: dict[str, Any] = {}
+    for name, value in features.items():
+        if isinstance(value, Tensor):
+            mapped[name] = change(name, value)
+        elif isinstance(value, Scores):
+            tensors = [change(f"{name}_{number}", tensor) for number, tensor in enumerate(value.tensors)]
+            mapped[name] = dataclasses.replace(value, tensors=tuple(tensors))
+        else:
+            mapped[name] = value
+    return mapped
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from torch import Tensor
 Shape = tuple[int, ...]
 Draw = Callable[[Shape], Tensor]
 """Fills a new contiguous tensor of some shape."""
-Place = Callable[[Shape, Draw], Tensor]
-"""Makes one tensor of a shape, in some arrangement in memory."""
+Arrangement = Callable[[Shape, Draw], Tensor]
+"""Makes one tensor of a shape, with some strides."""
 
 
 class Shapes(NamedTuple):
@@ -58,82 +58,53 @@ class Inputs(NamedTuple):
         return Inputs(q.to(dtype), k.to(dtype), v.to(dtype), dout.to(dtype), dlse.to(wide))
 
 
-def contiguous(shape: Shape, draw: Draw) -> Tensor:
-    """Row-major."""
-    return draw(shape)
-
-
-def length_before_heads(shape: Shape, draw: Draw) -> Tensor:
-    """(..., length, heads, width) in memory, as a projection leaves it; (length, batch, width) without heads."""
-    return draw((*shape[:-3], shape[-2], shape[-3], shape[-1])).transpose(-3, -2)
-
-
-def padded_rows(shape: Shape, draw: Draw) -> Tensor:
-    """Rows further apart than they are wide, by an odd number of elements."""
-    return draw((*shape[:-1], shape[-1] + 3))[..., : shape[-1]]
-
-
-def spaced_columns(shape: Shape, draw: Draw) -> Tensor:
-    """Every second element, so the last stride is 2."""
-    return draw((*shape[:-1], 2 * shape[-1]))[..., ::2]
-
-
-def column_major(shape: Shape, draw: Draw) -> Tensor:
-    """Rows contiguous across, so the last stride is the length."""
-    return draw((*shape[:-2], shape[-1], shape[-2])).mT
-
-
-def misaligned(shape: Shape, draw: Draw) -> Tensor:
-    """Contiguous, from an address that is no multiple of 16 bytes."""
+def _misaligned(shape: Shape, draw: Draw) -> Tensor:
     return draw((math.prod(shape) + 1,))[1:].view(shape)
 
 
-def shared_by_heads(shape: Shape, draw: Draw) -> Tensor:
-    """One matrix for all heads, or for the whole batch where there are none: stride 0."""
-    return draw((*shape[:-3], 1, *shape[-2:])).expand(shape)
-
-
-def shared_by_batch(shape: Shape, draw: Draw) -> Tensor:
-    """One entry for the whole batch: stride 0."""
-    return draw((1, *shape[1:])).expand(shape)
-
-
-def shared_by_rows(shape: Shape, draw: Draw) -> Tensor:
-    """One row for the whole length: stride 0."""
-    return draw((*shape[:-2], 1, shape[-1])).expand(shape)
-
-
-PLACES: dict[str, tuple[Place, Place]] = {
-    "contiguous": (contiguous, contiguous),
-    "length_before_heads": (length_before_heads, length_before_heads),
-    "padded_rows": (padded_rows, padded_rows),
-    "spaced_columns": (spaced_columns, spaced_columns),
-    "column_major": (column_major, column_major),
-    "misaligned": (misaligned, misaligned),
-    "kv_shared_by_heads": (contiguous, shared_by_heads),
-    "kv_shared_by_batch": (contiguous, shared_by_batch),
-    "q_shared_by_rows": (shared_by_rows, contiguous),
-    "mixed": (column_major, length_before_heads),
+ARRANGEMENTS: dict[str, Arrangement] = {
+    "contiguous": lambda shape, draw: draw(shape),
+    # (..., length, heads, width) in memory, as a projection leaves it; (length, batch, width) without heads.
+    "length_before_heads": lambda shape, draw: draw((*shape[:-3], shape[-2], shape[-3], shape[-1])).transpose(-3, -2),
+    # Rows further apart than they are wide, by an odd number of elements.
+    "padded_rows": lambda shape, draw: draw((*shape[:-1], shape[-1] + 3))[..., : shape[-1]],
+    # Every second element, so the last stride is 2.
+    "spaced_columns": lambda shape, draw: draw((*shape[:-1], 2 * shape[-1]))[..., ::2],
+    # Columns are contiguous, so the last stride is the length.
+    "column_major": lambda shape, draw: draw((*shape[:-2], shape[-1], shape[-2])).mT,
+    # Contiguous, from an address that is no multiple of 16 bytes.
+    "misaligned": _misaligned,
+    # One matrix for all heads (for the whole batch where there are none), one entry for the batch, one row for all.
+    "shared_by_heads": lambda shape, draw: draw((*shape[:-3], 1, *shape[-2:])).expand(shape),
+    "shared_by_batch": lambda shape, draw: draw((1, *shape[1:])).expand(shape),
+    "shared_by_rows": lambda shape, draw: draw((*shape[:-2], 1, shape[-1])).expand(shape),
 }
-"""Arrangements that each tensor can have by itself: of q, and of k and v."""
+OF_Q_AND_KV: dict[str, tuple[str, str]] = {
+    **{name: (name, name) for name in tuple(ARRANGEMENTS)[:6]},
+    "kv_shared_by_heads": ("contiguous", "shared_by_heads"),
+    "kv_shared_by_batch": ("contiguous", "shared_by_batch"),
+    "q_shared_by_rows": ("shared_by_rows", "contiguous"),
+    "mixed": ("column_major", "length_before_heads"),
+}
+"""The arrangements of q, and of k and v, by the name of a layout."""
 
-LAYOUTS = (*PLACES, "packed")
+LAYOUTS = (*OF_Q_AND_KV, "packed")
 """The names that `make_inputs` takes; "packed" is one projection (..., length, all heads of q, k and v) in slices."""
 
 
 def packed(shapes: Shapes, draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as slices of one tensor. Their lengths must agree."""
-    q, k, _ = shapes
-    if q[-2] != k[-2]:
-        raise ValueError(f"k must have the length of q, {q[-2]}, to be packed with it; got {k[-2]}")
-    has_heads = len(q) >= 4
-    leading = q[:-3] if has_heads else q[:-2]
+    q_len, k_len = shapes.q[-2], shapes.k[-2]
+    if q_len != k_len:
+        raise ValueError(f"k must have the length of q, {q_len}, to be packed with it; got {k_len}")
+    has_heads = len(shapes.q) >= 4
+    leading = shapes.q[:-3] if has_heads else shapes.q[:-2]
     widths = [shape[-3] * shape[-1] if has_heads else shape[-1] for shape in shapes]
-    slices = draw((*leading, q[-2], sum(widths))).split(widths, dim=-1)
+    slices = draw((*leading, q_len, sum(widths))).split(widths, dim=-1)
     if not has_heads:
         return slices
-    heads = [part.unflatten(-1, (shape[-3], shape[-1])) for part, shape in zip(slices, shapes, strict=True)]
-    return heads[0].transpose(-3, -2), heads[1].transpose(-3, -2), heads[2].transpose(-3, -2)
+    q, k, v = (x.unflatten(-1, (of[-3], of[-1])).transpose(-3, -2) for x, of in zip(slices, shapes, strict=True))
+    return q, k, v
 
 
 def make_inputs(
@@ -154,10 +125,9 @@ def make_inputs(
     if layout == "packed":
         q, k, v = packed(shapes, draw)
     else:
-        q_place, kv_place = PLACES[layout]
-        q, k, v = q_place(shapes.q, draw), kv_place(shapes.k, draw), kv_place(shapes.v, draw)
+        of_q, of_kv = (ARRANGEMENTS[name] for name in OF_Q_AND_KV[layout])
+        q, k, v = of_q(shapes.q, draw), of_kv(shapes.k, draw), of_kv(shapes.v, draw)
     dout = draw((*shapes.q[:-1], shapes.v[-1]))
-    dlse = torch.randn(
-        shapes.q[:-1], dtype=torch.promote_types(dtype, torch.float32), device=device, generator=generator
-    )
+    wide = torch.promote_types(dtype, torch.float32)
+    dlse = torch.randn(shapes.q[:-1], dtype=wide, device=device, generator=generator)
     return Inputs(q, k, v, dout, dlse)

@@ -10,12 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .budget import Finding, compare
-from .evaluation import Results
-from .features import Features
+from .budget import Budget, budget_of, hold
+from .evaluation import Features, Results
 from .inputs import Inputs
-from .oracle import naive_results, oracle
-from .terms import roundings, terms
 
 Lengths = Sequence[tuple[int, int]]
 """How many queries and keys each sequence has."""
@@ -56,57 +53,49 @@ def assert_packed_within_budget(
     Raises:
         AssertionError: it is beyond it; the message lists every result.
     """
-    made = [_of_all(make, power, actual, inputs, lengths, causal, features or {}) for make, power in MAKERS]
-    findings: list[Finding] = compare(actual, *made)
-    if not all(finding.holds for finding in findings):
-        raise AssertionError("\n".join(["the error is beyond the budget", *map(str, findings)]))
-
-
-MAKERS = ((oracle, 1), (naive_results, 1), (terms, 2), (roundings, 2))
-"""What the budget compares, and the power in which the contributions of sequences add up."""
-
-
-def _of_all(
-    make: Any, power: int, like: Results, inputs: Inputs, lengths: Lengths, causal: bool | str, features: Features
-) -> Results:
-    """What ``make`` gives for each sequence, put together as results of packed sequences."""
-    wide = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in like.items()}
-    if power == 1:
-        # Rows of no sequence see nothing.
-        blind = features.get("sinks", torch.full((like["lse"].shape[0],), -math.inf))
-        wide["lse"] += blind.detach().to(wide["lse"])[:, None]
+    features = features or {}
+    whole = [{name: torch.zeros_like(x, dtype=torch.float64) for name, x in actual.items()} for _ in POWERS]
+    blind = features.get("sinks", torch.full((actual["lse"].shape[0],), -math.inf))
+    for total in whole[:2]:
+        total["lse"] += blind.detach().to(total["lse"])[:, None]  # of rows of no sequence, which see nothing
     first_q = first_k = 0
     for number, (q_len, k_len) in enumerate(lengths):
         rows, columns = slice(first_q, first_q + q_len), slice(first_k, first_k + k_len)
         first_q, first_k = rows.stop, columns.stop
         spans = (rows, columns, columns, rows)
         q, k, v, dout = (x[span].transpose(0, 1)[None] for x, span in zip(inputs[:4], spans, strict=True))
+        indices = {name: _index(x, number, q_len, k_len) for name, x in features.items()}
+        given = {
+            name: x[indices[name]].detach().requires_grad_(x.requires_grad) if indices[name] else x
+            for name, x in features.items()
+        }
         own = Inputs(q, k, v, dout, inputs.dlse[None, :, rows])
-        parts = {name: _part(x, number, q_len, k_len) for name, x in features.items()}
-        given = {name: x[parts[name]] if parts[name] else x for name, x in features.items()}
-        for name in given:
-            if parts[name]:
-                given[name] = given[name].detach().requires_grad_(features[name].requires_grad)
-        results = make(own, causal=causal, features=given)
-        for name, x in results.items():
-            if name == "lse":
-                wide[name][:, rows] = x.reshape(wide[name][:, rows].shape)
-            elif name in ("out", "dq", "dk", "dv"):
-                span = columns if name in ("dk", "dv") else rows
-                wide[name][span] = x.reshape(wide[name].shape[1], *x.shape[-2:]).transpose(0, 1)
-            else:
-                place = parts.get(name.removeprefix("d"), ())
-                wide[name][place] += x.reshape(wide[name][place].shape) ** power
-    if "dsinks" in wide and make is not roundings:
-        # The log-sum-exp of rows of no sequence is their sink.
-        wide["dsinks"] += (inputs.dlse[:, first_q:].double() ** power).sum(-1)
-    of_all = ("out", "lse", "dq", "dk", "dv")
-    whole = {name: x.sqrt() if power == 2 and name not in of_all else x for name, x in wide.items()}
-    return whole if make is not naive_results else {name: x.to(like[name].dtype) for name, x in whole.items()}
+        for total, power, results in zip(whole, POWERS, budget_of(own, causal=causal, features=given), strict=True):
+            for name, x in results.items():
+                span = {"out": rows, "dq": rows, "dk": columns, "dv": columns}.get(name)
+                if name == "lse":
+                    total[name][:, rows] = x.reshape(total[name][:, rows].shape)
+                elif span is not None:
+                    total[name][span] = x.reshape(total[name].shape[1], *x.shape[-2:]).transpose(0, 1)
+                else:
+                    index = indices.get(name.removeprefix("d"), ())
+                    total[name][index] += x.reshape(total[name][index].shape) ** power
+    if "dsinks" in actual:
+        for total, power in zip(whole[:3], POWERS, strict=False):
+            total["dsinks"] += (inputs.dlse[:, first_q:].double() ** power).sum(-1)
+    exact, naive, summed, rounded = whole
+    naive = {name: x.to(actual[name].dtype) for name, x in naive.items()}
+    for squares in (summed, rounded):
+        squares |= {name: x.sqrt() for name, x in squares.items() if name not in ("out", "lse", "dq", "dk", "dv")}
+    hold(actual, Budget(exact, naive, summed, rounded), "the error is beyond the budget")
 
 
-def _part(tensor: Any, number: int, q_len: int, k_len: int) -> tuple[Any, ...]:
-    """The index of what a feature has for a sequence; () for what is no tensor."""
+POWERS = (1, 1, 2, 2)
+"""In which the contributions of sequences to each summand of `Budget` add up."""
+
+
+def _index(tensor: Any, number: int, q_len: int, k_len: int) -> tuple[Any, ...]:
+    """The index of what a feature has for a sequence; () for what is no tensor, or the same for all."""
     if not isinstance(tensor, Tensor) or tensor.ndim < 2:
         return ()
     spans = (slice(number, number + 1), slice(None), slice(0, q_len), slice(0, k_len))[: tensor.ndim]

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import torch
 from einops import rearrange
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..attention.call import Arguments, make_call
 from ..attention.pairs import Pairs, Term, kept_pairs, scores_and_slopes, seen_pairs
 from ..attention.traced import Traced
 from ..kernels.call import Call, Options
 from ..kernels.rules import tensors_of
-from .evaluation import Results
-from .features import Features, in_dtype
+from .evaluation import Asked, Features, Results, in_dtype
 from .inputs import Inputs
 from .oracle import rounding_on
 
@@ -26,20 +26,13 @@ DRAWS = 32
 
 
 @torch.no_grad()
-def terms(
-    inputs: Inputs,
-    *,
-    causal: bool | str = False,
-    scale: float | None = None,
-    features: Features | None = None,
-    return_lse: bool = True,
-) -> Results:
+def terms(inputs: Inputs, **asked: Unpack[Asked]) -> Results:
     """For each result, the root of the sum of the squares of what is added up to make it, in some shape.
 
     What is rounded to the inputs' dtype counts by how much coarser that is than the roundings to float32 that the
     budget allows each term.
     """
-    call = _Call.of(inputs, causal, scale, features, return_lse)
+    call = _Call.of(inputs, **asked)
     lse, weights, dlse = _finite(call.lse).abs(), call.weights, call.dlse
     sink_terms = _finite(call.sinks).abs()
     largest = call.score_terms.amax(-1, keepdim=True) if call.record.k_len else 0.0
@@ -65,31 +58,25 @@ def terms(
             (1.0 + sink_terms + lse) * delta_terms + 4 * rounded_delta
         )
         heads = call.record.aux.sinks.numel()
-        by_head = of_sinks.reshape(-1, heads, call.record.q_len)
+        entries = math.prod(call.record.q.shape[:-2]) // max(1, heads)
+        by_head = of_sinks.reshape(entries, heads, call.record.q_len)
         made["dsinks"] = torch.linalg.vector_norm(by_head, dim=(0, 2))
     return made
 
 
 @torch.no_grad()
-def roundings(
-    inputs: Inputs,
-    *,
-    causal: bool | str = False,
-    scale: float | None = None,
-    features: Features | None = None,
-    return_lse: bool = True,
-) -> Results:
+def roundings(inputs: Inputs, **asked: Unpack[Asked]) -> Results:
     """For out, dq, dk and dv, the standard deviation that rounding to 16 bits gives each element; {} for wider inputs.
 
     The matrix products round P and dS to the inputs' dtype, and delta is computed from an output rounded to it.
     """
     if inputs.q.dtype.itemsize != 2:
         return {}
-    call = _Call.of(inputs, causal, scale, features, return_lse)
+    call = _Call.of(inputs, **asked)
     weights, delta = call.weights, call.delta_parts.sum(-1, keepdim=True) - call.dlse
     score_gradients = weights * ((call.dout @ call.v.mT) * call.kept - delta)
-    factor = call.record.options.scale * call.slope
-    product_gradients = torch.hypot(score_gradients, weights * call.delta_terms) * factor
+    hypotenuse = torch.hypot(score_gradients, weights * call.delta_terms)
+    product_gradients = hypotenuse * call.record.options.scale * call.slope
     made = call.sums(weights, product_gradients, weights)
     return {name: one_rounding(inputs) * size for name, size in made.items()}
 
@@ -125,14 +112,13 @@ class _Call:
     kept: Tensor | float
 
     @classmethod
-    def of(
-        cls, inputs: Inputs, causal: bool | str, scale: float | None, features: Features | None, return_lse: bool
-    ) -> _Call:
+    def of(cls, inputs: Inputs, **asked: Unpack[Asked]) -> _Call:
         """Compute it."""
         q, k, v, dout, dlse = inputs.to(torch.float64)
-        asked = in_dtype(features or {}, torch.float64)
-        window = asked.pop("window", None)
-        record = make_call(q, k, v, Arguments(causal, window, scale, return_lse=return_lse, **asked))
+        features = in_dtype(asked.get("features") or {}, torch.float64)
+        return_lse = asked.get("return_lse", True)
+        arguments = Arguments(asked.get("causal", False), scale=asked.get("scale"), return_lse=return_lse)
+        record = make_call(q, k, v, arguments._replace(**features))
         options, aux = record.options, record.aux
         if q.ndim == 2:
             q, k, v, dout, dlse = (x[None] for x in (q, k, v, dout, dlse))
@@ -143,7 +129,7 @@ class _Call:
         )
         k, v = k.unsqueeze(-3), v.unsqueeze(-3)
         products, product_terms = (q @ k.mT) * options.scale, _root_sum_square(q, k.mT) * abs(options.scale)
-        captured = _captured(asked)
+        captured = _captured(features)
         wanted = [tensor.requires_grad for tensor in captured.values()]
         scores, slope, of_captured = scores_and_slopes(options, products, pairs, aux.score_aux, wanted)
         score_terms = _score_terms(options, products, product_terms, pairs, aux.score_aux)

@@ -21,6 +21,8 @@ from cs336_systems.testing import (
     terms,
 )
 
+from .helpers import slow
+
 GROUPED = Shapes.of(2, q_len=4, k_len=6, d=3, dv=2, q_heads=4, kv_heads=2)
 
 
@@ -38,17 +40,6 @@ def nudged(results, name, relative):
     exact, noise = results[name].double(), torch.randn_like(results[name], dtype=torch.float64)
     wrong = exact + relative * exact.norm() / noise.norm() * noise
     return {**results, name: wrong.to(results[name].dtype)}
-
-
-@pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv"])
-def test_the_budget_is_between_rounding_and_a_lost_half_of_the_bits(name):
-    inputs = make_inputs(Shapes.of(2, q_len=129, d=64))
-    results = naive_results(inputs)
-    settings = {"exact": oracle(inputs), "naive": results, "summed": terms(inputs)}
-    assert all(finding.holds for finding in compare(results, **settings))
-    assert all(finding.holds for finding in compare(nudged(results, name, 1e-7), **settings))
-    wrong = [finding for finding in compare(nudged(results, name, 1e-5), **settings) if not finding.holds]
-    assert {finding.name for finding in wrong} == {name}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -119,7 +110,7 @@ def beyond(results, inputs):
 
 @pytest.mark.parametrize(
     ("dtype", "error", "of_gradients"),
-    [(torch.float16, 2e-3, 3e-3), (torch.bfloat16, 1e-2, 1.5e-2), (torch.float32, 1e-5, 1e-5)],
+    [(torch.float16, 2e-3, 3e-3), pytest.param(torch.bfloat16, 1e-2, 1.5e-2, marks=slow), (torch.float32, 1e-5, 1e-5)],
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_an_error_of_a_few_roundings_is_beyond_the_budget(name, dtype, error, of_gradients):
@@ -127,6 +118,7 @@ def test_an_error_of_a_few_roundings_is_beyond_the_budget(name, dtype, error, of
     inputs = make_inputs(LONG, dtype=dtype)
     results = evaluate(tiled, inputs)
     assert beyond(results, inputs) == set()
+    assert beyond(nudged(results, name, 1e-7), inputs) == set()
     relative = {"lse": 2e-6, "dq": of_gradients, "dk": of_gradients}.get(name, error)
     assert beyond(nudged(results, name, relative), inputs) == {name}
 

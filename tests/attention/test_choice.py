@@ -1,16 +1,31 @@
-"""Which implementation runs, and what is said about the others."""
+"""Which backend runs, and what `explain` says about the others."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from cs336_systems.attention import Attention, Explanation, Implementation, api, attention, choose, explain
-from cs336_systems.attention.validation import check
+from cs336_systems.attention import (
+    Attention,
+    Implementation,
+    attention,
+    attention_with_cache,
+    dispatch,
+    explain,
+    explain_varlen,
+    explain_with_cache,
+    use_backends,
+)
+from cs336_systems.kernels.call import Call
+from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs
 
-FLASH, SDPA, COMPILED, TILED, NAIVE = (Implementation(name) for name in ("flash", "sdpa", "compiled", "tiled", "naive"))
+from .helpers import DOUBLE, HALF
+
+BY_NAME = {backend.name: backend for backend in dispatch.BACKENDS}
+FLASH, SDPA, COMPILED, TILED, NAIVE = Implementation
+NEEDS_A_GPU = "it needs tensors on a CUDA GPU (or TRITON_INTERPRET=1 to run on a CPU, slowly); got cpu"
 
 
 def tensors(q_len=5, k_len=5, d=4, dv=4, dtype=torch.float32, leading=(2,)):
@@ -20,51 +35,68 @@ def tensors(q_len=5, k_len=5, d=4, dv=4, dtype=torch.float32, leading=(2,)):
 
 
 @pytest.fixture
-def ran(monkeypatch):
-    """The implementations that calls reach from here on, in order; nothing is computed, and nothing remembered."""
+def ran(no_plans, monkeypatch):
+    """The implementations that calls reach from here on, in order. Nothing is computed."""
     names: list[Implementation] = []
 
-    def record(implementation):
-        def run(q, k, v, spec, return_lse, extras):
-            names.append(implementation)
-            return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_zeros(q.shape[:-1]) if return_lse else None
+    def planner(backend):
+        def plan(call):
+            def run(q, k, v, aux):
+                names.append(backend.implementation)
+                out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+                return out, q.new_zeros(q.shape[:-1]) if call.return_lse else None
 
-        return run
+            return run
 
-    for implementation in Implementation:
-        monkeypatch.setitem(api.RUN, implementation, record(implementation))
-    monkeypatch.setattr(api, "_remembered", {})
+        return plan
+
+    for backend in dispatch.BACKENDS:
+        monkeypatch.setattr(backend, "plan", planner(backend))
     return names
 
 
 @pytest.fixture
-def compiled_kernels(monkeypatch):
-    """As on a machine where kernels are not interpreted."""
+def not_interpreted(monkeypatch):
+    """As on a machine where kernels are compiled."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
-CPU_CALLS = [
-    pytest.param({}, {}, SDPA, id="plain"),
-    pytest.param({"q_len": 3, "k_len": 7}, {"causal": True}, SDPA, id="longer_keys"),
-    pytest.param({"dtype": torch.float64, "d": 300, "dv": 300}, {}, SDPA, id="wide_double"),
-    pytest.param({}, {"return_lse": True}, TILED, id="log_sum_exp"),
-    pytest.param({"q_len": 7, "k_len": 3}, {"causal": True}, TILED, id="blind_rows"),
-    pytest.param({"q_len": 7, "k_len": 3}, {"causal": "top_left"}, SDPA, id="no_blind_rows"),
-    pytest.param({"k_len": 0}, {}, TILED, id="no_keys"),
-    pytest.param({"q_len": 0}, {}, TILED, id="no_queries"),
-    pytest.param({"leading": (0, 3)}, {}, TILED, id="no_batch"),
-]
+@pytest.fixture
+def gpu(monkeypatch, not_interpreted):
+    """Calls count as those on a GPU of the compute capability that is set, 8.0 to begin with."""
+    made = SimpleNamespace(capability=(8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: made.capability)
+    monkeypatch.setattr(Call, "device", property(lambda call: torch.device("cuda", 0)))
+    return made
 
 
-@pytest.mark.parametrize(("sizes", "settings", "choice"), CPU_CALLS)
-def test_what_is_explained_is_what_runs(ran, sizes, settings, choice):
+CPU_CALLS = {
+    "plain": ({}, {}, SDPA),
+    "longer_keys": ({"q_len": 3, "k_len": 7}, {"causal": True}, SDPA),
+    "wide_double": ({"dtype": DOUBLE, "d": 300, "dv": 300}, {}, SDPA),
+    "log_sum_exp": ({}, {"return_lse": True}, TILED),
+    "window": ({}, {"window": (1, 0)}, TILED),
+    "softcap": ({}, {"softcap": 2.0}, TILED),
+    "blind_rows": ({"q_len": 7, "k_len": 3}, {"causal": True}, TILED),
+    "no_blind_rows": ({"q_len": 7, "k_len": 3}, {"causal": "top_left"}, SDPA),
+    "no_keys": ({"k_len": 0}, {}, TILED),
+    "no_queries": ({"q_len": 0}, {}, TILED),
+    "no_batch": ({"leading": (0, 3)}, {}, TILED),
+}
+
+
+@pytest.mark.parametrize("name", CPU_CALLS)
+def test_what_is_explained_is_what_runs(ran, name):
+    sizes, settings, choice = CPU_CALLS[name]
     q, k, v = tensors(**sizes)
     explanation = explain(q, k, v, **settings)
-    assert explanation.choice is choice
-    assert set(explanation.passed_over) == set(Implementation) - {choice}
-    for _ in range(2):  # chosen, then remembered
+    assert (explanation.choice, explanation.backend, explanation.backward) == (choice, choice.value, None)
+    assert set(explanation.reasons) == set(BY_NAME) - {choice.value}
+    assert ran == []
+    of_module = {key: value for key, value in settings.items() if key != "return_lse"}
+    for _ in range(2):  # planned, then found again
         attention(q, k, v, **settings)
-        Attention(causal=settings.get("causal", False))(q, k, v, return_lse=settings.get("return_lse", False))
+        Attention(**of_module)(q, k, v, return_lse="return_lse" in settings)
     assert ran == [choice] * 4
 
 
@@ -76,116 +108,104 @@ def test_the_implementation_asked_for_runs(ran, monkeypatch, impl):
     assert explain(*tensors(), impl=impl).choice is Implementation(impl)
 
 
-NEVER = [
-    pytest.param(
-        "flash", {"dtype": torch.float64}, {}, "it computes in float16, bfloat16 and float32; got float64", id="double"
-    ),
-    pytest.param("flash", {"d": 1025}, {}, "its head dimensions go up to 1024; got 1025", id="wide_keys"),
-    pytest.param(
+EMPTY = "torch's kernels disagree on empty inputs"
+MASKS_ALONE = "torch's kernels are asked for causal masks alone"
+NEVER = {
+    "double": ("flash", {"dtype": DOUBLE}, {}, "it computes in float16, bfloat16 and float32; got float64"),
+    "wide_keys": ("flash", {"d": 1025}, {}, "its head dimensions go up to 1024; got 1025"),
+    "wide_values": ("flash", {"dv": 1300}, {}, "its head dimensions go up to 1024; got 1300"),
+    "dropout": (
         "flash",
         {"d": 16},
         {"dropout_p": 0.99995, "seed": 0},
         "in float32 its dropout_p goes up to 0.9999, or is 1; got 0.99995",
-        id="dropout",
     ),
-    pytest.param("flash", {"dv": 1300}, {}, "its head dimensions go up to 1024; got 1300", id="wide_values"),
-    pytest.param(
+    "log_sum_exp": (
         "sdpa",
         {},
         {"return_lse": True},
         "torch's scaled_dot_product_attention does not return the log-sum-exp",
-        id="log_sum_exp",
     ),
-    pytest.param("sdpa", {"k_len": 0}, {}, "torch's kernels disagree on empty inputs", id="no_keys"),
-    pytest.param("sdpa", {"q_len": 0}, {}, "torch's kernels disagree on empty inputs", id="no_queries"),
-    pytest.param("sdpa", {"leading": (0,)}, {}, "torch's kernels disagree on empty inputs", id="no_batch"),
-    pytest.param(
-        "sdpa",
-        {"q_len": 6},
-        {"causal": True},
-        "torch's kernels disagree on queries that see no key",
-        id="blind_rows",
-    ),
-]
+    "softcap": ("sdpa", {}, {"softcap": 1.0}, MASKS_ALONE),
+    "window": ("sdpa", {}, {"window": (1, None)}, MASKS_ALONE),
+    "sinks": ("sdpa", {}, {"sinks": torch.zeros(1)}, MASKS_ALONE),
+    "dropped": ("sdpa", {}, {"dropout_p": 0.5}, MASKS_ALONE),
+    "no_keys": ("sdpa", {"k_len": 0}, {}, EMPTY),
+    "no_queries": ("sdpa", {"q_len": 0}, {}, EMPTY),
+    "no_batch": ("sdpa", {"leading": (0,)}, {}, EMPTY),
+    "blind_rows": ("sdpa", {"q_len": 6}, {"causal": True}, "torch's kernels disagree on queries that see no key"),
+}
 
 
 @pytest.mark.parametrize("call", [attention, explain])
-@pytest.mark.parametrize(("impl", "sizes", "settings", "reason"), NEVER)
-def test_the_implementation_asked_for_never_falls_back(ran, call, impl, sizes, settings, reason):
+@pytest.mark.parametrize("name", NEVER)
+def test_the_implementation_asked_for_never_falls_back(ran, call, name):
+    impl, sizes, settings, reason = NEVER[name]
     with pytest.raises(ValueError, match=r"^impl=") as raised:
         call(*tensors(**sizes), impl=impl, **settings)
     assert str(raised.value) == f"impl='{impl}' cannot compute this call: {reason}"
     assert ran == []
-    assert explain(*tensors(**sizes), **settings).passed_over[Implementation(impl)] == reason
+    backend = "triton" if impl == "flash" else impl
+    assert explain(*tensors(**sizes), **settings).reasons[backend] == reason
 
 
-def test_reasons_of_those_that_could(compiled_kernels):
-    needs_a_gpu = "it needs tensors on a CUDA GPU (or TRITON_INTERPRET=1 to run on a CPU, slowly); got cpu"
-    later = "'sdpa' comes before it on cpu"
-    assert explain(*tensors()) == Explanation(SDPA, {FLASH: needs_a_gpu, COMPILED: later, TILED: later, NAIVE: later})
-    asked = "'naive' was asked for"
-    assert explain(*tensors(), impl="naive") == Explanation(
-        NAIVE, {FLASH: needs_a_gpu, SDPA: asked, COMPILED: asked, TILED: asked}
-    )
-
-
-def test_an_explanation_prints_one_line_each(compiled_kernels):
+def test_an_explanation_has_a_line_for_each_backend(not_interpreted):
     lines = str(explain(*tensors(), return_lse=True)).splitlines()
     assert lines == [
         "tiled: chosen",
-        "flash: it needs tensors on a CUDA GPU (or TRITON_INTERPRET=1 to run on a CPU, slowly); got cpu",
+        f"sm90: {NEEDS_A_GPU}",
+        f"triton: {NEEDS_A_GPU}",
         "sdpa: torch's scaled_dot_product_attention does not return the log-sum-exp",
         "compiled: 'tiled' comes before it on cpu",
         "naive: 'tiled' comes before it on cpu",
     ]
-
-
-def test_explaining_computes_nothing(ran):
-    explain(*tensors())
-    assert ran == []
-
-
-def on_gpu(monkeypatch, capability=(9, 0), **changes):
-    """A call with tensors on a GPU of this compute capability, which need not be there."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    return replace(check(*tensors(dtype=torch.float16), False, None, False), device=torch.device("cuda", 0), **changes)
+    reasons = explain(*tensors(), impl="naive").reasons
+    assert reasons == dict.fromkeys(("sm90", "triton"), NEEDS_A_GPU) | dict.fromkeys(
+        ("sdpa", "tiled", "compiled"), "impl='naive' was asked for"
+    )
 
 
 @pytest.mark.parametrize(
-    ("changes", "choice"),
-    [({}, FLASH), ({"dtype": torch.float64}, SDPA), ({"head_dim": 1025}, SDPA), ({"k_len": 0}, FLASH)],
+    ("sizes", "choice"), [({}, FLASH), ({"dtype": DOUBLE}, SDPA), ({"d": 1025}, SDPA), ({"k_len": 0}, FLASH)]
 )
-def test_on_a_gpu_flash_comes_first(monkeypatch, compiled_kernels, changes, choice):
-    explanation = choose.explain(on_gpu(monkeypatch, **changes))
+def test_on_a_gpu_flash_comes_first(gpu, sizes, choice):
+    explanation = explain(*tensors(**{"dtype": HALF} | sizes))
     assert explanation.choice is choice
-    assert explanation.passed_over[NAIVE] == f"'{choice.value}' comes before it on cuda"
+    backend = "triton" if choice is FLASH else "sdpa"
+    assert explanation.backend == backend
+    assert explanation.backward == (backend if choice is FLASH else None)
+    assert explanation.reasons["naive"] == f"'{backend}' comes before it on cuda"
 
 
-def test_an_old_gpu_has_no_flash(monkeypatch, compiled_kernels):
-    explanation = choose.explain(on_gpu(monkeypatch, capability=(7, 5)))
+def test_flash_needs_a_gpu_that_is_new_enough(gpu):
+    gpu.capability = (7, 5)
+    explanation = explain(*tensors(dtype=HALF))
     assert explanation.choice is SDPA
-    assert explanation.passed_over[FLASH] == "it needs a GPU of compute capability 8.0 or newer; cuda:0 has 7.5"
+    assert explanation.reasons["triton"] == "it needs a GPU of compute capability 8.0 or newer; cuda:0 has 7.5"
 
 
-def test_interpreted_kernels_take_no_gpu_tensors(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    reason = choose.explain(on_gpu(monkeypatch)).passed_over[FLASH]
-    assert reason == "TRITON_INTERPRET is set, so its kernels run on CPU tensors alone; got cuda"
+def test_torch_s_kernels_are_not_all_deterministic(gpu):
+    reason = explain(*tensors(dtype=DOUBLE), deterministic=True).reasons["sdpa"]
+    assert reason == "not all of torch's kernels are deterministic"
 
 
-def test_interpreted_kernels_take_no_bfloat16(monkeypatch):
+def test_interpreted_kernels_take_neither_gpu_tensors_nor_bfloat16(gpu, monkeypatch):
     """The interpreter multiplies bit patterns: if its products become right, the refusal can go, and tests can run."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert explain(*tensors()).passed_over[FLASH] == "'sdpa' comes before it on cpu"
-    reason = explain(*tensors(dtype=torch.bfloat16)).passed_over[FLASH]
+    reason = explain(*tensors(dtype=HALF)).reasons["triton"]
+    assert reason == "TRITON_INTERPRET is set, so its kernels run on CPU tensors alone; got cuda"
+    monkeypatch.setattr(Call, "device", property(lambda call: torch.device("cpu")))
+    assert explain(*tensors()).reasons["triton"] == "'sdpa' comes before it on cpu"
+    reason = explain(*tensors(dtype=torch.bfloat16)).reasons["triton"]
     assert reason == "Triton's interpreter computes wrong bfloat16 products"
 
 
-def test_without_triton_there_is_no_flash(monkeypatch, compiled_kernels):
-    monkeypatch.setattr(choose, "TRITON_IS_INSTALLED", False)
-    explanation = choose.explain(on_gpu(monkeypatch))
+def test_without_triton_there_is_no_flash(gpu, monkeypatch):
+    monkeypatch.setattr(dispatch, "TRITON_IS_INSTALLED", False)
+    explanation = explain(*tensors(dtype=HALF))
     assert explanation.choice is SDPA
-    assert explanation.passed_over[FLASH] == "it needs the package triton, which is not installed"
+    for name in ("sm90", "triton"):
+        assert explanation.reasons[name] == "it needs the package triton, which is not installed"
 
 
 @pytest.mark.parametrize(
@@ -195,9 +215,70 @@ def test_triton_is_asked_to_interpret_by_its_own_rule(monkeypatch, value, expect
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     if value is not None:
         monkeypatch.setenv("TRITON_INTERPRET", value)
-    assert choose.interpreting() is expected
+    assert dispatch.interpreting() is expected
     triton = pytest.importorskip("triton")
     assert triton.knobs.runtime.interpret is expected
+
+
+def test_the_backward_may_be_another_backend_s(flash_device, no_plans, monkeypatch):
+    """Here sm90 has a forward, which is triton's, and no backward."""
+    sm90, triton, forwards = BY_NAME["sm90"], BY_NAME["triton"], []
+
+    def plan_forward(call):
+        forwards.append(call)
+        return triton.module.plan_forward(call)
+
+    monkeypatch.setattr(sm90, "supports", lambda call: None)
+    monkeypatch.setattr(sm90, "supports_backward", lambda call: "it has no backward for this")
+    monkeypatch.setattr(sm90.module, "plan_forward", plan_forward, raising=False)
+    inputs = make_inputs(Shapes.of(1, q_len=9, d=16), dtype=HALF, device=flash_device)
+    explanation = explain(*inputs[:3], impl="flash")
+    assert (explanation.backend, explanation.backward) == ("sm90", "triton")
+    assert explanation.reasons["sm90 backward"] == "it has no backward for this"
+    assert str(explanation).startswith("sm90: chosen, with the backward of triton\n")
+    results = evaluate(lambda q, k, v: attention(q, k, v, impl="flash", return_lse=True), inputs)
+    assert_within_budget(results, inputs)
+    assert len(forwards) == 1
+
+
+def test_use_backends_leaves_the_named_ones_alone(ran):
+    with use_backends("tiled", "naive"):
+        attention(*tensors())
+        reasons = explain(*tensors()).reasons
+        assert reasons["sdpa"] == reasons["triton"] == "use_backends() leaves tiled, naive alone"
+        with pytest.raises(ValueError, match=r"impl='sdpa' cannot compute this call: use_backends\(\) leaves"):
+            attention(*tensors(), impl="sdpa")
+        with use_backends("naive"):
+            attention(*tensors())
+        attention(*tensors())
+    attention(*tensors())
+    assert ran == [TILED, NAIVE, TILED, SDPA]
+    with pytest.raises(ValueError, match=r"^names must be of sm90, triton, sdpa, tiled, compiled, naive; got 'flash'$"):
+        use_backends("flash").__enter__()
+    with use_backends("triton"), pytest.raises(ValueError, match=r"^no backend can compute this call: .*tiled: use_"):
+        attention(*tensors(dtype=DOUBLE))
+    assert explain(*tensors()).choice is SDPA
+
+
+def test_what_is_chosen_for_packed_sequences():
+    q, starts = torch.zeros(5, 2, 16), torch.tensor([0, 2, 5])
+    explanation = explain_varlen(q, q, q, starts, causal=True)
+    assert explanation.choice is TILED
+    assert explanation.reasons["sdpa"] == MASKS_ALONE
+    assert explain_varlen(q, q, q, starts, impl="naive").choice is NAIVE
+
+
+def test_what_is_chosen_for_a_cache(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    q, k, lengths = torch.zeros(1, 2, 1, 16), torch.zeros(1, 1, 16, 16), torch.tensor([9])
+    explanation = explain_with_cache(q, k, k, lengths)
+    assert explanation.choice is NAIVE
+    assert explanation.reasons["tiled"] == "it takes no KV cache lengths that the device alone knows"
+    assert explain_with_cache(q, k, k, lengths, impl="flash").choice is FLASH
+    with pytest.raises(ValueError, match=r"^impl='sdpa' cannot compute this call: torch's kernels are asked"):
+        attention_with_cache(q, k, k, lengths, impl="sdpa")
+    reasons = explain_with_cache(q.double(), k.double(), k.double(), lengths, window=(3, None)).reasons
+    assert "float64" in reasons["triton"]
 
 
 def test_tensors_without_data_are_as_those_of_the_cpu():
@@ -205,43 +286,3 @@ def test_tensors_without_data_are_as_those_of_the_cpu():
     assert explain(q, k, v).choice is SDPA
     out, lse = attention(q, k, v, impl="naive", return_lse=True)
     assert (out.shape, lse.shape, out.device.type) == ((2, 5, 3), (2, 5), "meta")
-
-
-def test_calls_that_differ_in_one_setting_are_remembered_apart(monkeypatch):
-    monkeypatch.setattr(api, "_remembered", {})
-    q, k, v = torch.randn(3, 2, 4, 4, dtype=torch.float64)
-    changes = [
-        {},
-        {"causal": True},
-        {"causal": "top_left"},
-        {"scale": 0.1},
-        {"scale": -0.1},
-        {"impl": "naive"},
-        {"impl": "tiled", "scale": 0.2},
-        {"dtype": torch.float32},
-        {"k_len": 3, "causal": True},
-        {"dv": 2},
-    ]
-    fresh = []
-    for change in changes:
-        api._remembered.clear()
-        fresh.append(call_with(q, k, v, **change))
-    api._remembered.clear()
-    for _ in range(2):
-        for change, expected in zip(changes, fresh, strict=True):
-            assert torch.equal(call_with(q, k, v, **change), expected), change
-    assert len(api._remembered) == len(changes)
-
-
-def call_with(q, k, v, *, dtype=torch.float64, k_len=4, dv=4, **settings):
-    """`attention` of a part of these tensors, in a dtype."""
-    return attention(q.to(dtype), k[:, :k_len].to(dtype), v[:, :k_len, :dv].to(dtype), **settings)
-
-
-def test_no_more_calls_are_remembered_than_allowed(monkeypatch):
-    monkeypatch.setattr(api, "_remembered", {})
-    monkeypatch.setattr(api, "MOST_REMEMBERED", 3)
-    for length in range(1, 12):
-        q = torch.randn(1, length, 4)
-        torch.testing.assert_close(attention(q, q, q), attention(q, q, q, impl="naive"))
-        assert len(api._remembered) <= 3

@@ -12,31 +12,23 @@ from torch._dynamo.exc import UserError
 from torch.export import Dim
 
 from cs336_systems.attention import attention, attention_varlen
-from cs336_systems.attention.exported import writable
-from cs336_systems.attention.features import Features, assemble
 from cs336_systems.attention.rules import score_rule
-from cs336_systems.attention.sizes import Sizes
-from cs336_systems.attention.spec import AttentionSpec, Causal
-from cs336_systems.attention.variants import bias as bias_rule
 from cs336_systems.attention.variants import document, relative_bias
 from cs336_systems.attention.variants import window as window_rule
 from cs336_systems.kernels.language import at, tl
-from cs336_systems.kernels.settings import Settings, bits_of, float_of
 from cs336_systems.testing import Shapes, make_inputs
+
+from .helpers import COMPILES, each_function, each_implementation, slow
 
 LENGTH, OTHER = Dim("length", min=2, max=512), Dim("other", min=2, max=512)
 HEADS = 4
 
-# What torch.export uses of torch beyond its own warnings. Strict export traces as torch.compile does, and remembers so.
 pytestmark = [
+    *COMPILES,  # strict export traces as torch.compile does, and remembers so
     pytest.mark.filterwarnings(
-        "ignore::DeprecationWarning:torch",
-        "ignore::FutureWarning:torch",
         "ignore:Unable to find user code corresponding to tracepoint:UserWarning",
         "ignore:The given buffer is not writable:UserWarning",
-        "ignore:The .grad attribute of a Tensor:UserWarning",  # torch hides it, where warnings are no errors
     ),
-    pytest.mark.usefixtures("compile_afresh"),
 ]
 
 
@@ -110,12 +102,17 @@ def exported(module, tensors, dynamic=None, strict=False):
     return torch.export.load(file)
 
 
-BOTH_WAYS = [*[(name, False) for name in CALLS], ("rules", True), ("everything", True)]
+FAST = ("window", "everything")
+BOTH_WAYS = [
+    *[pytest.param(name, False, marks=[slow] * (name not in FAST)) for name in CALLS],
+    *[pytest.param(name, True, marks=slow) for name in ("rules", "everything")],
+]
 
 
 @pytest.mark.parametrize(("name", "strict"), BOTH_WAYS)
-@pytest.mark.parametrize("impl", ["naive", "tiled", "flash"])
+@each_implementation
 def test_one_program_for_all_lengths(impl, name, strict, device):
+    """Its values, and its gradients."""
     parameters, further, settings = CALLS[name]
     module = Attend(parameters, impl=impl, **settings).to(device)
     program = exported(module, tensors_for(7, 12, further, device), axes(further), strict).module()
@@ -125,22 +122,18 @@ def test_one_program_for_all_lengths(impl, name, strict, device):
             continue  # there is no document for each query
         tensors = tensors_for(q_len, k_len, further, device)
         torch.testing.assert_close(program(**tensors), module(**tensors))
+    tensors = tensors_for(9, 35, further, device)
+    expected = gradients(module, module.parameters(), tensors)
+    torch.testing.assert_close(gradients(program, program.parameters(), tensors), expected)
 
 
-@pytest.mark.parametrize("impl", ["naive", "tiled", "flash", "sdpa", "auto", "compiled"])
+@pytest.mark.parametrize("impl", ["naive", "tiled", "flash", "sdpa", "auto", pytest.param("compiled", marks=slow)])
 def test_one_length_for_queries_and_keys(impl, device):
     module = Attend(causal=True, impl=impl)
     program = exported(module, tensors_for(9, 9, (), device), axes((), LENGTH, LENGTH)).module()
     for length in (9, 17):
         tensors = tensors_for(length, length, (), device)
         torch.testing.assert_close(program(**tensors), module(**tensors))
-
-
-@pytest.mark.parametrize("impl", ["naive", "tiled", "flash"])
-def test_fixed_lengths(impl, device):
-    parameters, further, settings = CALLS["everything"]
-    module, tensors = Attend(parameters, impl=impl, **settings).to(device), tensors_for(7, 12, further, device)
-    torch.testing.assert_close(exported(module, tensors).module()(**tensors), module(**tensors))
 
 
 @score_rule
@@ -185,7 +178,7 @@ class AttendPacked(nn.Module):
         return attention_varlen(q, k, v, starts, **self.settings)
 
 
-@pytest.mark.parametrize("impl", ["naive", "tiled", "flash"])
+@each_implementation
 def test_packed_sequences(impl, device):
     module = AttendPacked(impl=impl, causal=True, window=(4, None), softcap=2.0)
 
@@ -212,18 +205,7 @@ def gradients(module, own, tensors):
     return torch.autograd.grad(results, wanted, [torch.randn_like(x) for x in results])
 
 
-@pytest.mark.parametrize(("name", "strict"), [("causal", False), ("everything", False), ("everything", True)])
-@pytest.mark.parametrize("impl", ["naive", "tiled", "flash"])
-def test_a_program_has_the_gradients_that_eager_has(impl, name, strict, device):
-    parameters, further, settings = CALLS[name]
-    module = Attend(parameters, impl=impl, **settings).to(device)
-    program = exported(module, tensors_for(7, 12, further, device), axes(further), strict).module()
-    tensors = tensors_for(9, 35, further, device)
-    expected = gradients(module, module.parameters(), tensors)
-    torch.testing.assert_close(gradients(program, program.parameters(), tensors), expected)
-
-
-@pytest.mark.parametrize("impl", ["tiled", "flash"])
+@each_function
 def test_a_program_is_not_differentiated_twice(impl, device):
     tensors = tensors_for(5, 5, (), device)
     program = exported(Attend(impl=impl), tensors).module()
@@ -240,7 +222,7 @@ def test_programs_of_torchs_own_operators(impl):
     assert not [node for node in program.graph.nodes if "cs336_systems" in str(node.target)]
 
 
-@pytest.mark.parametrize("impl", ["tiled", "flash"])
+@each_function
 def test_a_call_is_one_operator(impl, device):
     parameters, further, settings = CALLS["slopes_and_sinks"]
     module = Attend(parameters, impl=impl, **settings).to(device)
@@ -262,6 +244,7 @@ def test_a_program_draws_anew_in_each_call(flash_device):
     assert not torch.equal(program(**tensors), program(**tensors))
 
 
+@slow
 def test_a_program_is_compiled(flash_device):
     parameters, further, settings = CALLS["everything"]
     module = Attend(parameters, impl="flash", **settings).to(flash_device)
@@ -270,37 +253,3 @@ def test_a_program_is_compiled(flash_device):
     tensors = tensors_for(9, 14, further, flash_device)
     expected = gradients(module, module.parameters(), tensors)
     torch.testing.assert_close(gradients(compiled, program.parameters(), tensors), expected)
-
-
-def test_numbers_are_written_as_integers():
-    numbers = [3, 0.1, -7, 1e300, -0.0]
-    written = writable(numbers)
-    assert [type(number) for number in written] == [int] * 5
-    assert [float_of(written[place]) for place in (1, 3, 4)] == [0.1, 1e300, -0.0]
-    assert writable([]) == [0]
-    assert float_of(bits_of(2.5)) == 2.5
-    settings = Settings(window=(4, None), dropout=0.25, scores=(("a_rule", (1.5, None, 2)),))
-    assert Settings.of(settings.text, writable(settings.numbers)) == settings
-
-
-CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_the_operators_of_tiled_are_sound(device, dtype):
-    shapes = Shapes.of(2, q_len=5, k_len=9, d=16, dv=8, q_heads=HEADS, kv_heads=2)
-    inputs = make_inputs(shapes, dtype=dtype, device=device)
-    rates, sinks = (torch.rand(*shape, device=device, dtype=dtype) for shape in ((1, HEADS, 5, 9), (HEADS,)))
-    made = assemble(
-        Features(scores=bias_rule(rates), sinks=sinks, softcap=2.0, dropout_p=0.25, seed=5),
-        *(Sizes((2,), HEADS, 5, 9), "bottom_right", (7, None), rates.device),
-    )
-    spec = AttentionSpec(Causal.BOTTOM_RIGHT, 0.25, (7, None), made.mask, made.scores, made.sinks, made.dropout)
-    _, settings, numbers = spec.operands
-    varied = (0.25, settings, writable(numbers), list(made.extras))
-    operators = torch.ops.cs336_systems
-    forward = [*[x.detach().requires_grad_() for x in inputs[:3]], *varied]
-    torch.library.opcheck(operators.tiled_forward.default, forward, test_utils=CHECKS)
-    out, lse = operators.tiled_forward(*inputs[:3], *varied)
-    backward = (*inputs[:3], out, lse, inputs.dout, inputs.dlse.to(lse.dtype), *varied, [0, 2])
-    torch.library.opcheck(operators.tiled_backward.default, backward, test_utils=CHECKS)

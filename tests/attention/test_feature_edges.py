@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
 from cs336_systems.attention import attention
-from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs, poisoned_memory
+from cs336_systems.attention.rules import Scores
+from cs336_systems.attention.variants import relative_bias
+from cs336_systems.testing import Shapes, evaluate, make_inputs
+
+from .helpers import FLOAT, HALF, check, each_dtype, named, sizes_of, slow
 
 SHAPES = Shapes.of(2, q_len=9, k_len=11, d=8, q_heads=2, kv_heads=1)
-IMPLEMENTATIONS = [
-    pytest.param(impl, dtype, id=f"{impl}-{str(dtype).removeprefix('torch.')}")
-    for impl, dtype in (("flash", torch.float16), ("flash", torch.float32), ("tiled", torch.float32))
-]
-every_implementation = pytest.mark.parametrize(("impl", "dtype"), IMPLEMENTATIONS)
+every_implementation = each_dtype(flash=(HALF, FLOAT), tiled=(FLOAT,))
 
 
 def parameter(*shape):
@@ -38,7 +39,9 @@ def on(device, features):
     """The features' tensors on a device, with the same strides."""
     moved = {}
     for name, value in features.items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Scores):
+            moved[name] = replace(value, tensors=tuple(on(device, dict(enumerate(value.tensors))).values()))
+        elif isinstance(value, torch.Tensor):
             size = value.untyped_storage().nbytes() // value.element_size()
             memory = value.detach().as_strided((size,), (1,), 0).to(device)
             place = memory.as_strided(value.shape, value.stride(), value.storage_offset())
@@ -48,12 +51,9 @@ def on(device, features):
     return moved
 
 
-def check(impl, dtype, device, shapes, features, **settings):
-    inputs = make_inputs(shapes, dtype=dtype, device=device)
-    with poisoned_memory():
-        results = evaluate(partial(attention, impl=impl, return_lse=True, **settings), inputs, features)
-    assert_within_budget(results, inputs, features=features, **settings)
-    return results
+def held(impl, dtype, device, shapes, features, **settings):
+    """Results of a call within the budget."""
+    return check(impl, make_inputs(shapes, dtype=dtype, device=device), on(device, features), **settings)
 
 
 HIDDEN = {
@@ -72,50 +72,49 @@ HIDDEN = {
 }
 
 
-@pytest.mark.parametrize("name", HIDDEN)
+@pytest.mark.parametrize("name", named(HIDDEN, ["bias_sinks", "mask", "sinks_of_minus_infinity"]))
 @every_implementation
 def test_rows_that_see_little_or_nothing(impl, dtype, device, name):
-    check(impl, dtype, device, SHAPES, on(device, HIDDEN[name]()))
+    held(impl, dtype, device, SHAPES, HIDDEN[name]())
 
 
 @every_implementation
-def test_a_row_hidden_by_a_bias_is_0_and_minus_infinity(impl, dtype, device):
-    results = check(impl, dtype, device, SHAPES, on(device, {"bias": hiding_bias()}))
-    assert not results["out"][:, :, 8].any()
+def test_a_row_that_sees_nothing_is_0_and_its_log_sum_exp_minus_infinity_or_its_sink(impl, dtype, device):
+    results = held(impl, dtype, device, SHAPES, {"bias": hiding_bias()})
+    for name in ("out", "dq", "dbias"):
+        assert not results[name][:, :, 8].any()
     assert (results["lse"][:, :, 8] == -math.inf).all()
-    assert not results["dq"][:, :, 8].any()
-    assert not results["dbias"][:, :, 8].any()
-
-
-@every_implementation
-def test_a_row_that_sees_nothing_has_its_sink_for_a_log_sum_exp(impl, dtype, device):
-    features = on(device, {"sinks": sinks(0.5, -2.0), "mask": torch.zeros(9, 11, dtype=torch.bool)})
-    results = check(impl, dtype, device, SHAPES, features)
+    features = {"sinks": sinks(0.5, -2.0), "mask": torch.zeros(9, 11, dtype=torch.bool)}
+    results = held(impl, dtype, device, SHAPES, features)
     assert not results["out"].any()
-    expected = features["sinks"].detach()[:, None].expand(2, 2, 9)
     # Naive rounds sinks to its dtype, as it does all scores; 0.5 and -2 are exact.
+    expected = torch.tensor([0.5, -2.0], device=device)[:, None].expand(2, 2, 9)
     torch.testing.assert_close(results["lse"], expected)
+
+
+PAST_THE_ENDS = [(True, (None, 0)), (False, (200, 200)), (True, (3, 5))]
 
 
 @pytest.mark.parametrize(
     ("causal", "window"),
-    [("top_left", (2, 3)), (False, (0, 0)), (True, (None, 0)), (False, (200, 200)), (True, (3, 5))],
+    [("top_left", (2, 3)), (False, (0, 0)), *[pytest.param(*row, marks=slow) for row in PAST_THE_ENDS]],
 )
 @pytest.mark.parametrize(("lengths", "with_sinks"), [((40, 5), True), ((40, 5), False), ((5, 40), True)])
 def test_windows_past_the_ends(flash_device, lengths, with_sinks, causal, window):
     shapes = Shapes.of(1, q_len=lengths[0], k_len=lengths[1], d=8)
     features = {"window": window} | ({"sinks": parameter(1)} if with_sinks else {})
-    for impl, dtype in (("flash", torch.float16), ("tiled", torch.float32)):
-        check(impl, dtype, flash_device, shapes, on(flash_device, features), causal=causal)
+    for impl, dtype in (("flash", HALF), ("tiled", FLOAT)):
+        held(impl, dtype, flash_device, shapes, features, causal=causal)
 
 
 def everything(shapes):
     """Every feature at once, for any number of axes."""
-    leading, heads = shapes.q[:-2], shapes.q[-3] if len(shapes.q) > 3 else 1
-    q_len, k_len = shapes.q[-2], shapes.k[-2]
+    batch, heads, q_len, k_len = sizes_of(shapes)
+    distances = parameter(batch, heads, max(0, q_len + k_len - 1))
     return {
-        "bias": parameter(*leading, q_len, k_len),
+        "bias": parameter(*shapes.q[:-2], q_len, k_len),
         "alibi_slopes": parameter(heads),
+        "scores": relative_bias(distances, max(0, q_len - 1)),
         "sinks": parameter(heads),
         "mask": torch.rand(q_len, k_len) < 0.6,
         "softcap": 3.0,
@@ -140,11 +139,11 @@ AXES = {
 }
 
 
-@pytest.mark.parametrize("name", AXES)
+@pytest.mark.parametrize("name", named(AXES, ["none", "two_batch_axes", "no_keys", "batch_no_queries"]))
 @every_implementation
 def test_every_feature_with_any_axes(impl, dtype, device, name):
-    features = on(device, everything(AXES[name]))
-    check(impl, dtype, device, AXES[name], features, causal="top_left" if "no_" in name else False)
+    features = everything(AXES[name])
+    held(impl, dtype, device, AXES[name], features, causal="top_left" if "no_" in name else False)
 
 
 FIVE = AXES["two_batch_axes"]
@@ -171,21 +170,22 @@ ARRANGED = {
 }
 
 
-@pytest.mark.parametrize("name", ARRANGED)
-@pytest.mark.parametrize(("impl", "dtype"), IMPLEMENTATIONS[::2])
+@pytest.mark.parametrize("name", named(ARRANGED, ["transposed", "spaced", "first_batch_axis", "no_head_axis"]))
+@each_dtype(flash=(HALF,), tiled=(FLOAT,))
 def test_tensors_in_any_arrangement(impl, dtype, device, name):
     shapes, features = ARRANGED[name]
     differentiated = {key: x.detach().requires_grad_(x.is_floating_point()) for key, x in features.items()}
-    check(impl, dtype, device, shapes, on(device, differentiated), causal="top_left")
+    held(impl, dtype, device, shapes, differentiated, causal="top_left")
 
 
-@pytest.mark.parametrize("own", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("own", [HALF, pytest.param(FLOAT, marks=slow), torch.float64])
 @every_implementation
 def test_parameters_may_have_a_dtype_of_their_own(impl, dtype, device, own):
     parameters = {"bias": torch.randn(2, 9, 11), "alibi_slopes": torch.rand(2), "sinks": torch.randn(2)}
     features = {name: x.to(own).requires_grad_() for name, x in parameters.items()}
-    results = check(impl, dtype, device, SHAPES, on(device, features))
-    assert {results[f"d{name}"].dtype for name in parameters} == {own}
+    features["scores"] = relative_bias(torch.randn(19, 4, dtype=own).T[::2].requires_grad_(), 8)  # with strides
+    results = held(impl, dtype, device, SHAPES, features)
+    assert {results[name].dtype for name in ("dbias", "dalibi_slopes", "dsinks", "dscores_0")} == {own}
 
 
 @every_implementation
@@ -203,7 +203,7 @@ def test_one_tensor_may_be_several_arguments(impl, dtype, device):
 @every_implementation
 def test_scales_of_any_sign_come_before_rules(impl, dtype, device, scale):
     features = {"softcap": 1.0, "sinks": parameter(2), "alibi_slopes": torch.rand(2).requires_grad_()}
-    check(impl, dtype, device, SHAPES, on(device, features), scale=scale)
+    held(impl, dtype, device, SHAPES, features, scale=scale)
 
 
 @every_implementation

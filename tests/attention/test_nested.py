@@ -10,6 +10,8 @@ import torch
 from cs336_systems.attention import Attention, attention
 from cs336_systems.testing import Inputs, assert_within_budget, starts_of
 
+from .helpers import COMPILES, named, one_graph
+
 LENGTHS = (5, 0, 4, 11)
 IMPLEMENTATIONS = ["flash", "tiled", "naive", "auto"]
 
@@ -47,15 +49,17 @@ def test_results_fit_the_queries(device):
     assert Attention(causal=True)(q, k, v).shape == q.shape
 
 
-@pytest.mark.usefixtures("compile_afresh")
-@pytest.mark.parametrize("impl", ["flash", "naive"])
-def test_one_graph_for_all_lengths(impl, device):
-    attend = torch.compile(lambda *qkv: attention(*qkv, causal=True, impl=impl), fullgraph=True, backend="aot_eager")
-    for lengths in ((3, 6), (8, 22), (7, 14, 2)):
-        starts = starts_of(lengths, device).long()
-        inputs = nested(starts, 4), nested(starts, 2), nested(starts, 2)
-        expected = attention(*inputs, causal=True, impl=impl)
-        torch.testing.assert_close(attend(*inputs).values(), expected.values())
+class TestCompiled:
+    pytestmark = COMPILES
+
+    @pytest.mark.parametrize("impl", named(["flash", "naive"], []))
+    def test_one_graph_for_all_lengths(self, impl, device):
+        attend = one_graph(lambda *qkv: attention(*qkv, causal=True, impl=impl))
+        for lengths in ((3, 6), (8, 22), (7, 14, 2)):
+            starts = starts_of(lengths, device).long()
+            inputs = nested(starts, 4), nested(starts, 2), nested(starts, 2)
+            expected = attention(*inputs, causal=True, impl=impl)
+            torch.testing.assert_close(attend(*inputs).values(), expected.values())
 
 
 JAGGED = "must be a nested tensor of layout torch.jagged, as q, k and v all are"
@@ -67,6 +71,7 @@ DENSE = torch.zeros(4, 2, 5, 16)
     [
         ({"k": DENSE}, TypeError, f"k {JAGGED}; got layout torch.strided"),
         ({"v": None}, TypeError, f"v {JAGGED}; got NoneType"),
+        ({"q": torch.zeros(4, 4, 5, 16)}, TypeError, "k must be a dense (strided) tensor; got a nested tensor"),
         (
             {"v": nested(starts_of((1, 2, 8, 9)).long(), 2)},
             ValueError,
@@ -83,9 +88,3 @@ def test_errors(change, error, message):
     arguments = dict(zip("qkv", made("cpu"), strict=True)) | change
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         attention(**arguments)
-
-
-def test_only_q_dense():
-    _, k, v = made("cpu")
-    with pytest.raises(TypeError, match=re.escape("k must be a dense (strided) tensor; got a nested tensor")):
-        attention(torch.zeros(4, 4, 5, 16), k, v)

@@ -15,93 +15,91 @@ from cs336_systems.testing import (
     Inputs,
     Shapes,
     assert_within_budget,
+    budget_of,
     compare,
     evaluate,
     make_inputs,
     naive_results,
     oracle,
-    poisoned_memory,
     terms,
 )
 
-pytestmark = pytest.mark.gpu
+from .helpers import BFLOAT, DOUBLE, FLOAT, FLOATS, check
 
-DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-for_each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+pytestmark = pytest.mark.gpu
+each_dtype = pytest.mark.parametrize("dtype", FLOATS)
+full_and_causal = pytest.mark.parametrize("causal", [False, True])
+
+
+def made(*leading, dtype=BFLOAT, device="cuda", layout="contiguous", **sizes):
+    return make_inputs(Shapes.of(*leading, **sizes), dtype=dtype, device=device, layout=layout)
+
+
+def hold(findings):
+    assert all(finding.holds for finding in findings), "\n".join(map(str, findings))
 
 
 def same(results, expected, *, dq_in_any_order=False):
     """To the bit; but the kernels for Hopper may add up dQ in any order."""
     assert results.keys() == expected.keys()
     for name, x in expected.items():
-        result = results[name].to(x.device)
-        if name == "dq" and dq_in_any_order:
-            torch.testing.assert_close(result, x, rtol=2**-6, atol=2**-7)
-        else:
-            assert torch.equal(result, x), name
+        loose = name == "dq" and dq_in_any_order
+        tolerances = {"rtol": 2**-6, "atol": 2**-7} if loose else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(results[name].to(x.device), x, **tolerances)
 
 
-@for_each_dtype
+@each_dtype
 @pytest.mark.parametrize("d", [16, 32, 64, 80, 128, 256])
-@pytest.mark.parametrize("causal", [False, True])
+@full_and_causal
 def test_loops_over_many_tiles(d, causal, dtype):
     """The pipeline has a start, a steady state and an end only where there are more tiles than stages."""
     for q_len, k_len in ((515, 515), (1024, 2049), (2049, 1000)):
-        shapes = Shapes.of(1, q_len=q_len, k_len=k_len, d=d, q_heads=4, kv_heads=2)
-        inputs = make_inputs(shapes, dtype=dtype, device="cuda", layout="length_before_heads")
-        with poisoned_memory():
-            results = evaluate(partial(attention, causal=causal, impl="flash", return_lse=True), inputs)
-        assert_within_budget(results, inputs, causal=causal)
+        sizes = {"q_len": q_len, "k_len": k_len, "d": d, "q_heads": 4, "kv_heads": 2}
+        check("flash", made(1, **sizes, dtype=dtype, layout="length_before_heads"), causal=causal)
 
 
-def by_rows(make, inputs, causal, rows=2048):
+def by_rows(make, inputs, causal, step=2048):
     """`oracle` or `terms` of q, k, v (batch, length, d) of one length, a few rows of q at a time."""
-    length = inputs.q.shape[1]
-    # What is summed over rows adds up, or its squares do.
-    power = 2 if make is terms else 1
-    sums: dict[str, torch.Tensor] = {}
-    parts = []
-    for start in range(0, length, rows):
-        stop = min(start + rows, length)
+    length, power = inputs.q.shape[1], 2 if make is terms else 1  # what is summed over rows adds up, or its squares do
+    whole, slices = (
+        {name: torch.zeros_like(x, dtype=DOUBLE) for name, x in zip(("dk", "dv"), inputs[1:3], strict=True)},
+        [],
+    )
+    for start in range(0, length, step):
+        stop = min(start + step, length)
         seen = stop if causal else length
         q, dout, dlse = (x[:, start:stop] for x in (inputs.q, inputs.dout, inputs.dlse))
-        parts.append(make(Inputs(q, inputs.k[:, :seen], inputs.v[:, :seen], dout, dlse), causal=causal))
-        for name in ("dk", "dv"):
-            part = parts[-1].pop(name)
-            if name not in sums:
-                sums[name] = part.new_zeros(*part.shape[:-2], length, part.shape[-1])
-            sums[name][..., :seen, :] += part**power
-    rowwise = {"out": -2, "lse": -1, "dq": -2}
-    whole = {name: torch.cat([part[name] for part in parts], dim=axis) for name, axis in rowwise.items()}
-    return whole | {name: x ** (1 / power) for name, x in sums.items()}
+        slices.append(make(Inputs(q, inputs.k[:, :seen], inputs.v[:, :seen], dout, dlse), causal=causal))
+        for name, total in whole.items():
+            total[:, :seen] += slices[-1].pop(name) ** power
+    rowwise = {name: torch.cat([x[name] for x in slices], dim=1) for name in ("out", "lse", "dq")}
+    return rowwise | {name: x ** (1 / power) for name, x in whole.items()}
 
 
-@for_each_dtype
+@each_dtype
 @pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("causal", [False, True])
+@full_and_causal
 def test_a_long_sequence(d, causal, dtype):
-    inputs = make_inputs(Shapes.of(1, q_len=16385, d=d), dtype=dtype, device="cuda")
+    inputs = made(1, q_len=16385, d=d, dtype=dtype)
     results = evaluate(partial(attention, causal=causal, impl="flash", return_lse=True), inputs)
     exact, summed = (by_rows(make, inputs, causal) for make in (oracle, terms))
-    findings = compare(results, exact, naive_results(inputs, causal=causal), summed)
-    assert all(finding.holds for finding in findings), "\n".join(map(str, findings))
+    hold(compare(results, exact, naive_results(inputs, causal=causal), summed))
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@full_and_causal
 @pytest.mark.parametrize("make", [oracle, terms])
 def test_by_rows_is_the_same_as_at_once(make, causal):
-    inputs = make_inputs(Shapes.of(2, q_len=50, d=16), dtype=torch.float64, device="cuda")
+    inputs = made(2, q_len=50, d=16, dtype=DOUBLE)
     at_once = make(inputs, causal=causal)
-    for name, x in by_rows(make, inputs, causal, rows=16).items():
+    for name, x in by_rows(make, inputs, causal, step=16).items():
         torch.testing.assert_close(x, at_once[name])
 
 
-@for_each_dtype
-@pytest.mark.parametrize("causal", [False, True])
+@each_dtype
+@full_and_causal
 def test_memory_held_for_the_backward(causal, dtype):
     """The inputs, which are there already, the output, and one float32 a row: within a percent."""
-    inputs = make_inputs(Shapes.of(1, q_len=16384, d=64, q_heads=4), dtype=dtype, device="cuda")
-    q, k, v = (x.requires_grad_() for x in inputs[:3])
+    q, k, v = (x.requires_grad_() for x in made(1, q_len=16384, d=64, q_heads=4, dtype=dtype)[:3])
     attention(q, k, v, causal=causal, impl="flash")  # what is allocated once is not held for this call
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -111,10 +109,10 @@ def test_memory_held_for_the_backward(causal, dtype):
     assert accounted <= held <= 1.01 * accounted
 
 
-@for_each_dtype
+@each_dtype
 def test_memory_at_the_peak_is_linear(dtype):
     """A matrix of scores of this length would be 4 GiB in float16."""
-    inputs = make_inputs(Shapes.of(1, q_len=46341, d=64), dtype=dtype, device="cuda")
+    inputs = made(1, q_len=46341, d=64, dtype=dtype)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -122,23 +120,22 @@ def test_memory_at_the_peak_is_linear(dtype):
     assert torch.cuda.max_memory_allocated() - before < 2**28
 
 
-@for_each_dtype
+@each_dtype
 def test_repeated_calls_give_the_same_bits(dtype):
-    inputs = make_inputs(Shapes.of(4, q_len=1027, d=64, q_heads=8, kv_heads=2), dtype=dtype, device="cuda")
+    inputs = made(4, q_len=1027, d=64, q_heads=8, kv_heads=2, dtype=dtype)
     attend = partial(attention, causal=True, impl="flash", return_lse=True, deterministic=True)
     first = evaluate(attend, inputs)
     for _ in range(5):
         same(evaluate(attend, inputs), first)
 
 
-@for_each_dtype
+@each_dtype
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_cuda_graph_replays_forward_and_backward(dtype, deterministic, return_lse):
-    shapes = Shapes.of(2, q_len=130, k_len=200, d=64, q_heads=4, kv_heads=2)
+    make = partial(made, 2, q_len=130, k_len=200, d=64, q_heads=4, kv_heads=2, dtype=dtype)
     attend = partial(attention, causal=True, impl="flash", return_lse=return_lse, deterministic=deterministic)
-    static = make_inputs(shapes, dtype=dtype, device="cuda")
-    side = torch.cuda.Stream()
+    static, side = make(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):  # compiled and loaded before the capture, which allows neither
@@ -148,7 +145,7 @@ def test_a_cuda_graph_replays_forward_and_backward(dtype, deterministic, return_
     with torch.cuda.graph(graph):
         captured = evaluate(attend, static)
     for _ in range(3):
-        fresh = make_inputs(shapes, dtype=dtype, device="cuda")
+        fresh = make()
         for target, source in zip(static, fresh, strict=True):
             target.copy_(source)
         graph.replay()
@@ -158,19 +155,18 @@ def test_a_cuda_graph_replays_forward_and_backward(dtype, deterministic, return_
 # torch captures an empty graph of its own, to begin with.
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 def test_a_compiled_model_with_cuda_graphs():
-    settings = {"causal": True, "impl": "flash"}
-    attend = torch.compile(lambda q, k, v: attention(q, k, v, **settings), fullgraph=True, mode="reduce-overhead")
+    attend = partial(attention, causal=True, impl="flash")
+    compiled = torch.compile(lambda q, k, v: attend(q, k, v), fullgraph=True, mode="reduce-overhead")
     for _ in range(4):
         torch.compiler.cudagraph_mark_step_begin()
-        inputs = make_inputs(Shapes.of(2, q_len=130, d=64, q_heads=4), dtype=torch.bfloat16, device="cuda")
-        results = {name: x.clone() for name, x in evaluate(attend, inputs).items()}
-        same(results, evaluate(partial(attention, **settings), inputs), dq_in_any_order=True)
+        inputs = made(2, q_len=130, d=64, q_heads=4)
+        results = {name: x.clone() for name, x in evaluate(compiled, inputs).items()}
+        same(results, evaluate(attend, inputs), dq_in_any_order=True)
 
 
 def test_kernels_run_on_the_current_stream():
-    """Behind work that is still under way on it, not beside it on another one."""
-    inputs = make_inputs(Shapes.of(8, q_len=256, d=64), dtype=torch.bfloat16, device="cuda")
-    attend = partial(attention, impl="flash", return_lse=True)
+    """Behind work that is still under way on it, not concurrently on another one."""
+    inputs, attend = made(8, q_len=256, d=64), partial(attention, impl="flash", return_lse=True)
     expected = evaluate(attend, inputs)
     stale = Inputs(*[torch.full_like(x, math.nan) for x in inputs])
     torch.cuda.synchronize()
@@ -185,13 +181,13 @@ def test_kernels_run_on_the_current_stream():
 
 
 @pytest.mark.multi_gpu
-@for_each_dtype
+@each_dtype
 def test_tensors_on_a_device_that_is_not_the_current_one(dtype):
-    inputs = make_inputs(Shapes.of(2, q_len=130, d=64, q_heads=4), dtype=dtype, device="cuda:0")
+    inputs = made(2, q_len=130, d=64, q_heads=4, dtype=dtype, device="cuda:0")
     there = Inputs(*[x.to("cuda:1") for x in inputs])
     attend = partial(attention, causal=True, impl="flash", return_lse=True)
     with torch.cuda.device(0):
-        for _ in range(2):  # compiled, then remembered
+        for _ in range(2):  # planned, then found
             results, expected = evaluate(attend, there), evaluate(attend, inputs)
             assert torch.cuda.current_device() == 0
             assert all(x.device == torch.device("cuda:1") for x in results.values())
@@ -201,25 +197,23 @@ def test_tensors_on_a_device_that_is_not_the_current_one(dtype):
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("impl", ["flash", "auto"])
 def test_data_parallel(impl):
-    inputs = make_inputs(Shapes.of(6, q_len=70, d=64, q_heads=4), dtype=torch.bfloat16, device="cuda:0")
-    module = Attention(causal=True, impl=impl)
+    inputs, module = made(6, q_len=70, d=64, q_heads=4, device="cuda:0"), Attention(causal=True, impl=impl)
     same(evaluate(nn.DataParallel(module, device_ids=[0, 1]), inputs), evaluate(module, inputs))
 
 
 @pytest.mark.multi_gpu
 def test_threads_on_different_devices():
-    """Launches are remembered for all threads together: none may take another's device or arguments."""
+    """Plans are those of all threads together: none may take another's device or arguments."""
     failures = []
 
     def work(device, d):
         try:
             with torch.cuda.device(device):
-                inputs = make_inputs(Shapes.of(2, q_len=70, d=d, q_heads=2), dtype=torch.bfloat16, device=device)
+                inputs = made(2, q_len=70, d=d, q_heads=2, device=device)
                 attend = partial(attention, causal=True, impl="flash", return_lse=True)
-                expected = [make(inputs, causal=True) for make in (oracle, naive_results, terms)]
+                expected = budget_of(inputs, causal=True)
                 for _ in range(20):
-                    findings = compare(evaluate(attend, inputs), *expected)
-                    assert all(finding.holds for finding in findings), "\n".join(map(str, findings))
+                    hold(compare(evaluate(attend, inputs), *expected))
         except Exception as error:
             failures.append(error)
 
@@ -244,8 +238,7 @@ def _alone_with_much_memory(tmp_path_factory):
     """Waits until no other worker of pytest runs such a test, and leaves none of the memory behind."""
     import fcntl
 
-    shared_by_workers = tmp_path_factory.getbasetemp().parent
-    with (shared_by_workers / "much_memory.lock").open("w") as lock:
+    with (tmp_path_factory.getbasetemp().parent / "much_memory.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
         yield
         torch.cuda.empty_cache()
@@ -257,15 +250,14 @@ def fills_the_gpu(test):
 
 
 @fills_the_gpu
-@for_each_dtype
-@pytest.mark.parametrize("causal", [False, True])
+@each_dtype
+@full_and_causal
 def test_rows_more_than_two_billion_elements_apart(causal, dtype):
     """Views of one buffer, so that offsets within a single head do not fit 32 bits."""
     needs_memory(14)
-    length, d = 300, 64
-    row_stride = 2**31 // 250 + 8
+    length, d, row_stride = 300, 64, 2**31 // 250 + 8
     buffer = torch.empty(length * row_stride, dtype=dtype, device="cuda")
-    dense = make_inputs(Shapes.of(1, q_len=length, d=d, q_heads=1), dtype=dtype, device="cuda")
+    dense = made(1, q_len=length, d=d, q_heads=1, dtype=dtype)
     views = []
     for index, x in enumerate(dense[:4]):
         view = buffer.as_strided(x.shape, (0, 0, row_stride, 1), index * d)
@@ -276,26 +268,22 @@ def test_rows_more_than_two_billion_elements_apart(causal, dtype):
 
 
 @fills_the_gpu
-@pytest.mark.parametrize(("dtype", "gibibytes"), [(torch.bfloat16, 100), (torch.float32, 120)])
+@pytest.mark.parametrize(("dtype", "gibibytes"), [(BFLOAT, 100), (FLOAT, 120)])
 def test_tensors_of_more_than_two_billion_elements(dtype, gibibytes):
     """A batch so large that its last entries start beyond 2**31, checked at both ends and around the limit."""
     needs_memory(gibibytes)
-    length, d = 16, 64
-    limit = 2**31 // (length * d)
-    inputs = make_inputs(Shapes.of(limit + 5, q_len=length, d=d), dtype=dtype, device="cuda")
+    limit = 2**31 // (16 * 64)
+    inputs = made(limit + 5, q_len=16, d=64, dtype=dtype)
     results = evaluate(partial(attention, causal=True, impl="flash", return_lse=True), inputs)
-    for part in (slice(0, 3), slice(limit - 2, limit + 2), slice(limit + 2, None)):
-        own = Inputs(*[x[part] for x in inputs])
-        assert_within_budget({name: x[part] for name, x in results.items()}, own, causal=True)
+    for entries in (slice(0, 3), slice(limit - 2, limit + 2), slice(limit + 2, None)):
+        own = Inputs(*[x[entries] for x in inputs])
+        assert_within_budget({name: x[entries] for name, x in results.items()}, own, causal=True)
 
 
 @pytest.mark.slow
 def test_more_than_two_billion_scores_a_head():
     """The index of a score would not fit 32 bits, if anything counted them."""
-    inputs = make_inputs(Shapes.of(1, q_len=65537, d=16), dtype=torch.bfloat16, device="cuda")
-    out, lse = attention(*inputs[:3], causal=True, impl="flash", return_lse=True)
-    last = Inputs(inputs.q[:, -64:], inputs.k, inputs.v, inputs.dout[:, -64:], inputs.dlse[:, -64:])
-    made = [make(last, causal=True) for make in (oracle, naive_results, terms)]
-    of_values = [{name: results[name] for name in ("out", "lse")} for results in made]
-    findings = compare({"out": out[:, -64:], "lse": lse[:, -64:]}, *of_values)
-    assert all(finding.holds for finding in findings), "\n".join(map(str, findings))
+    q, k, v, dout, dlse = made(1, q_len=65537, d=16)
+    out, lse = attention(q, k, v, causal=True, impl="flash", return_lse=True)
+    last = Inputs(q[:, -64:], k, v, dout[:, -64:], dlse[:, -64:])
+    assert_within_budget({"out": out[:, -64:], "lse": lse[:, -64:]}, last, causal=True)

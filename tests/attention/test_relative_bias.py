@@ -1,4 +1,4 @@
-"""Biases by distance: what scores read, what becomes of gradients, and the example of the documentation."""
+"""Biases by distance: what scores read, their gradients, and the example of the documentation."""
 
 from __future__ import annotations
 
@@ -8,36 +8,30 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from cs336_systems.attention import attention
 from cs336_systems.attention.rules import score_rule
 from cs336_systems.attention.variants import bias, relative_bias, softcap
-from cs336_systems.kernels.lib.reductions import diagonal_sums
-from cs336_systems.kernels.triton.mod_gradients import place_distances as placed, sum_bands as sums_of_bands
 from cs336_systems.kernels.language import at, tanh
+from cs336_systems.kernels.lib.reductions import diagonal_sums
+from cs336_systems.kernels.triton.mod_gradients import place_distances as placed
+from cs336_systems.kernels.triton.mod_gradients import sum_bands as sums_of_bands
 from cs336_systems.kernels.triton.tiles import TileConfig, pin
-from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs, poisoned_memory
+from cs336_systems.testing import Shapes, evaluate, make_inputs
+
+from .helpers import COMPILES, FLOATS, HALF, check, each_function, named, sizes_of, slow
 
 ROOT = Path(__file__).parents[2]
 SHAPES = Shapes.of(2, q_len=35, k_len=41, d=8, q_heads=4, kv_heads=2)
-# What is used of torch.compile beyond its own warnings: torch hides these, where warnings are no errors.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch", "ignore:The .grad attribute of a:UserWarning"
-)
+pytestmark = COMPILES[:1]
 
-EVERY = pytest.mark.parametrize("impl", ["flash", "tiled", "naive", "compiled"])
+EVERY = pytest.mark.parametrize("impl", named(["flash", "tiled", "naive", "compiled"], ["flash", "tiled", "naive"]))
 
 
-def table(shapes, *leading, before=0, after=0, device="cpu", dtype=torch.float32):
+def table(shapes, *leading, before=0, after=0, device="cpu"):
     length = shapes.q[-2] + shapes.k[-2] - 1 + before + after
-    return torch.randn(*leading, length, device=device, dtype=dtype).requires_grad_()
-
-
-def check(impl, inputs, features, **settings):
-    with poisoned_memory():
-        results = evaluate(partial(attention, impl=impl, return_lse=True, **settings), inputs, features)
-    assert_within_budget(results, inputs, features=features, **settings)
-    return results
+    return torch.randn(*leading, length, device=device).requires_grad_()
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 5), (5, 1), (4, 7), (7, 4)])
@@ -52,21 +46,19 @@ def test_sums_of_bands_are_those_of_all_pairs(lengths):
     """Tiles of 4, the last ones of which are partly beyond the ends, where there is nothing."""
     pairs = torch.randn(2, *lengths, dtype=torch.float64)
     rows, columns = (-(-length // 4) for length in lengths)
-    whole = torch.nn.functional.pad(pairs, (0, columns * 4 - lengths[1], 0, rows * 4 - lengths[0]))
+    whole = pad(pairs, (0, columns * 4 - lengths[1], 0, rows * 4 - lengths[0]))
     tiles = whole.unflatten(-1, (columns, 4)).unflatten(-3, (rows, 4)).transpose(-2, -3)
     bands = torch.stack([tiles.diagonal(band, 1, 2).sum(-1) for band in range(1 - rows, columns)], 1)
-    halves = torch.nn.functional.pad(diagonal_sums(bands), (1, 0)).unflatten(-1, (2, 4))
-    sums = sums_of_bands(halves, *lengths)
+    sums = sums_of_bands(pad(diagonal_sums(bands), (1, 0)).unflatten(-1, (2, 4)), *lengths)
     torch.testing.assert_close(sums, diagonal_sums(pairs))
     wide = placed(sums, lengths[0] + 1, lengths[0], sum(lengths) + 4)
-    torch.testing.assert_close(wide, torch.nn.functional.pad(diagonal_sums(pairs), (2, 3)))
+    torch.testing.assert_close(wide, pad(diagonal_sums(pairs), (2, 3)))
 
 
 @EVERY
 def test_scores_get_the_element_of_their_distance(impl, device):
-    """Beside a bias with all that written out, and with the last query at the place of the last key."""
-    inputs = make_inputs(SHAPES, device=device)
-    q_len, k_len = SHAPES.q[-2], SHAPES.k[-2]
+    """As a bias with all that written out does, with the last query at the last key."""
+    inputs, (q_len, k_len) = make_inputs(SHAPES, device=device), sizes_of(SHAPES)[2:]
     own = torch.randn(4, 2 * k_len - 1, device=device)
     shift = k_len - q_len
     distance = torch.arange(k_len, device=device) - torch.arange(q_len, device=device)[:, None] - shift
@@ -79,36 +71,35 @@ def test_scores_get_the_element_of_their_distance(impl, device):
 @pytest.mark.parametrize("lengths", [(33, 33), (33, 12), (1, 40)])
 def test_the_origin_is_the_middle_unless_said(impl, device, lengths):
     """One table serves all lengths up to its own."""
-    shapes = Shapes.of(1, q_len=lengths[0], k_len=lengths[1], d=8, q_heads=2)
-    inputs = make_inputs(shapes, device=device)
+    q_len, k_len = lengths
+    inputs = make_inputs(Shapes.of(1, q_len=q_len, k_len=k_len, d=8, q_heads=2), device=device)
     own = torch.randn(2, 2 * 40 - 1, device=device).requires_grad_()
-    gradients = []
+    results = []
     for scores in (
         relative_bias(own),
         relative_bias(own, 39),
-        relative_bias(own[:, 40 - lengths[0] : 39 + lengths[1]], lengths[0] - 1),
+        relative_bias(own[:, 40 - q_len : 39 + k_len], q_len - 1),
     ):
         out = attention(*inputs[:3], scores=scores, impl=impl)
-        gradients.append((out.detach(), *torch.autograd.grad(out, own, inputs.dout)))
-    for other in gradients[1:]:
-        torch.testing.assert_close(other, gradients[0])
-    unread = gradients[0][1][:, [*range(40 - lengths[0]), *range(39 + lengths[1], 79)]]
-    assert not unread.any()
+        results.append((out.detach(), *torch.autograd.grad(out, own, inputs.dout)))
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0])
+    assert not results[0][1][:, [*range(40 - q_len), *range(39 + k_len, 79)]].any()
 
 
-@pytest.mark.parametrize("tiles", [(16, 16), (32, 16), (16, 64), (64, 64)])
+@pytest.mark.parametrize("tiles", [(16, 64), *[pytest.param(x, marks=slow) for x in ((16, 16), (32, 16), (64, 64))]])
 @pytest.mark.parametrize("causal", ["top_left", "bottom_right"])
-@pytest.mark.parametrize("lengths", [(70, 45), (45, 70)])
+@pytest.mark.parametrize("lengths", [(70, 45), pytest.param((45, 70), marks=slow)])
 def test_tiles_of_any_size(flash_device, tiles, causal, lengths):
     shapes = Shapes.of(2, q_len=lengths[0], k_len=lengths[1], d=16, q_heads=2, kv_heads=1)
-    inputs = make_inputs(shapes, dtype=torch.float16, device=flash_device)
+    inputs = make_inputs(shapes, dtype=HALF, device=flash_device)
     features = {"window": (20, None), "scores": relative_bias(table(shapes, 2, device=flash_device), lengths[0] - 1)}
     with pin(dq=TileConfig(*tiles, 4, 1)):
         check("flash", inputs, features, causal=causal)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("d", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize(("lengths", "window"), [((260, 515), None), ((500, 350), (100, None)), ((300, 300), None)])
 def test_diagonals_of_many_tiles(lengths, window, d, dtype):
@@ -120,7 +111,7 @@ def test_diagonals_of_many_tiles(lengths, window, d, dtype):
         check("flash", inputs, features, causal=causal)
 
 
-@pytest.mark.parametrize("impl", ["flash", "tiled"])
+@each_function
 def test_gradients_are_the_same_on_every_run(impl, device):
     inputs = make_inputs(SHAPES, device=device)
     features = {"scores": relative_bias(table(SHAPES, 1, device=device), 34) + softcap(2.0)}
@@ -128,15 +119,7 @@ def test_gradients_are_the_same_on_every_run(impl, device):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("impl", ["flash", "tiled"])
-@pytest.mark.parametrize("own", [torch.float16, torch.float32, torch.float64])
-def test_a_table_may_have_a_dtype_and_strides_of_its_own(impl, device, own):
-    inputs = make_inputs(SHAPES, dtype=torch.float16, device=device)
-    strided = torch.randn(75, 8, device=device, dtype=own).T[::2].requires_grad_()
-    assert check(impl, inputs, {"scores": relative_bias(strided, 34)})["dscores_0"].dtype == own
-
-
-@pytest.mark.parametrize("impl", ["flash", "tiled"])
+@each_function
 def test_several_tables(impl, device):
     """And one that two rules captured: autograd adds up what it gets from each."""
     inputs = make_inputs(SHAPES, device=device)
@@ -144,50 +127,23 @@ def test_several_tables(impl, device):
     full = torch.randn(1, 1, 35, 41, device=device).requires_grad_()
     made = relative_bias(own, 34) + softcap(1.5) + relative_bias(other, 36) + bias(full)
     check(impl, inputs, {"scores": made}, causal=True)
-    twice = relative_bias(own, 34) + relative_bias(own, 34)
-    single = attention(*inputs[:3], scores=relative_bias(2 * own, 34), impl=impl)
-    torch.testing.assert_close(attention(*inputs[:3], scores=twice, impl=impl), single)
-    gradients = [
-        torch.autograd.grad(attention(*inputs[:3], scores=scores, impl=impl), own, inputs.dout)[0]
-        for scores in (twice, relative_bias(2 * own, 34))
-    ]
+    outs, gradients = [], []
+    for scores in (relative_bias(own, 34) + relative_bias(own, 34), relative_bias(2 * own, 34)):
+        outs.append(attention(*inputs[:3], scores=scores, impl=impl))
+        gradients += torch.autograd.grad(outs[-1], own, inputs.dout)
+    torch.testing.assert_close(*outs)
     torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize("impl", ["flash", "tiled"])
+@each_function
 def test_a_table_may_hide_distances(impl, device):
     """Some of them, or all: then no query sees anything."""
-    inputs = make_inputs(SHAPES, device=device)
-    distance = torch.arange(-34, 41, device=device)
+    inputs, distance = make_inputs(SHAPES, device=device), torch.arange(-34, 41, device=device)
     hidden = (distance > 1) | (distance < -3) & (distance >= -20)
     own = torch.randn(4, 75, device=device).masked_fill(hidden, -math.inf).requires_grad_()
-    results = check(impl, inputs, {"scores": relative_bias(own, 34)})
-    assert not results["dscores_0"][..., hidden].any()
+    assert not check(impl, inputs, {"scores": relative_bias(own, 34)})["dscores_0"][..., hidden].any()
     nothing = torch.full((1, 75), -math.inf, device=device).requires_grad_()
     assert not check(impl, inputs, {"scores": relative_bias(nothing, 34)})["out"].any()
-
-
-SIZE = {"q_len": 5, "k_len": 6, "d": 8}
-
-
-@pytest.mark.parametrize("impl", ["flash", "tiled"])
-@pytest.mark.parametrize(
-    "shapes",
-    [
-        Shapes.of(2, **SIZE | {"q_len": 0}, q_heads=2),
-        Shapes.of(2, **SIZE | {"k_len": 0}, q_heads=2),
-        Shapes.of(0, **SIZE, q_heads=2),
-        Shapes.of(3, **SIZE),
-        Shapes.of(**SIZE),
-        Shapes.of(2, 3, **SIZE, q_heads=2),
-    ],
-    ids=["no_queries", "no_keys", "no_batch", "no_head_axis", "no_batch_axis", "two_batch_axes"],
-)
-def test_any_axes(impl, device, shapes):
-    inputs = make_inputs(shapes, device=device)
-    heads, batch = (shapes.q[-3], math.prod(shapes.q[:-3])) if len(shapes.q) > 3 else (1, math.prod(shapes.q[:-2]))
-    features = {"scores": relative_bias(table(shapes, batch, heads, device=device), shapes.q[-2] - 1)}
-    check(impl, inputs, features)
 
 
 @score_rule(steepest=2.0)
@@ -206,11 +162,11 @@ def _(score, batch, head, row, column, rates, zero):
     return tanh(score)
 
 
-@pytest.mark.parametrize("impl", ["flash", "tiled"])
+@each_function
 def test_a_rule_of_ones_own_by_distance(impl, device):
-    inputs = make_inputs(SHAPES, device=device)
     rates = torch.rand(4, 80, device=device).requires_grad_()
-    check(impl, inputs, {"scores": softcap(3.0) + steered(rates, 36) + softcap(2.0)}, causal="top_left")
+    scores = softcap(3.0) + steered(rates, 36) + softcap(2.0)
+    check(impl, make_inputs(SHAPES, device=device), {"scores": scores}, causal="top_left")
 
 
 def t5_of_the_docs():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
@@ -15,18 +14,19 @@ from cs336_systems.attention.rules import predicate, score_rule
 from cs336_systems.attention.variants.alibi import _alibi
 from cs336_systems.attention.variants.bias import _bias
 from cs336_systems.attention.variants.relative_bias import _relative_bias
-from cs336_systems.attention.variants.softcap import _softcap
 from cs336_systems.kernels import rules
 from cs336_systems.kernels.language import at, in_torch, jit, tanh, tl
 from cs336_systems.kernels.versions import compile_options
-from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs
+from cs336_systems.testing import Shapes, assert_within_budget, make_inputs
+
+from .helpers import EVERY, check
 
 SHAPES = Shapes.of(2, q_len=9, k_len=11, d=8, q_heads=2, kv_heads=1)
 WIDE = torch.float64
 BATCH, HEAD, ROW, COLUMN = torch.meshgrid(*map(torch.arange, (2, 2, 9, 11)), indexing="ij")
 
 
-@pytest.fixture(params=["flash", "tiled", "naive"])
+@pytest.fixture(params=EVERY)
 def seen(request, flash_device):
     """Which pairs (2, 2, 9, 11) a mask makes visible, by an implementation: equal scores, the identity for values."""
 
@@ -211,24 +211,23 @@ def test_tanh_is_exact_to_a_few_roundings(flash_device):
 
 
 VARIED = [
-    (_softcap, [0.7]),
-    (_softcap, [30]),
-    (_alibi, [torch.rand(2, 2, dtype=WIDE), 2]),
-    (_alibi, [torch.rand(1, 2, dtype=WIDE), -3]),
-    (_bias, [torch.randn(2, 2, 9, 11, dtype=WIDE)]),
-    (_bias, [torch.randn(1, 2, 1, 11, dtype=WIDE)]),
-    (_relative_bias, [torch.randn(2, 2, 19, dtype=WIDE), 8]),
-    (_relative_bias, [torch.randn(1, 2, 24, dtype=WIDE), 11]),
-    (_relative_bias, [torch.randn(2, 2, 1, dtype=WIDE), 0]),
+    (rules.registry[rules.SOFTCAP], [0.7]),
+    (rules.registry[rules.SOFTCAP], [30]),
+    (_alibi.code, [torch.rand(2, 2, dtype=WIDE), 2]),
+    (_alibi.code, [torch.rand(1, 2, dtype=WIDE), -3]),
+    (_bias.code, [torch.randn(2, 2, 9, 11, dtype=WIDE)]),
+    (_bias.code, [torch.randn(1, 2, 1, 11, dtype=WIDE)]),
+    (_relative_bias.code, [torch.randn(2, 2, 19, dtype=WIDE), 8]),
+    (_relative_bias.code, [torch.randn(1, 2, 24, dtype=WIDE), 11]),
+    (_relative_bias.code, [torch.randn(2, 2, 1, dtype=WIDE), 0]),
 ]
 
 
-@pytest.mark.parametrize(("rule", "captured"), VARIED)
-def test_derivatives_of_variants_are_those_of_their_functions(rule, captured):
+@pytest.mark.parametrize(("code", "captured"), VARIED)
+def test_derivatives_of_variants_are_those_of_their_functions(code, captured):
     score = (3.0 * torch.randn(2, 2, 9, 11, dtype=WIDE)).requires_grad_()
     leaves = [x.clone().requires_grad_() if isinstance(x, torch.Tensor) else x for x in captured]
     arguments = (score, BATCH, HEAD, ROW, COLUMN, *leaves)
-    code = rule.code
     changed = code.in_torch[WIDE](*arguments)
     weights = torch.randn_like(changed)
     tensors = {slot: leaf for slot, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
@@ -254,16 +253,12 @@ def test_every_variant_is_tested():
 
 
 def test_score_rules_are_applied_in_order(flash_device):
-    """Each implementation, values and gradients; one rule twice, with tensors of its own each time."""
+    """One rule twice, with tensors of its own each time."""
     inputs = make_inputs(SHAPES, device=flash_device)
     first, second = (torch.randn(1, 2, 1, 11, device=flash_device).requires_grad_() for _ in "ab")
-    orders = list(itertools.permutations([variants.bias(first), variants.softcap(0.5), variants.bias(second)]))
-    results = []
-    for one, other, last in orders[:3]:
-        features = {"scores": one + other + last}
-        results.append(evaluate(partial(attention, impl="flash", return_lse=True), inputs, features))
-        assert_within_budget(results[-1], inputs, features=features)
-    assert not torch.allclose(results[0]["out"], results[1]["out"])
+    orders = itertools.permutations([variants.bias(first), variants.softcap(0.5), variants.bias(second)])
+    outs = [check("flash", inputs, {"scores": one + two + three})["out"] for one, two, three in [*orders][:3]]
+    assert not torch.allclose(outs[0], outs[1])
 
 
 def test_a_rule_defined_twice_under_one_name_stays_two(seen):
@@ -322,29 +317,11 @@ def test_other_numbers_compile_nothing_anew(flash_device):
     slopes = torch.rand(2, device=flash_device).requires_grad_()
 
     def call(number):
-        mask = variants.block_local(number) | variants.window(number, 1)
-        features = {
-            "mask": mask,
-            "softcap": float(number),
-            "alibi_slopes": slopes,
-            "dropout_p": 0.1 / number,
-            "seed": 1,
-        }
-        results = evaluate(partial(attention, impl="flash", return_lse=True), inputs, features)
-        assert_within_budget(results, inputs, features=features)
+        features = {"softcap": float(number), "alibi_slopes": slopes, "dropout_p": 0.1 / number, "seed": 1}
+        features["mask"] = variants.block_local(number) | variants.window(number, 1)
+        check("flash", inputs, features)
 
     call(2)
     before = rules.mask_code.cache_info().misses, rules.score_code.cache_info().misses
     call(5)
     assert (rules.mask_code.cache_info().misses, rules.score_code.cache_info().misses) == before
-
-
-def test_calls_that_differ_in_numbers_or_strides_alone(flash_device):
-    """What is remembered of one call is not used for another."""
-    q, k, v, *_ = make_inputs(SHAPES, device=flash_device)
-    mask = (torch.rand(1, 1, 9, 11, device=flash_device) < 0.5).contiguous()
-    calls = [(mask, 3), (~mask, 3), (mask, 8), (mask.mT.contiguous().mT, 3), (mask.int(), 3)]
-    for own, size in [*calls, *calls]:
-        rule = variants.visible_where(own) & variants.block_local(size)
-        out, exact = (attention(q, k, v, mask=rule, impl=impl) for impl in ("flash", "naive"))
-        torch.testing.assert_close(out, exact)

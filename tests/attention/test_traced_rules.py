@@ -11,7 +11,9 @@ from cs336_systems.attention import attention
 from cs336_systems.attention.rules import score_rule
 from cs336_systems.attention.variants import bias, relative_bias, softcap
 from cs336_systems.kernels.language import at, tanh, tl
-from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs, poisoned_memory
+from cs336_systems.testing import Shapes, evaluate, make_inputs
+
+from .helpers import DOUBLE, FLOAT, HALF, check, each_dtype
 
 SHAPES = Shapes.of(2, q_len=35, k_len=41, d=8, q_heads=4, kv_heads=2)
 
@@ -48,7 +50,7 @@ def _(score, batch, head, row, column, rates, table):
     return score
 
 
-def parameter(device, *shape, dtype=torch.float32):
+def parameter(device, *shape, dtype=FLOAT):
     return torch.randn(shape, device=device, dtype=dtype).requires_grad_()
 
 
@@ -73,32 +75,24 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", RULES)
-def test_gradients_are_within_the_budget(device, dtype, name):
-    inputs = make_inputs(SHAPES, dtype=dtype, device=device)
+@each_dtype(tiled=(FLOAT, DOUBLE))
+def test_gradients_are_within_the_budget(impl, dtype, device, name):
     features = {"scores": RULES[name](device), "window": (30, None), "dropout_p": 0.2, "seed": 3}
-    with poisoned_memory():
-        results = evaluate(partial(attention, causal=True, impl="tiled", return_lse=True), inputs, features)
-    assert_within_budget(results, inputs, causal=True, features=features)
+    check(impl, make_inputs(SHAPES, dtype=dtype, device=device), features, causal=True)
 
 
 def test_sums_are_not_rounded_to_the_dtype_of_the_tensor(device):
     """One number, read by every pair."""
-    shapes = Shapes.of(4, q_len=100, d=8, q_heads=4)
-    inputs = make_inputs(shapes, dtype=torch.float16, device=device)
-    features = {
-        "scores": steered(parameter(device, 1, 4, dtype=torch.float16), torch.zeros_like(kinds(device)).repeat(3))
-    }
-    results = evaluate(partial(attention, impl="tiled", return_lse=True), inputs, features)
-    assert_within_budget(results, inputs, features=features)
+    inputs = make_inputs(Shapes.of(4, q_len=100, d=8, q_heads=4), dtype=HALF, device=device)
+    one_kind = torch.zeros_like(kinds(device)).repeat(3)
+    check("tiled", inputs, {"scores": steered(parameter(device, 1, 4, dtype=HALF), one_kind)})
 
 
 def test_without_a_gradient_wanted_nothing_is_traced(device, monkeypatch):
     monkeypatch.setattr(torch.func, "vjp", lambda *given: pytest.fail("a rule was traced"))
-    inputs = make_inputs(SHAPES, device=device)
     features = {"scores": clipped(parameter(device, 4, 13).detach(), 6)}
-    evaluate(partial(attention, impl="tiled"), inputs, features)
+    evaluate(partial(attention, impl="tiled"), make_inputs(SHAPES, device=device), features)
 
 
 def test_they_cannot_be_differentiated_twice(device):

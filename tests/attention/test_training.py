@@ -25,123 +25,105 @@ from cs336_systems.attention import (
 )
 from cs336_systems.testing import Shapes, evaluate, make_inputs
 
+from .features import Maker
+from .helpers import BFLOAT, DOUBLE, FLOAT, HALF, assert_same, each_function, each_implementation, sizes_of
+
 SHAPES = Shapes.of(2, q_len=9, k_len=12, d=16, q_heads=4, kv_heads=2)
 FUNCTIONS = {"flash": FlashAttentionFunction, "tiled": TiledAttentionFunction}
 
 
-def same(results, expected, exactly=True):
-    """The same dtypes and the same bits, or nearly where an implementation adds in no fixed order."""
-    assert results.keys() == expected.keys()
-    for name, x in expected.items():
-        tolerances = {"rtol": 0.0, "atol": 0.0} if exactly else {}
-        torch.testing.assert_close(results[name], x, msg=lambda text, name=name: f"{name}: {text}", **tolerances)
+def autocast_to(dtype, attend):
+    def call(q, k, v, **features):
+        with torch.autocast(q.device.type, dtype):
+            return attend(q, k, v, **features)
+
+    return call
 
 
-def autocast_to(dtype):
-    def under(attend):
-        def call(q, k, v):
-            with torch.autocast(q.device.type, dtype):
-                return attend(q, k, v)
-
-        return call
-
-    return under
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
 @pytest.mark.parametrize("impl", ["flash", "tiled", "naive", "sdpa", "auto"])
 def test_autocast_is_a_cast_of_the_inputs(impl, dtype, device):
     inputs = make_inputs(SHAPES, device=device)
     inputs = inputs._replace(dout=inputs.dout.to(dtype))
     attend = partial(attention, causal="top_left", impl=impl)
-
-    def cast(q, k, v):
-        return attend(q.to(dtype), k.to(dtype), v.to(dtype))
-
-    results = evaluate(autocast_to(dtype)(attend), inputs)
-    same(results, evaluate(cast, inputs), exactly=impl != "sdpa")
-    assert {name: x.dtype for name, x in results.items()} == {
-        "out": dtype,
-        "dq": torch.float32,
-        "dk": torch.float32,
-        "dv": torch.float32,
-    }
+    results = evaluate(autocast_to(dtype, attend), inputs)
+    expected = evaluate(lambda *qkv: attend(*[x.to(dtype) for x in qkv]), inputs)
+    assert_same(results, expected, exact=impl != "sdpa")  # which adds in no fixed order
+    assert [x.dtype for x in results.values()] == [dtype, FLOAT, FLOAT, FLOAT]
 
 
-@pytest.mark.parametrize("impl", FUNCTIONS)
+@each_implementation
+def test_autocast_leaves_features_in_their_dtype(impl, device):
+    """Only q, k and v are cast; gradients come in the dtype that each tensor has."""
+    inputs, make = make_inputs(SHAPES, device=device), Maker(sizes_of(SHAPES), FLOAT, device)
+    features = make.bias("hqk") | make.slopes() | make.sinks() | make.mask("bk")
+    half = inputs.to(HALF)._replace(dlse=inputs.dlse)
+    attend = partial(attention, impl=impl, softcap=2.0, return_lse=True)
+    results = evaluate(autocast_to(HALF, attend), inputs._replace(dout=half.dout), features)
+    assert {name: x.dtype for name, x in results.items()} == dict.fromkeys(results, FLOAT) | {"out": HALF}
+    expected = evaluate(attend, half, features)
+    assert_same(results, {name: x.to(results[name].dtype) for name, x in expected.items()})
+
+
+@each_function
 def test_functions_called_directly_autocast_too(impl, device):
     inputs = make_inputs(SHAPES, device=device)
     inputs = inputs._replace(dout=inputs.dout.half())
-
-    def apply(q, k, v):
-        return FUNCTIONS[impl].apply(q, k, v, True, None, True)
-
-    expected = evaluate(autocast_to(torch.float16)(partial(attention, causal=True, impl=impl, return_lse=True)), inputs)
-    same(evaluate(autocast_to(torch.float16)(apply), inputs), expected)
+    expected = evaluate(autocast_to(HALF, partial(attention, causal=True, impl=impl, return_lse=True)), inputs)
+    apply = autocast_to(HALF, lambda q, k, v: FUNCTIONS[impl].apply(q, k, v, True, None, True))
+    assert_same(evaluate(apply, inputs), expected, exact=True)
 
 
-@pytest.mark.parametrize("impl", ["flash", "tiled"])
+@each_function
 def test_the_backward_under_autocast_is_the_same(impl, device):
     """Nothing in it may be cast once more."""
-    inputs = make_inputs(SHAPES, dtype=torch.float16, device=device)
+    inputs = make_inputs(SHAPES, dtype=HALF, device=device)
     plain = evaluate(partial(attention, causal=True, impl=impl, return_lse=True), inputs)
-    with torch.autocast(device.type, torch.bfloat16 if device.type == "cuda" else torch.float16):
+    with torch.autocast(device.type, BFLOAT if device.type == "cuda" else HALF):
         q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
         with torch.autocast(device.type, enabled=False):
             outputs = attention(q, k, v, causal=True, impl=impl, return_lse=True)
         gradients = torch.autograd.grad(outputs, (q, k, v), (inputs.dout, inputs.dlse))
-    same(dict(zip(("dq", "dk", "dv"), gradients, strict=True)), {name: plain[name] for name in ("dq", "dk", "dv")})
+    assert all(torch.equal(x, plain[name]) for name, x in zip(("dq", "dk", "dv"), gradients, strict=True))
 
 
-def test_mixed_dtypes_meet_in_autocast(device):
+def test_autocast_joins_dtypes_and_leaves_float64_alone(device):
     q, k, v = torch.randn(3, 2, 5, 16, device=device)
-    with torch.autocast(device.type, torch.bfloat16):
-        assert attention(q, k.half(), v.bfloat16()).dtype == torch.bfloat16
-
-
-def test_autocast_leaves_float64_alone(device):
-    q, k, v = torch.randn(3, 2, 5, 16, dtype=torch.float64, device=device)
-    with torch.autocast(device.type, torch.bfloat16):
-        assert torch.equal(attention(q, k, v, impl="tiled"), attention(q, k, v, impl="tiled"))
-        assert attention(q, k, v).dtype == torch.float64
-
-
-def test_explain_knows_of_autocast(device):
-    q, k, v = torch.randn(3, 2, 5, 16, dtype=torch.float32, device=device)
-    with torch.autocast(device.type, torch.float16), pytest.raises(TypeError, match=r"got torch\.float64"):
-        explain(q, k, v.double())
-    with torch.autocast(device.type, torch.float16):
+    with torch.autocast(device.type, BFLOAT):
+        assert attention(q, k.half(), v.bfloat16()).dtype == BFLOAT
+        assert attention(q.double(), k.double(), v.double()).dtype == DOUBLE
         assert explain(q, k.half(), v).choice in Implementation
+        with pytest.raises(TypeError, match=r"got torch\.float64"):
+            explain(q, k, v.double())
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("impl", ["flash", "tiled", "auto"])
 def test_activation_checkpointing_changes_nothing(impl, device, use_reentrant):
-    inputs = make_inputs(SHAPES, dtype=torch.float16, device=device)
+    inputs = make_inputs(SHAPES, dtype=HALF, device=device)
     attend = partial(attention, causal=True, impl=impl)
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
     out = checkpoint(attend, q, k, v, use_reentrant=use_reentrant)
     out.backward(inputs.dout)  # torch.autograd.grad is not for reentrant checkpoints
-    same({"out": out, "dq": q.grad, "dk": k.grad, "dv": v.grad}, evaluate(attend, inputs))
+    assert_same({"out": out, "dq": q.grad, "dk": k.grad, "dv": v.grad}, evaluate(attend, inputs), exact=True)
 
 
-def test_selective_checkpointing_can_keep_the_result(flash_device):
+@each_function
+def test_selective_checkpointing_can_keep_the_result(impl, device):
     """The operator has a name that a policy can ask for, so that it alone is not computed again."""
     forwards = []
 
     def policy(ctx, operator, *args, **kwargs):
-        name = str(operator)
-        if "flash_forward" in name and not ctx.is_recompute:
-            forwards.append(name)
-        return CheckpointPolicy.MUST_SAVE if "flash_forward" in name else CheckpointPolicy.PREFER_RECOMPUTE
+        is_forward = f"{impl}_forward" in str(operator)
+        if is_forward and not ctx.is_recompute:
+            forwards.append(operator)
+        return CheckpointPolicy.MUST_SAVE if is_forward else CheckpointPolicy.PREFER_RECOMPUTE
 
-    inputs = make_inputs(SHAPES, dtype=torch.float16, device=flash_device)
-    attend = partial(attention, causal=True, impl="flash")
-    contexts = partial(create_selective_checkpoint_contexts, policy)
-    results = evaluate(
-        lambda q, k, v: checkpoint(attend, q * 1, k, v, use_reentrant=False, context_fn=contexts), inputs
-    )
-    same(results, evaluate(attend, inputs))
+    inputs = make_inputs(SHAPES, dtype=HALF, device=device)
+    attend = partial(attention, causal=True, impl=impl)
+    settings = {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, policy)}
+    results = evaluate(lambda q, k, v: checkpoint(attend, q * 1, k, v, **settings), inputs)
+    assert_same(results, evaluate(attend, inputs), exact=True)
     assert len(forwards) == 1
 
 
@@ -156,21 +138,12 @@ MODULES = {
 
 @pytest.mark.parametrize("impl", [name for name in MODULES if name != "compiled"])
 def test_a_module_is_attention_with_its_settings(impl, device):
-    inputs = make_inputs(SHAPES, dtype=torch.float16, device=device)
+    inputs = make_inputs(SHAPES, dtype=HALF, device=device)
     settings = {"causal": "top_left", "scale": 0.3}
-    expected = evaluate(partial(attention, impl=impl, **settings), inputs)
-    same(evaluate(MODULES[impl](**settings), inputs), expected, exactly=impl != "sdpa")
-    same(evaluate(Attention(impl=impl, **settings), inputs), expected, exactly=impl != "sdpa")
-
-
-@pytest.mark.parametrize("impl", ["flash", "tiled", "naive"])
-def test_a_module_returns_the_log_sum_exp_when_asked(impl, device):
-    inputs = make_inputs(SHAPES, dtype=torch.float16, device=device)
-    module = Attention(impl=impl)
-    same(
-        evaluate(partial(module, return_lse=True), inputs),
-        evaluate(partial(attention, impl=impl, return_lse=True), inputs),
-    )
+    asked = {} if impl == "sdpa" else {"return_lse": True}
+    expected = evaluate(partial(attention, impl=impl, **settings, **asked), inputs)
+    for module in (MODULES[impl](**settings), Attention(impl=impl, **settings)):
+        assert_same(evaluate(partial(module, **asked), inputs), expected, exact=impl != "sdpa")
 
 
 @pytest.mark.parametrize("impl", MODULES)
@@ -186,8 +159,9 @@ def test_modules_have_settings_and_no_state(impl):
 
 def test_the_general_module_chooses():
     assert repr(Attention()) == "Attention(causal=False, scale=None, impl='auto')"
-    assert repr(Attention(window=(3, None), softcap=5.0, dropout_p=0.5)) == (
-        "Attention(causal=False, scale=None, impl='auto', window=(3, None), softcap=5.0, dropout_p=0.5)"
+    assert repr(Attention(window=(3, None), softcap=5.0, dropout_p=0.5, deterministic=True)) == (
+        "Attention(causal=False, scale=None, impl='auto', window=(3, None), softcap=5.0, deterministic=True, "
+        "dropout_p=0.5)"
     )
     assert repr(Attention(impl=Implementation.TILED)) == "Attention(causal=False, scale=None, impl='tiled')"
 
@@ -202,15 +176,7 @@ def test_a_module_hands_features_on(kind):
 
 
 def test_a_module_drops_weights_in_training_alone():
-    q = torch.randn(2, 4, 9, 8)
-    module = NaiveAttention(dropout_p=0.5)
+    q, module = torch.randn(2, 4, 9, 8), NaiveAttention(dropout_p=0.5)
     expected = attention(q, q, q, impl="naive", dropout_p=0.5, seed=3)
     torch.testing.assert_close(module(q, q, q, seed=3), expected)
     torch.testing.assert_close(module.eval()(q, q, q, seed=3), attention(q, q, q, impl="naive"))
-
-
-@pytest.mark.parametrize("wrong", [{"window": 3}, {"softcap": -1.0}, {"dropout_p": 2.0}])
-def test_a_module_is_not_made_with_wrong_settings(wrong):
-    [name] = wrong
-    with pytest.raises((TypeError, ValueError), match=name):
-        Attention(**wrong)

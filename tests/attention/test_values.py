@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from cs336_systems.attention import attention
-from cs336_systems.testing import LAYOUTS, Shapes, assert_within_budget, evaluate, make_inputs, poisoned_memory
+from cs336_systems.testing import LAYOUTS, Shapes, assert_within_budget, evaluate, make_inputs
+
+from .helpers import DOUBLE, FLOAT, FLOATS, HALF, check, each_dtype, slow
 
 
 @dataclass(frozen=True)
@@ -110,80 +112,78 @@ def empty() -> list[Case]:
 
 
 CASES = [*lengths(), *head_dims(), *axes(), *scales(), *layouts(), *blind_rows(), *empty()]
-CASE_PARAMS = [pytest.param(case, id=case.name) for case in CASES]
+FAST = {
+    *(f"lengths-{sizes}" for sizes in ("1x1-full", "63x129-bottom_right", "129x63-top_left")),
+    *(f"head_dims-{sizes}" for sizes in ("16x16", "40x24", "80x80", "1x27")),
+    *(f"axes-{name}-causal" for name in ("none", "three_batch_axes", "grouped")),
+    *("scale--0.5", "scale-0.0", "layout-mixed-heads", "layout-packed-no_heads", "layout-misaligned-heads"),
+    *("blind-grouped", "blind-no_keys", "empty-queries-top_left", "empty-heads-full"),
+}
 
 
-ALL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+def params(cases):
+    """Cases as parameters, most of them slow."""
+    return [pytest.param(case, id=case.name, marks=[slow] * (case.name not in FAST)) for case in cases]
+
+
 # The budget is made from naive, so all that it can show there is a NaN: one dtype is enough, but none of 16 bits, as
 # naive's scores, and so its log-sum-exp, have those.
-IMPLEMENTATIONS = [
-    pytest.param(impl, dtype, id=f"{impl}-{str(dtype).removeprefix('torch.')}")
-    for impl, dtypes in {"flash": ALL[:3], "tiled": ALL, "naive": ALL[2:3]}.items()
-    for dtype in dtypes
-]
-
-
-@pytest.mark.parametrize("case", CASE_PARAMS)
-@pytest.mark.parametrize(("impl", "dtype"), IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", params(CASES))
+@each_dtype(flash=FLOATS, tiled=(FLOAT, HALF, torch.bfloat16, DOUBLE), naive=(FLOAT,))
 def test_values_and_gradients_are_within_the_budget(impl, dtype, device, case):
     inputs = make_inputs(case.shapes, dtype=dtype, device=device, layout=case.layout)
-    attend = partial(attention, causal=case.causal, scale=case.scale, impl=impl, return_lse=True)
-    with poisoned_memory():
-        results = evaluate(attend, inputs)
+    check(impl, inputs, causal=case.causal, scale=case.scale)
+
+
+def without_lse(impl, dtype, device, case):
+    """The same without a log-sum-exp, which torch's own attention does not return."""
+    inputs = make_inputs(case.shapes, dtype=dtype, device=device, layout=case.layout)
+    results = evaluate(partial(attention, causal=case.causal, scale=case.scale, impl=impl), inputs)
     assert_within_budget(results, inputs, causal=case.causal, scale=case.scale)
 
 
-def test_tiled_masks_the_right_tiles_wherever_the_diagonal_lies(device):
-    """One hidden key in a tile that is taken for a visible one shows for a single difference of lengths."""
-    for k_len in range(1, 70):
-        q, k, v, *_ = make_inputs(Shapes.of(1, q_len=40, k_len=k_len, d=4), dtype=torch.float64, device=device)
-        out, exact = (attention(q, k, v, causal=True, impl=impl) for impl in ("tiled", "naive"))
-        torch.testing.assert_close(out, exact, msg=lambda text, k_len=k_len: f"{k_len} keys: {text}")
-
-
-@pytest.mark.parametrize("case", CASE_PARAMS)
+@pytest.mark.parametrize("case", params(CASES))
 def test_the_implementation_chosen_is_within_the_budget(device, case):
-    """Without a log-sum-exp, which torch's own does not return."""
-    inputs = make_inputs(case.shapes, device=device, layout=case.layout)
-    results = evaluate(partial(attention, causal=case.causal, scale=case.scale), inputs)
-    assert_within_budget(results, inputs, causal=case.causal, scale=case.scale)
+    without_lse("auto", FLOAT, device, case)
 
 
-def expressible_by_sdpa(case: Case) -> bool:
-    return "empty" not in case.name and "blind" not in case.name and sees_keys(case)
+def torch_computes(case: Case) -> bool:
+    sees_keys = case.causal not in (True, "bottom_right") or case.shapes.q[-2] <= case.shapes.k[-2]
+    return "empty" not in case.name and "blind" not in case.name and sees_keys
 
 
-def sees_keys(case: Case) -> bool:
-    return case.causal not in (True, "bottom_right") or case.shapes.q[-2] <= case.shapes.k[-2]
-
-
-@pytest.mark.parametrize("case", [case for case in CASE_PARAMS if expressible_by_sdpa(case.values[0])])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("case", params(filter(torch_computes, CASES)))
+@pytest.mark.parametrize("dtype", [pytest.param(HALF, marks=slow), FLOAT])
 def test_torch_s_own_computes_the_same(dtype, device, case):
     """That it is called rightly: the mask's alignment, the scale, groups of heads, any axes."""
-    inputs = make_inputs(case.shapes, dtype=dtype, device=device, layout=case.layout)
-    results = evaluate(partial(attention, causal=case.causal, scale=case.scale, impl="sdpa"), inputs)
-    assert_within_budget(results, inputs, causal=case.causal, scale=case.scale)
+    without_lse("sdpa", dtype, device, case)
 
 
-COMPILED = ("blind-grouped-negated", "empty-keys-full")
-
-
-@pytest.mark.parametrize("case", [case for case in CASE_PARAMS if case.id in COMPILED])
-def test_the_compiled_implementation_is_within_the_budget(device, case):
+@slow
+@pytest.mark.parametrize("name", ["blind-grouped-negated", "empty-keys-full"])
+def test_the_compiled_implementation_is_within_the_budget(device, name):
     """On a few: each is compiled, which takes longer than to compute all others."""
+    (case,) = (case for case in CASES if case.name == name)
     inputs = make_inputs(case.shapes, device=device, layout=case.layout)
     attend = partial(attention, causal=case.causal, scale=case.scale, impl="compiled", return_lse=True)
     assert_within_budget(evaluate(attend, inputs), inputs, causal=case.causal, scale=case.scale)
 
 
+def test_tiled_masks_the_right_tiles_wherever_the_diagonal_lies(device):
+    """One hidden key in a tile that is taken for a visible one shows for a single difference of lengths."""
+    for k_len in range(1, 70):
+        q, k, v, *_ = make_inputs(Shapes.of(1, q_len=40, k_len=k_len, d=4), dtype=DOUBLE, device=device)
+        out, exact = (attention(q, k, v, causal=True, impl=impl) for impl in ("tiled", "naive"))
+        torch.testing.assert_close(out, exact, msg=lambda text, k_len=k_len: f"{k_len} keys: {text}")
+
+
 def test_the_table_names_each_case_once():
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names)
-    assert set(COMPILED) <= set(names)
+    assert set(names) >= FAST
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", FLOATS[:2])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("factor", [1e3, 1e4])
 def test_scores_in_the_millions_make_no_weight_infinite(flash_device, dtype, causal, factor):

@@ -10,57 +10,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cs336_systems.attention import attention, attention_varlen
-from cs336_systems.attention.variants import block_local, dilated, relative_bias
-from cs336_systems.testing import (
-    Shapes,
-    assert_packed_within_budget,
-    evaluate,
-    make_inputs,
-    make_packed,
-    poisoned_memory,
-    starts_of,
+from cs336_systems.attention.variants import block_local, dilated
+from cs336_systems.testing import Shapes, evaluate, make_inputs, make_packed, starts_of
+
+from .features import Maker
+from .helpers import (
+    DOUBLE,
+    FLOAT,
+    FLOATS,
+    HALF,
+    assert_same,
+    check_packed,
+    each_dtype,
+    each_implementation,
+    named,
+    slow,
 )
 
 LENGTHS = [(3, 5), (0, 4), (40, 33), (70, 90), (1, 0), (9, 9)]
 HEADS = (4, 2)
-IMPLEMENTATIONS = [
-    pytest.param(impl, dtype, id=f"{impl}-{str(dtype).removeprefix('torch.')}")
-    for impl, dtypes in {
-        "flash": (torch.float16, torch.bfloat16, torch.float32),
-        "tiled": (torch.float32, torch.float64),
-        "naive": (torch.float64,),
-    }.items()
-    for dtype in dtypes
-]
 
 
-class Maker:
-    """Features of packed sequences of these lengths."""
-
-    def __init__(self, lengths, heads, dtype, device):
-        self.on = {"dtype": dtype, "device": device}
-        self.batch, self.heads = len(lengths), heads
-        self.most = tuple(max(column) for column in zip(*lengths, strict=True))
-
-    def parameter(self, *shape):
-        return torch.randn(shape, **self.on).requires_grad_()
-
-    def bias(self, axes):
-        sizes = zip("bhqk", (self.batch, self.heads, *self.most), strict=True)
-        return {"bias": self.parameter(*[size if name in axes else 1 for name, size in sizes])}
-
-    def slopes(self, of_each_sequence=False):
-        shape = (self.batch, self.heads) if of_each_sequence else (self.heads,)
-        return {"alibi_slopes": torch.rand(shape, **self.on).requires_grad_()}
-
-    def sinks(self):
-        return {"sinks": self.parameter(self.heads)}
-
-    def relative(self):
-        return {"scores": relative_bias(self.parameter(self.heads, 2 * max(self.most) - 1))}
-
-    def mask(self):
-        return {"mask": torch.rand(self.batch, 1, 1, self.most[1], device=self.on["device"]) < 0.8}
+def maker(lengths, heads, dtype, device):
+    """Of features of all sequences."""
+    return Maker((len(lengths), heads, *map(max, zip(*lengths, strict=True))), dtype, device)
 
 
 CASES = {
@@ -77,29 +50,20 @@ CASES = {
     "bias_of_keys": (True, lambda make: make.bias("bk")),
     "bias_of_queries": (False, lambda make: make.bias("hq") | {"softcap": 2.0}),
     "bias_of_heads": ("top_left", lambda make: make.bias("h")),
-    "relative_bias": (True, lambda make: make.relative()),
-    "mask": (True, lambda make: make.mask()),
+    "relative_bias": (True, lambda make: make.distances("hd", after=20)),
+    "mask": (True, lambda make: make.mask("bk")),
     "rules": (False, lambda make: {"mask": ~dilated(3) | block_local(8)} | make.sinks()),
 }
-NAMES = [pytest.param(name, marks=pytest.mark.every_triton) if name == "causal_window" else name for name in CASES]
+FAST = ["causal_window", "slopes", "bias", "mask"]
 
 
-def check(impl, inputs, lengths, causal, features):
-    q_starts, k_starts = (starts_of(column, inputs.q.device) for column in zip(*lengths, strict=True))
-    most = dict(zip(("max_seqlen_q", "max_seqlen_k"), map(max, zip(*lengths, strict=True)), strict=True))
-    attend = partial(attention_varlen, causal=causal, impl=impl, return_lse=True, **most)
-    given = {"cu_seqlens_q": q_starts, "cu_seqlens_k": k_starts}
-    with poisoned_memory():
-        results = evaluate(partial(attend, **given), inputs, features)
-    assert_packed_within_budget(results, inputs, lengths, causal=causal, features=features)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("impl", "dtype"), IMPLEMENTATIONS)
+@pytest.mark.every_triton
+@pytest.mark.parametrize("name", named(CASES, FAST))
+@each_dtype(flash=FLOATS, tiled=(FLOAT, DOUBLE), naive=(DOUBLE,))
 def test_values_and_gradients_are_within_the_budget(impl, dtype, device, name):
     causal, features = CASES[name]
     inputs = make_packed(LENGTHS, heads=HEADS, d=8, dv=12, beyond=3, dtype=dtype, device=device)
-    check(impl, inputs, LENGTHS, causal, features(Maker(LENGTHS, HEADS[0], dtype, device)))
+    check_packed(impl, inputs, LENGTHS, causal, features(maker(LENGTHS, HEADS[0], dtype, device)))
 
 
 @st.composite
@@ -111,11 +75,12 @@ def calls(draw):
         "d": draw(st.integers(1, 40)),
         "dv": draw(st.integers(1, 40)),
         "beyond": draw(st.sampled_from([0, 0, 1, 70])),
-        "dtype": draw(st.sampled_from([torch.float16, torch.float32])),
+        "dtype": draw(st.sampled_from([HALF, FLOAT])),
         "name": draw(st.sampled_from(sorted(CASES))),
     }
 
 
+@slow
 @settings(max_examples=12)
 @given(call=calls())
 def test_flash_of_any_lengths(flash_device, call):
@@ -125,14 +90,14 @@ def test_flash_of_any_lengths(flash_device, call):
     if not all(max(column) for column in zip(*lengths, strict=True)) and name.startswith(("bias", "mask", "relative")):
         lengths = [*lengths, (1, 1)]
     inputs = make_packed(lengths, device=flash_device, **call)
-    check("flash", inputs, lengths, causal, features(Maker(lengths, call["heads"][0], dtype, flash_device)))
+    check_packed("flash", inputs, lengths, causal, features(maker(lengths, call["heads"][0], dtype, flash_device)))
 
 
 @pytest.mark.parametrize("features", [{}, {"dropout_p": 0.3, "seed": 7}], ids=["plain", "dropout"])
-@pytest.mark.parametrize("impl", ["flash", "tiled", "naive"])
+@each_implementation
 def test_equal_lengths_are_a_batch(impl, device, features):
     """To the bit where the kernels see the same tiles; dropout takes the sequence for the entry of the batch."""
-    dtype = torch.float16 if impl == "flash" else torch.float64
+    dtype = HALF if impl == "flash" else DOUBLE
     inputs = make_inputs(Shapes.of(3, q_len=37, k_len=45, d=16, q_heads=4, kv_heads=2), dtype=dtype, device=device)
     q, k, v, dout = (x.transpose(1, 2).flatten(0, 1) for x in inputs[:4])
     packed = inputs._replace(q=q, k=k, v=v, dout=dout, dlse=inputs.dlse.transpose(0, 1).flatten(1))
@@ -156,7 +121,7 @@ def on(starts, impl="flash", **settings):
 
 def test_neighbours_do_not_matter(flash_device):
     """Not even those that are NaN, and neither do the rows after the last sequence."""
-    inputs = make_packed([(20, 20), (30, 30), (9, 9)], d=16, beyond=5, dtype=torch.float16, device=flash_device)
+    inputs = make_packed([(20, 20), (30, 30), (9, 9)], d=16, beyond=5, dtype=HALF, device=flash_device)
     attend = on([starts_of([20, 30, 9], flash_device)], causal=True, return_lse=True)
     before = evaluate(attend, inputs)
     spoilt = inputs._replace(**{name: getattr(inputs, name).clone() for name in ("q", "k", "v")})
@@ -168,26 +133,19 @@ def test_neighbours_do_not_matter(flash_device):
     assert torch.equal(after["out"][59:], torch.zeros_like(after["out"][59:]))
 
 
-def same(inputs, attends, others=None):
-    """Two calls give the same bits."""
-    first, second = (evaluate(attend, x) for attend, x in zip(attends, (inputs, others or inputs), strict=True))
-    for name, x in first.items():
-        assert torch.equal(x, second[name]), name
-
-
 def test_starts_may_be_wide_and_strided(flash_device):
     inputs = make_packed(LENGTHS, d=16, device=flash_device)
     plain = [starts_of(column, flash_device) for column in zip(*LENGTHS, strict=True)]
     strange = [starts.long().repeat(2, 1).mT.contiguous()[:, 0] for starts in plain]
     assert not strange[0].is_contiguous()
-    same(inputs, (on(plain), on(strange)))
+    assert_same(evaluate(on(plain), inputs), evaluate(on(strange), inputs), exact=True)
 
 
 def test_tensors_may_have_any_strides(flash_device):
-    inputs = make_packed(LENGTHS, heads=(2, 2), d=16, dtype=torch.float16, device=flash_device)
+    inputs = make_packed(LENGTHS, heads=(2, 2), d=16, dtype=HALF, device=flash_device)
     starts = [starts_of(column, flash_device) for column in zip(*LENGTHS, strict=True)]
     strided = inputs._replace(**{name: getattr(inputs, name).mT.contiguous().mT for name in ("q", "k", "v", "dout")})
-    same(inputs, (on(starts), on(starts)), strided)
+    assert_same(evaluate(on(starts), inputs), evaluate(on(starts), strided), exact=True)
 
 
 @pytest.mark.gpu

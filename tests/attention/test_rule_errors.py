@@ -1,0 +1,229 @@
+"""Bad rules, and bad tensors that rules captured: each message names what is wrong."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+
+from cs336_systems.attention import attention, explain
+from cs336_systems.attention.rules import predicate, score_rule
+from cs336_systems.attention.variants import (
+    alibi,
+    bias,
+    block_local,
+    causal,
+    dilated,
+    document,
+    prefix,
+    relative_bias,
+    softcap,
+    visible_where,
+    window,
+)
+from cs336_systems.kernels.language import at
+
+from .helpers import rows
+
+Q, K = torch.zeros(2, 4, 5, 16), torch.zeros(2, 2, 7, 16)
+IDS = torch.zeros(2, 5, dtype=torch.int64)
+
+
+def says(message):
+    return f"^{re.escape(message)}$"
+
+
+FLOAT_SLOPES, INTEGERS = "slopes must be (batch, heads) floating-point numbers", "(batch, length) integers"
+FULL_BIAS = "bias must be (batch, heads, q_len, k_len) floating-point numbers"
+TABLE = "table must be ([batch,] heads, length) floating-point numbers"
+WRONG_FOR_VARIANTS = {
+    "alibi_list": (lambda: alibi([1.0]), "slopes must be a torch.Tensor; got list"),
+    "alibi_shape": (lambda: alibi(torch.ones(4)), f"{FLOAT_SLOPES}; got (4,) torch.float32"),
+    "alibi_integers": (lambda: alibi(IDS), f"{FLOAT_SLOPES}; got (2, 5) torch.int64"),
+    "alibi_shift": (lambda: alibi(torch.ones(1, 4), 0.5), "shift must be an integer; got 0.5 of type float"),
+    "bias_number": (lambda: bias(1.0), "bias must be a torch.Tensor; got float"),
+    "bias_shape": (lambda: bias(torch.ones(5, 7)), f"{FULL_BIAS}; got (5, 7) torch.float32"),
+    "bias_bool": (lambda: bias(torch.ones(1, 1, 5, 7) > 0), f"{FULL_BIAS}; got (1, 1, 5, 7) torch.bool"),
+    "block_local": (lambda: block_local(0), "size must be at least 1; got 0"),
+    "block_local_float": (lambda: block_local(2.5), "size must be an integer; got 2.5 of type float"),
+    "causal_none": (lambda: causal(None), "shift must be an integer; got None of type NoneType"),
+    "dilated": (lambda: dilated(-1), "step must be at least 1; got -1"),
+    "dilated_bool": (lambda: dilated(True), "step must be an integer; got True of type bool"),
+    "document_list": (lambda: document([0]), "of_queries must be a torch.Tensor; got list"),
+    "document_shape": (lambda: document(IDS[0]), f"of_queries must be {INTEGERS}; got (5,) torch.int64"),
+    "document_floats": (lambda: document(IDS, IDS.float()), f"of_keys must be {INTEGERS}; got (2, 5) torch.float32"),
+    "prefix_list": (lambda: prefix([3]), "lengths must be a torch.Tensor; got list"),
+    "prefix_shape": (lambda: prefix(IDS), "lengths must be (batch,) integers; got (2, 5) torch.int64"),
+    "prefix_floats": (lambda: prefix(torch.ones(2)), "lengths must be (batch,) integers; got (2,) torch.float32"),
+    "relative_bias_list": (lambda: relative_bias([1.0]), "table must be a torch.Tensor; got list"),
+    "relative_bias_shape": (lambda: relative_bias(torch.ones(9)), f"{TABLE}; got (9,) torch.float32"),
+    "relative_bias_integers": (lambda: relative_bias(IDS), f"{TABLE}; got (2, 5) torch.int64"),
+    "relative_bias_origin": (
+        lambda: relative_bias(torch.ones(1, 9), 4.0),
+        "origin must be an integer; got 4.0 of type float",
+    ),
+    "softcap_zero": (lambda: softcap(0.0), "cap must be above 0 and finite; got 0.0"),
+    "softcap_nan": (lambda: softcap(math.nan), "cap must be above 0 and finite; got nan"),
+    "softcap_infinite": (lambda: softcap(math.inf), "cap must be above 0 and finite; got inf"),
+    "softcap_text": (lambda: softcap("3"), "cap must be a number; got '3' of type str"),
+    "visible_where_list": (lambda: visible_where([True]), "mask must be a torch.Tensor; got list"),
+    "visible_where_shape": (
+        lambda: visible_where(torch.ones(5, 7)),
+        "mask must have 4 dimensions (batch, heads, q_len, k_len); got (5, 7)",
+    ),
+    "window_none": (lambda: window(None), "before must be an integer; got None of type NoneType"),
+    "window_after": (lambda: window(1, 0.5), "after must be an integer; got 0.5 of type float"),
+    "window_shift": (lambda: window(1, 1, "2"), "shift must be an integer; got '2' of type str"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), rows(WRONG_FOR_VARIANTS))
+def test_wrong_arguments_of_variants(make, message):
+    with pytest.raises((TypeError, ValueError), match=says(message)):
+        make()
+
+
+@score_rule
+def scaled(score, batch, head, row, column, factors, power):
+    return score * at(factors, (head,)) * power
+
+
+@predicate
+def everything(batch, head, row, column):
+    return row == row
+
+
+@predicate
+def distant(batch, head, row, column, table, zero):
+    return at(table, (head, column - row + zero)) > 0
+
+
+distant.reads("table", axes="head distance", origin="zero")
+
+
+WRONG_FOR_RULES = {
+    "too_few": (lambda: scaled(IDS), ".*scaled must be given factors, power; got 1 values"),
+    "too_many": (lambda: everything(1), ".*everything must be given nothing; got 1 values"),
+    "captured_text": (lambda: scaled(IDS, "2"), "power must be a tensor or a number; got '2' of type str"),
+    "captured_bool": (lambda: scaled(IDS, True), "power must be a tensor or a number; got True of type bool"),
+    "captured_nan": (lambda: scaled(IDS, math.nan), "power must be finite; got nan"),
+    "captured_infinite": (lambda: scaled(-math.inf, 1), "factors must be finite; got -inf"),
+    "predicate_places": (lambda: predicate(lambda batch, row: row), ".* must take batch, head, row, column and .*"),
+    "score_places": (lambda: score_rule(lambda batch, head, row, column: 0), ".* must take score, batch, head, .*"),
+    "gradient_name": (lambda: scaled.gradient("factor", "head"), "captured must be one of factors, power; .*'factor'"),
+    "gradient_axis": (lambda: scaled.gradient("factors", "heads"), "axes must be of batch, .*; got 'heads'"),
+    "gradient_order": (lambda: scaled.gradient("factors", "row head"), "axes must be of batch, .*; got 'row head'"),
+    "gradient_twice": (lambda: scaled.adds("factors", "row row"), "axes must be of batch, .*; got 'row row'"),
+    "gradient_distance": (
+        lambda: scaled.gradient("factors", "row distance", "power"),
+        "axes must be of batch, .*, or of batch, head, distance; got 'row distance'",
+    ),
+    "gradient_distance_order": (
+        lambda: scaled.gradient("factors", "distance head", "power"),
+        "axes must be of batch, .*; got 'distance head'",
+    ),
+    "gradient_without_origin": (
+        lambda: scaled.adds("factors", "head distance"),
+        "origin must be one of power, as axes are 'head distance'; got None",
+    ),
+    "gradient_origin": (
+        lambda: scaled.reads("factors", "head distance", "factors"),
+        "origin must be one of power, as axes are 'head distance'; got 'factors'",
+    ),
+    "gradient_origin_of_nothing": (
+        lambda: scaled.reads("factors", "head", "power"),
+        "origin must be None, as axes are 'head'; got 'power'",
+    ),
+    "origin_tensor": (lambda: distant(IDS, IDS), "zero must be an integer; got Tensor"),
+    "origin_float": (lambda: distant(IDS, 0.5), "zero must be an integer; got float"),
+    "gradient_arguments": (
+        lambda: scaled.gradient("factors", "head")(lambda score: score),
+        r"the function must take what .*scaled does, \(score, .*, power\); got \(score\)",
+    ),
+    "derivative_arguments": (
+        lambda: scaled.derivative(lambda score, factors: factors),
+        r"the function must take what .*scaled does, \(score, .*, power\); got \(score, factors\)",
+    ),
+    "steepest_text": (lambda: score_rule(steepest="2"), "steepest must be a number; got '2' of type str"),
+    "steepest_nan": (lambda: score_rule(steepest=math.nan), "steepest must be above 0 and finite; got nan"),
+    "steepest_zero": (lambda: score_rule(steepest=0.0), "steepest must be above 0 and finite; got 0.0"),
+    "and": (lambda: everything() & True, ".*unsupported operand.*"),
+    "or": (lambda: everything() | torch.ones(1), ".*unsupported operand.*"),
+    "add": (lambda: softcap(1.0) + 1.0, ".*unsupported operand.*"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), rows(WRONG_FOR_RULES))
+def test_wrong_arguments_of_rules(make, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}$"):
+        make()
+
+
+def test_a_captured_tensor_without_a_gradient_is_named():
+    """Where its gradient is needed; autograd finds it by itself for naive and tiled."""
+    factors = torch.ones(4, requires_grad=True)
+    reason = "the score rule .*scaled captured a tensor that needs a gradient, and has no `gradient` for it"
+    with pytest.raises(ValueError, match=reason):
+        attention(Q, K, K, scores=scaled(factors, 2), impl="flash")
+    with torch.no_grad():
+        explain(Q, K, K, scores=scaled(factors, 2))
+    assert attention(Q, K, K, scores=scaled(factors, 2)).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        (
+            {"mask": document(IDS, torch.zeros(2, 6, dtype=torch.int64))},
+            "what mask captured must have shape (2, 7) at least, for batch column, or 1 there; got (2, 6)",
+        ),
+        (
+            {"mask": causal() & ~prefix(torch.zeros(0, dtype=torch.int64))},
+            "what mask captured must have shape (2,) at least, for batch, or 1 there; got (0,)",
+        ),
+        (
+            {"mask": visible_where(torch.ones(1, 1, 5, 5))},
+            "what mask captured must have shape (2, 4, 5, 7) at least, for batch head row column, or 1 there; "
+            "got (1, 1, 5, 5)",
+        ),
+        (
+            {"scores": softcap(3.0) + bias(torch.zeros(1, 1, 9, 7))},
+            "what scores captured must have shape (2, 4, 5, 7), for batch head row column, or 1 there; "
+            "got (1, 1, 9, 7)",
+        ),
+        (
+            {"scores": alibi(torch.zeros(2, 3))},
+            "what scores captured must have shape (2, 4), for batch head, or 1 there; got (2, 3)",
+        ),
+        (
+            {"mask": ~distant(torch.zeros(4, 11), 3)},
+            "what mask captured for distances must have at least 4 elements before its origin, and 7 from there on; "
+            "got 3 and 8",
+        ),
+        (
+            {"scores": relative_bias(torch.zeros(4, 10))},
+            "what scores captured must have shape (2, 4, 11), for batch head distance, or 1 there; got (1, 4, 10)",
+        ),
+        (
+            {"scores": relative_bias(torch.zeros(2, 11))},
+            "what scores captured must have shape (2, 4, 11), for batch head distance, or 1 there; got (1, 2, 11)",
+        ),
+        (
+            {"scores": relative_bias(torch.zeros(4, 20), 3)},
+            "what scores captured for distances must have at least 4 elements before its origin, and 7 from there on; "
+            "got 3 and 17",
+        ),
+        (
+            {"scores": relative_bias(torch.zeros(1, 1, 11))},
+            "what scores captured for distances must have at least 4 elements before its origin, and 7 from there on; "
+            "got 5 and 6",
+        ),
+    ],
+)
+@pytest.mark.parametrize("call", [attention, explain])
+def test_captured_tensors_of_another_size_are_refused(never_runs, call, features, message):
+    """Kernels would read past their ends."""
+    with pytest.raises(ValueError, match=says(message)):
+        call(Q, K, K, **features)
