@@ -11,11 +11,11 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..kernels.call import ALIGNMENT, NO_AUX, Aux
+from ..kernels.torch_names import any_autocast, must_dispatch
 from . import dispatch
 from .call import Arguments, make_call, sizes_of
 from .dispatch import Explanation, Implementation
 from .features import bind
-from .op import must_dispatch
 from .precision import autocast_inputs
 from .rules import Mask, Scores
 from .sizes import Packed
@@ -144,7 +144,8 @@ def attention(
         from .varlen import nested_attention
 
         return nested_attention(q, k, v, arguments, impl)
-    q, k, v = autocast_inputs(q, k, v)
+    if torch.compiler.is_compiling() or any_autocast():
+        q, k, v = autocast_inputs(q, k, v)
     out, lse = run(q, k, v, arguments, impl)
     return out if lse is None else (out, lse)
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.call import Aux, Call, Options
+from ..kernels.call import NO_AUX, Aux, Call, Options
 from .features import bind, check_features, expressions
 from .rules import Mask, Scores
 from .sizes import Packed, Sizes
@@ -101,11 +101,11 @@ def make_call(
     """
     check_qkv(q, k, v)
     options = _options(q, k, arguments)
-    sizes = sizes_of(q, k, packed)
-    aux = Aux(cache_lengths=cache_lengths)
+    aux = Aux(cache_lengths=cache_lengths) if cache_lengths is not None else NO_AUX
     if packed is not None:
         options = options._replace(max_seqlen_q=packed.max_seqlen_q, max_seqlen_k=packed.max_seqlen_k)
     if arguments.has_tensors or packed is not None:
+        sizes = sizes_of(q, k, packed)
         check_features(arguments, sizes, options, q.device)
         aux = bind(arguments, sizes, options.bottom_right, q.device)
         mask, scores = expressions(arguments, sizes, options.bottom_right, aux, q.device)

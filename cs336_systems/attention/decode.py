@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ..kernels.torch_names import must_dispatch
 from . import dispatch
 from .api import run
 from .call import Arguments, make_call
 from .dispatch import Explanation, Implementation
-from .op import must_dispatch
 from .precision import autocast_inputs
 from .validation import INTEGERS, Window, check_qkv, check_tensors, shape_of
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.call import ALIGNMENT, NO_AUX, Aux, Call, Gradients, Wanted, plan_caches
-from ..kernels.torch_names import apply_of, constant_when_traced, current_device, in_forward_mode
+from ..kernels.torch_names import apply_of, constant_when_traced, current_device, in_forward_mode, must_dispatch
 from . import naive, op, sdpa, tiled
 from .functions import FlashAttentionFunction, Plan, TiledAttentionFunction, TracedPlan
 
@@ -325,7 +325,7 @@ def _why_not_decode(call: Call) -> str | None:
 def differentiable_plan(backend: Backend, call: Call) -> Plan:
     """The plan of a call for the autograd Functions."""
     implementation = backend.implementation.value
-    if op.must_dispatch(call.q, call.k, call.v, *call.aux.tensors):
+    if must_dispatch(call.q, call.k, call.v, *call.aux.tensors):
         return TracedPlan(implementation, call.options)
     return kernel_plan(call) if isinstance(backend, KernelBackend) else tiled.TiledPlan(call.options)
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ..kernels import rules as expr
 from ..kernels.call import Aux, Options
-from ..kernels.torch_names import exporting
+from ..kernels.torch_names import exporting, must_dispatch
 from . import variants
 from .blocks import Blocks
 from .captured import broadcasts, check_captured
-from .op import library, must_dispatch
+from .op import library
 from .rules import Mask, Scores
 from .sizes import Sizes, diagonal_shift
 

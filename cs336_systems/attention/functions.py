@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.call import NO_AUX, Aux, AuxLayout, Call, Gradients, Options, Wanted
+from ..kernels.torch_names import must_dispatch
 from . import op
 from .call import Arguments, make_call
 from .derivatives import differentiable_once
@@ -92,7 +93,7 @@ def _backward(ctx: Any, implementation: str, dout: Tensor | None, dlse: Tensor |
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     plan, layout = ctx.plan
-    if op.must_dispatch(q, dout):  # compiled autograd, a mode
+    if must_dispatch(q, dout):  # compiled autograd, a mode
         plan = TracedPlan(implementation, plan.options)
     if layout is None:
         dq, dk, dv, _, _ = plan.backward(q, k, v, out, lse, dout, dlse, NO_AUX, NO_WANTED)

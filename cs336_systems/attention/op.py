@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.call import Aux, AuxLayout, Call, Gradients, Options, Wanted
-from ..kernels.layout import one_a_row, rows_like
+from ..kernels.call import Aux, AuxLayout, Call, Gradients, Options, Wanted, one_a_row, rows_like
 from ..kernels.rules import bits_of, numbers_of, structure_of, with_numbers
-from ..kernels.torch_names import constant_when_traced, modes_at_work, transform_level
+from ..kernels.torch_names import constant_when_traced, transform_level
 from .derivatives import TWICE
 
 NAMESPACE = "cs336_systems"
@@ -46,16 +45,6 @@ library = torch.library.Library(NAMESPACE, "DEF")
 def transforming() -> bool:
     """Whether a transform of `torch.func` such as vmap is active, and torch.compile, which traces it, is not."""
     return not torch.compiler.is_compiling() and transform_level() is not None
-
-
-def must_dispatch(*tensors: Tensor) -> bool:
-    """Whether something else has to see the call: tracing, a transform, a dispatch mode, a tensor subclass."""
-    if torch.compiler.is_compiling() or modes_at_work() or transform_level() is not None:
-        return True
-    for tensor in tensors:  # noqa: SIM110 - a generator costs a microsecond
-        if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
-            return True
-    return False
 
 
 def forward(implementation: str, call: Call) -> tuple[Tensor, Tensor]:

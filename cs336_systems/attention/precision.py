@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from ..kernels.torch_names import any_autocast
-
 # Asked once: torch.compile cannot trace the question.
 _AUTOCAST_DEVICES = frozenset(
     device for device in ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "maia") if torch.amp.is_autocast_available(device)
@@ -24,8 +22,6 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast, the tensors in its dtype, as torch's ``scaled_dot_product_attention`` takes them."""
-    if not torch.compiler.is_compiling() and not any_autocast():
-        return q, k, v
     try:
         device = q.device.type
     except AttributeError:

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..kernels.call import Call, Options
-from .op import must_dispatch
+from ..kernels.torch_names import must_dispatch
 from .pairs import Pairs, seen_pairs
 
 ANY_SCALE = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

@@ -15,10 +15,9 @@ from einops import einsum, rearrange, reduce
 from jaxtyping import Float
 from torch import Tensor
 
-from ..kernels.call import Aux, Band, Gradients, Options, Wanted
-from ..kernels.layout import rows_like
+from ..kernels.call import Aux, Band, Gradients, Options, Wanted, rows_like
 from ..kernels.lib.reductions import sink_gradient
-from .op import must_dispatch
+from ..kernels.torch_names import must_dispatch
 from .pairs import Pairs, by_group, changed_scores, kept_pairs, scores_and_slopes, seen_pairs
 from .precision import without_autocast
 

@@ -10,11 +10,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import Unpack
 
+from ..kernels.torch_names import must_dispatch
 from . import dispatch
 from .api import AttentionOptions, run
 from .call import Arguments, make_call
 from .dispatch import Explanation, Implementation
-from .op import must_dispatch
 from .precision import autocast_inputs
 from .sizes import Packed
 from .validation import INTEGERS, check_tensors, shape_of

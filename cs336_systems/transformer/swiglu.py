@@ -21,8 +21,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..attention.derivatives import differentiable_once
-from ..attention.op import must_dispatch, transforming
-from ..kernels.torch_names import exporting, in_forward_mode
+from ..attention.op import transforming
+from ..kernels.torch_names import exporting, in_forward_mode, must_dispatch
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None

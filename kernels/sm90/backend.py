@@ -11,8 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..call import ALIGNMENT, NO_AUX, Aux, Call, Gradients, Wanted
-from ..layout import one_a_row, rows_like
+from ..call import ALIGNMENT, NO_AUX, Aux, Call, Gradients, Wanted, one_a_row, rows_like
 from .tiles import BACKWARD, HEAD_DIMS, split_head_dim
 
 CAPABILITY = (9, 0)

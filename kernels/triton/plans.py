@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import Aux, Call, Gradients, Wanted
+from ..call import Aux, Call, Gradients, Wanted, one_a_row, rows_like
 from ..launching import Launcher, address_of
-from ..layout import one_a_row, rows_like
 from ..lib.reductions import sink_gradient
 from .backward import dkdv_kernel, dq_kernel
 from .forward import forward_kernel

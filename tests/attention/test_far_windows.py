@@ -10,8 +10,7 @@ import torch
 
 from cs336_systems.attention import attention, attention_varlen, attention_with_cache, explain
 from cs336_systems.attention.rules import Mask
-from cs336_systems.attention.symbolic import FAR
-from cs336_systems.attention.validation import window_sides
+from cs336_systems.attention.validation import FAR, window_sides
 from cs336_systems.attention.variants import alibi, block_local, causal, dilated, window
 from cs336_systems.kernels.call import MAX_LENGTH
 from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs, starts_of

@@ -20,13 +20,13 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 
+from cs336_systems.kernels.inspection import Report, compile_for, rows_of
+from cs336_systems.kernels.launching import Launch
+from cs336_systems.kernels.settings import Window
 from cs336_systems.kernels.sm90 import config, describe
 from cs336_systems.kernels.sm90.forward import forward_kernel
 from cs336_systems.kernels.sm90.forward_more import forward_more_kernel
 from cs336_systems.kernels.sm90.launch import KERNELS
-from cs336_systems.kernels.inspection import Report, compile_for, rows_of
-from cs336_systems.kernels.launching import Launch
-from cs336_systems.kernels.settings import Window
 
 BANDS = {
     "none": (None, None),

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from cs336_systems.attention import attention
-from cs336_systems.kernels.call import plan_caches
-from cs336_systems.kernels.call import Call, Options
+from cs336_systems.kernels.call import Call, Options, plan_caches
 from cs336_systems.kernels.triton import halves
 from cs336_systems.kernels.triton.problem import Problem, is_pipelined
 from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs, poisoned_memory

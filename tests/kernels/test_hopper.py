@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from cs336_systems.attention.variants import softcap
+from cs336_systems.kernels.settings import Settings
 from cs336_systems.kernels.sm90.config import WIDTHS
 from cs336_systems.kernels.sm90.coverage import why_not_backward
-from cs336_systems.kernels.settings import Settings
 from cs336_systems.kernels.versions import why_not_gluon
 from cs336_systems.testing import Shapes, make_inputs, naive_results, oracle, terms
 from cs336_systems.testing.budget import compare

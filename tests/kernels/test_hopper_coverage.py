@@ -11,10 +11,10 @@ from cs336_systems.attention.flash import kernels_of
 from cs336_systems.attention.spec import AttentionSpec, Causal
 from cs336_systems.attention.variants import alibi, softcap
 from cs336_systems.kernels import tuning
+from cs336_systems.kernels.settings import Settings
 from cs336_systems.kernels.sm90 import coverage
 from cs336_systems.kernels.sm90.config import columns_of
 from cs336_systems.kernels.sm90.coverage import is_aligned, why_not_computed, why_not_differentiated, why_not_forward
-from cs336_systems.kernels.settings import Settings
 from cs336_systems.testing import starts_of
 
 
@@ -176,8 +176,8 @@ def test_descriptors_are_made_once_for_an_address(monkeypatch):
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from cs336_systems.kernels.sm90 import launcher
     from cs336_systems.kernels.launching import Launch
+    from cs336_systems.kernels.sm90 import launcher
 
     made, launched = [], []
 

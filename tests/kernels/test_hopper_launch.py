@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from cs336_systems.kernels.settings import Settings
 from cs336_systems.kernels.sm90 import coverage, describe, launch
 from cs336_systems.kernels.sm90.describe import Rows
-from cs336_systems.kernels.settings import Settings
 
 CAUSAL = Settings("bottom_right").text
 

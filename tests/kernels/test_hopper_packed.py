@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from cs336_systems.attention.variants import softcap
+from cs336_systems.kernels.settings import Settings
 from cs336_systems.kernels.sm90.config import WIDTHS
 from cs336_systems.kernels.sm90.coverage import why_not_backward
-from cs336_systems.kernels.settings import Settings
 from cs336_systems.kernels.versions import why_not_gluon
 from cs336_systems.testing import assert_packed_within_budget, make_packed, poisoned_memory, starts_of
 

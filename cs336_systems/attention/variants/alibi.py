@@ -4,7 +4,7 @@ from torch import Tensor
 
 from ...kernels.language import at, tl
 from ..rules import Scores, score_rule
-from ..symbolic import is_known
+from ..validation import is_known
 from .arguments import MOST, integer, tensor
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..symbolic import largest_of, smallest_of
+from ..validation import largest_of, smallest_of
 
 MOST = 2**30
 """No position is as far as this from another, and sums of two such numbers fit 32 bits."""
