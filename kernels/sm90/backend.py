@@ -30,6 +30,8 @@ MAX_DETERMINISTIC_HEAD_DIM = 128
 MAX_PACKED_ROWS = 1 << 29
 """Packed rows: sequences end at TMA coordinates below 2**30, and per-row buffers have more rows."""
 
+NO_TAILS: tuple[int | None, ...] = (None, None, None, None)
+
 Forward = Callable[[Tensor, Tensor, Tensor, Aux], tuple[Tensor, Tensor]]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Aux], Gradients]
 
@@ -69,8 +71,11 @@ def unsupported_call(call: Call) -> str | None:
     dims = call.head_dim, call.v_head_dim
     in_range = MIN_HEAD_DIM <= call.head_dim <= HEAD_DIMS[-1] and all(dim % HEAD_DIM_MULTIPLE == 0 for dim in dims)
     if not in_range or split_head_dim(*dims) is None:
-        expected = f"one head dimension of q and v, a multiple of {HEAD_DIM_MULTIPLE} from {MIN_HEAD_DIM} to {HEAD_DIMS[-1]}"
-        return f"needs {expected}, or v of 72 to 128 and q of 136 to 192, or 40 to 64 and 72 to 96; got {dims[1]} and {dims[0]}"
+        return (
+            f"needs the same head dimension of q and v, a multiple of {HEAD_DIM_MULTIPLE} from {MIN_HEAD_DIM} to "
+            f"{HEAD_DIMS[-1]}, or 136 to 192 of q and 72 to 128 of v, or 72 to 96 of q and 40 to 64 of v; "
+            f"got {dims[0]} of q and {dims[1]} of v"
+        )
     options, aux = call.options, call.aux
     if not 0.0 < options.scale < math.inf:
         return f"needs a positive scale; got {options.scale}"
@@ -129,14 +134,11 @@ def plan_forward(call: Call) -> Forward:
         out = new_out(q)
         lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
         workspace = workspace_for(device, num_tiles)
-        tensors = q_ptr, k_ptr, v_ptr, out_ptr = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        tensors = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         tails = NO_TAILS
-        if split.v_tail:
-            tails = tensors
-        elif split.k_tail:
-            tails = q_ptr, k_ptr, None, None
-        starts = _starts(aux)
-        if not launch((*tensors, *tails, lse.data_ptr(), workspace.data_ptr(), *starts)):
+        if split.k_tail:
+            tails = tensors if split.v_tail else (*tensors[:2], None, None)
+        if not launch((*tensors, *tails, lse.data_ptr(), workspace.data_ptr(), *_starts(aux))):
             launch.first(forward_launch(Call(q, k, v, options, aux), out, lse, workspace, num_sms))
         return out, lse
 
@@ -177,7 +179,7 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
         memory = torch.empty(elements, dtype=torch.float32, device=device)
         workspace = workspace_for(device, 0)
         lse2_ptr, delta_ptr, sums_ptr, turns_ptr = rows = buffers.addresses(memory.data_ptr())
-        cu_seqlens_q, cu_seqlens_k = starts = _starts(aux)
+        cu_seqlens_q, _ = starts = _starts(aux)
         dout_ptr, dlse_ptr = dout.data_ptr(), None if dlse is None else dlse.data_ptr()
         if not prepare((out.data_ptr(), dout_ptr, lse.data_ptr(), dlse_ptr, *rows, cu_seqlens_q)):
             made = Call(q, k, v, options, aux)
@@ -196,9 +198,6 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
     return run
 
 
-NO_TAILS = (None, None, None, None)
-
-
 def _starts(aux: Aux) -> tuple[int | None, int | None]:
     """Addresses of where packed sequences begin."""
     if aux.cu_seqlens_q is None or aux.cu_seqlens_k is None:
@@ -212,7 +211,7 @@ def num_sms_of(device: torch.device) -> int:
 
 
 def _allocator(x: Tensor, columns: int) -> Callable[[Tensor], Tensor]:
-    """What allocates an output (*x.shape[:-1], columns), with axes in memory in the order of x's, for tensors like x."""
+    """A function of a tensor like x that allocates (*x.shape[:-1], columns), its axes in memory in x's order."""
     layout, dtype, device = rows_like(x, columns), x.dtype, x.device
     alike = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta")
     if columns == x.shape[-1] and torch.empty_like(alike).stride() == layout.strides:

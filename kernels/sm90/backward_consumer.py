@@ -15,9 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..versions import async_store, barrier
+from ..versions import async_store, barrier, reinterpret
 from .lib import named_barriers
-from .lib.mma import WG_ROWS, accumulator, as_matrix, pack_pairs, reinterpret, unpack_operand
+from .lib.mma import WG_ROWS, accumulator, as_matrix, pack_pairs, unpack_operand
 from .lib.scheduler import STOP
 
 

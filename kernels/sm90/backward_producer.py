@@ -34,7 +34,7 @@ class Tensors:
 class SharedMemory:
     """What warps share.
 
-    k, v: the CTA's tile of keys; v in one buffer for each 64 of them. k arrives with its first q, v with its first dout.
+    k, v: the CTA's tile of keys; v in a buffer for each 64 of them. k arrives with its first q, v with its first dout.
     k_empty, v_empty: mbarriers: consumers do not read them any more, nor need v's buffers to store gradients.
     never: an mbarrier at which nobody arrives, if steps wait for its last phase, which is complete; else k_empty.
     q, dout: pipelines. lse2 and delta, of their rows, lie in the same stages.
@@ -67,8 +67,8 @@ def new_pipeline(desc, STAGES: gl.constexpr, EMPTY: gl.constexpr):
 @gluon.jit
 def new_memory(tensors, dq, STAGES: gl.constexpr, NEVER: gl.constexpr, VARLEN: gl.constexpr):
     """Allocate it. dq: a descriptor, or a pointer if consumers share keys. NEVER: whether steps wait for ``never``."""
-    KEYS: gl.constexpr = tensors.k.block_shape[2]
-    TILE_Q: gl.constexpr = tensors.q.block_shape[2]
+    KEYS: gl.constexpr = tensors.k.block_shape[-2]
+    TILE_Q: gl.constexpr = tensors.q.block_shape[-2]
     SHARED_KEYS: gl.constexpr = KEYS == WG_ROWS
     dtype: gl.constexpr = tensors.q.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, TILE_Q], dtype)
@@ -148,7 +148,7 @@ def load_step(tensors, memory, seq, tile, heads_per_kv, member, row, turn, n, fi
     """Load the n-th tile of q and dout with lse2 and delta, from a row of a query head on; k and v with the first."""
     KEYS: gl.constexpr = seq.OUTER_TILE
     TILE_Q: gl.constexpr = seq.INNER_TILE
-    HEAD_DIM: gl.constexpr = tensors.q.block_shape[3]
+    HEAD_DIM: gl.constexpr = tensors.q.block_shape[-1]
     BYTES: gl.constexpr = TILE_Q * HEAD_DIM * 2 + TILE_Q * 4
     head = tile.head * heads_per_kv + member
     batch_head = tile.batch_head * heads_per_kv + member

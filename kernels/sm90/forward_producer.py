@@ -65,8 +65,10 @@ class SharedMemory:
 
 
 @gluon.jit
-def new_memory(tensors, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, SEPARATE_OUT: gl.constexpr, VARLEN: gl.constexpr):
-    """Allocate it. SEPARATE_OUT: whether out has buffers beside q's, so that the next q can be loaded before a store."""
+def new_memory(
+    tensors, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, SEPARATE_OUT: gl.constexpr, VARLEN: gl.constexpr,
+):  # fmt: skip
+    """Allocate it. SEPARATE_OUT: whether out has other buffers than q, so that q can be loaded earlier."""
     q = Pipeline(new_buffers(tensors.q, CONSUMERS), new_barriers(1, 1), new_barriers(1, CONSUMERS), 1)
     # One release covers a step's k and the v of the step before.
     empty = new_barriers(STAGES, CONSUMERS)
@@ -91,35 +93,22 @@ def new_memory(tensors, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, SEPARATE_
 def producer(tensors, memory, tile_map, heads_per_kv, PERSISTENT: gl.constexpr):
     """The producer warp: claims tiles, and loads what each needs; at last again for those on the retry list."""
     counter = tensors.workspace
-    retries = RetryList(tensors.workspace + 1)
+    retries = RetryList(counter + 1)
     n = 0
     turn = 0
     index = skip_empty(gl.program_id(0), counter, tile_map, PERSISTENT)
-    # The last two tiles, whose overflow flags are not read yet, and the top of the retry list. They begin unlike
-    # `index`: a pass of MLIR merges loop variables that begin alike and are handed on from one to the next.
-    last = -1
-    last_but_one = -1
     top = -1
     while index < tile_map.num_tiles():
         if turn > 1:
-            top = retries.push_if(memory.overflow.any(turn - 2), last_but_one, top)
-        n, following = load_tile(
-            tensors, memory, tile_map, heads_per_kv, COMPUTE, index, turn, n, PERSISTENT
-        )  # fmt: skip
-        last_but_one = last
-        last = index
+            top = retries.push_if_overflowed(memory.overflow, turn - 2, top)
+        memory.overflow.begin(turn, index)
+        n, index = load_tile(tensors, memory, tile_map, heads_per_kv, COMPUTE, index, turn, n, PERSISTENT)
         turn += 1
-        index = following
-    if turn > 1:
-        top = retries.push_if(memory.overflow.any(turn - 2), last_but_one, top)
-    any_computed = True
-    if tile_map.varlen.VARLEN:
-        any_computed = turn > 0
-    if any_computed:
-        top = retries.push_if(memory.overflow.any(turn - 1), last, top)
+    for late in range(gl.maximum(turn - 2, 0), turn):
+        top = retries.push_if_overflowed(memory.overflow, late, top)
     while top >= 0:
         index = top
-        top = retries.before(index)
+        top = retries.below(index)
         n, _ = load_tile(tensors, memory, tile_map, heads_per_kv, RECOMPUTE, index, turn, n, False)
         turn += 1
     tile, seq = tile_map.tile_at(0)

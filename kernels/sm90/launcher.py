@@ -42,7 +42,7 @@ class Compiled(NamedTuple):
 class Launcher:
     """Launches one kernel on tensors of fixed metadata at any addresses.
 
-    Triton compiles a kernel again where pointers are not multiples of 16 bytes, and encodes each TMA descriptor at every
+    Triton compiles a kernel again where pointers are not multiples of 16 bytes, and encodes TMA descriptors at every
     launch. This keeps the compiled kernel by alignment, and all arguments, encoded, by the tensors' addresses.
     """
 

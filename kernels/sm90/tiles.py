@@ -1,4 +1,4 @@
-"""Tiles, pipeline stages and registers for each head dimension, and the head dimensions there are. Imports no Triton."""
+"""Tiles, pipeline stages and registers for each head dimension. Imports no Triton."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def _new(elements: int, device: torch.device) -> Tensor:
 
 
 def _new_kept(elements: int, device: torch.device) -> Tensor:
-    """A workspace that outlives the call. Another thread allocates it: CUDA graphs of torch.compile own what this does."""
+    """A workspace that is kept. Another thread allocates it: CUDA graphs of torch.compile own what this one does."""
 
     def make() -> tuple[Tensor, torch.cuda.Event]:
         with torch.cuda.device(device):

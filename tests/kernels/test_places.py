@@ -9,7 +9,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cs336_systems.kernels.sm90.describe import tiles_of
+from cs336_systems.kernels.sm90.launches import tiles_per_head
 from cs336_systems.kernels.triton.sequences import sequence_of, slot_of, span_of
 from cs336_systems.kernels.versions import compile_options
 from cs336_systems.testing import starts_of
@@ -37,7 +37,7 @@ def places_kernel(starts, sequences, length, places, TILE: tl.constexpr):
 def test_every_row_is_in_one_tile(flash_device, tile, lengths, beyond):
     starts = starts_of(lengths, flash_device)
     rows = sum(lengths) + beyond
-    tiles = tiles_of(rows, tile, len(lengths))
+    tiles = tiles_per_head(rows, tile, len(lengths))
     places = torch.zeros(tiles, 3, dtype=torch.int32, device=flash_device)
     places_kernel[(tiles,)](starts, len(lengths), rows, places, tile, **compile_options())
     expected = [number for number, length in enumerate([*lengths, beyond]) for _ in range(length)]

@@ -1,12 +1,14 @@
 """Values with named fields in kernels: Triton's aggregates."""
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...versions import aggregate
 
 
-def struct(cls):
+def struct(cls: Any) -> Any:
     """An aggregate that is constructed from its fields in order, as Triton itself provides since 3.8."""
     FIELDS = gl.constexpr(tuple((name, kind is gl.constexpr) for name, kind in cls.__annotations__.items()))
 

@@ -1,8 +1,8 @@
 """Packed sequences (varlen): several in the rows of one tensor, and TMA coordinates that end where a sequence does.
 
-TMA bounds-checks against the tensor's ends, and a sequence ends inside. So the descriptor describes a tensor [wrap, end,
-head, row, column] of BOUND rows, and `tma_coords` makes the last of these rows the sequence's: rows and ends have a
-stride of one row, and BOUND steps along the first axis lead BOUND rows back, because addresses wrap around.
+TMA checks coordinates against the tensor's ends, and a sequence ends inside. So descriptors describe a tensor [wrap,
+end, head, row, column] of BOUND rows, and `tma_coords` makes the last of these rows the sequence's. Rows and ends have
+a stride of one row, and BOUND steps along the first axis lead BOUND rows back, because addresses wrap around.
 """
 
 from triton.experimental import gluon
@@ -22,8 +22,8 @@ PADDING = gl.constexpr(128)
 class Varlen:
     """Where packed sequences begin, and which of them a tile belongs to; nothing of this is used unless VARLEN.
 
-    cu_outer, cu_inner: first rows along both axes, (num_sequences + 1,) each. index: the tile's sequence, with its first
-    rows outer_start and inner_start. BOTTOM_RIGHT: whether a sequence's diagonal ends at its last row and column.
+    cu_outer, cu_inner: first rows along both axes, (num_sequences + 1,) each. index: the tile's sequence, whose first
+    rows are outer_start and inner_start. BOTTOM_RIGHT: whether its diagonal ends at its last row and column.
     """
 
     cu_outer: gl.tensor
