@@ -205,11 +205,10 @@ def backward_launch(
     columns = config.dq_columns if shares_keys else head_dim
     num_tiles = batch * heads * tiles_per_head(call.k_len, config.tile_k, num_sequences(call))
     lse2, delta, dq, turns = buffers.views(memory)
-    if shares_keys:
-        accumulated = dq, None
-    else:
-        half = config.tile_q * head_dim // 2
-        accumulated = float32_descriptor(dq.view(-1, DQ_ROW.value), half // DQ_ROW.value, DQ_ROW.value), turns
+    accumulated: tuple[object, Tensor | None] = dq, None
+    if not shares_keys:
+        rows = config.tile_q * head_dim // 2 // DQ_ROW.value
+        accumulated = float32_descriptor(dq.view(-1, DQ_ROW.value), rows, DQ_ROW.value), turns
     tiled = (q, config.tile_q), (dout, config.tile_q), (k, config.tile_k), (v, ROWS)
     deterministic = call.options.deterministic
     constants = {
