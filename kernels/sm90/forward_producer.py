@@ -97,24 +97,18 @@ def producer(tensors, memory, tile_map, heads_per_kv, PERSISTENT: gl.constexpr):
     n = 0
     turn = 0
     index = skip_empty(gl.program_id(0), counter, tile_map, PERSISTENT)
-    # The last two tiles, whose overflow flags are not read yet, and the top of the retry list. They begin unlike
-    # `index`: a pass of MLIR merges loop variables that begin alike and are handed on from one to the next.
-    last = -1
-    last_but_one = -1
     top = -1
     while index < tile_map.num_tiles():
         if turn > 1:
-            top = retries.push_if(memory.overflow.any(turn - 2), last_but_one, top)
-        n, following = load_tile(tensors, memory, tile_map, heads_per_kv, COMPUTE, index, turn, n, PERSISTENT)
-        last_but_one = last
-        last = index
+            top = retries.push_if_overflowed(memory.overflow, turn - 2, top)
+        memory.overflow.begin(turn, index)
+        n, index = load_tile(tensors, memory, tile_map, heads_per_kv, COMPUTE, index, turn, n, PERSISTENT)
         turn += 1
-        index = following
     for late in range(gl.maximum(turn - 2, 0), turn):
-        top = retries.push_if(memory.overflow.any(late), gl.where(late == turn - 1, last, last_but_one), top)
+        top = retries.push_if_overflowed(memory.overflow, late, top)
     while top >= 0:
         index = top
-        top = retries.before(index)
+        top = retries.below(index)
         n, _ = load_tile(tensors, memory, tile_map, heads_per_kv, RECOMPUTE, index, turn, n, False)
         turn += 1
     tile, seq = tile_map.tile_at(0)

@@ -17,7 +17,15 @@ from ..versions import default_ptx_options
 from .backward_producer import DQ_ROW
 from .lib.mma import WG_ROWS
 from .lib.varlen import BOUND, PADDING
-from .tiles import BACKWARD, ForwardConfig, SplitHeadDim, forward_config, padded_head_dim, split_head_dim
+from .tiles import (
+    BACKWARD,
+    BackwardConfig,
+    ForwardConfig,
+    SplitHeadDim,
+    forward_config,
+    padded_head_dim,
+    split_head_dim,
+)
 
 ROWS = WG_ROWS.value
 
@@ -139,14 +147,16 @@ def score_scales(scale: float, softcap: float | None) -> tuple[float, float]:
     return softcap * LOG2_E.value, scale / softcap
 
 
-def mask_constants(call: Call) -> dict[str, bool]:
-    """What kernels are compiled for of a call's mask and soft cap."""
+def common_constants(call: Call, config: ForwardConfig | BackwardConfig) -> dict[str, int]:
+    """What both kernels are compiled for: a call's mask and soft cap, and registers."""
     left, right = call.band
     return {
         "LEFT": left is not None,
         "RIGHT": right is not None,
         "BOTTOM_RIGHT": call.is_packed and call.options.bottom_right,
         "SOFTCAP": call.options.softcap is not None,
+        "PRODUCER_REGISTERS": config.producer_registers,
+        "CONSUMER_REGISTERS": config.consumer_registers,
     }
 
 
@@ -159,6 +169,11 @@ def forward_launch(call: Call, out: Tensor, lse: Tensor, workspace: Tensor, num_
     ctas = num_sms * config.ctas
     tiled = ((q, ROWS, k_tail), (k, config.tile_k, k_tail), (v, config.tile_k, v_tail), (out, ROWS, v_tail))
     packed = call.is_packed
+    constants = {
+        "HEAD_DIM": head_dim, "K_TAIL": k_tail, "V_TAIL": v_tail, "TILE_K": config.tile_k,
+        "CONSUMERS": config.consumers, "STAGES": config.stages, "SEPARATE_OUT": config.separate_out,
+        "PERSISTENT": ctas < num_tiles, **common_constants(call, config),
+    }  # fmt: skip
     return Launch(
         (min(ctas, num_tiles), 1),
         (
@@ -172,19 +187,7 @@ def forward_launch(call: Call, out: Tensor, lse: Tensor, workspace: Tensor, num_
             *score_scales(call.options.scale, call.options.softcap),
             num_sequences(call),
         ),
-        {
-            "HEAD_DIM": head_dim,
-            "K_TAIL": k_tail,
-            "V_TAIL": v_tail,
-            "TILE_K": config.tile_k,
-            "CONSUMERS": config.consumers,
-            "STAGES": config.stages,
-            "SEPARATE_OUT": config.separate_out,
-            "PERSISTENT": ctas < num_tiles,
-            "PRODUCER_REGISTERS": config.producer_registers,
-            "CONSUMER_REGISTERS": config.consumer_registers,
-            **mask_constants(call),
-        },
+        constants,
         {"num_warps": 4, "maxnreg": config.max_registers},
     )
 
@@ -202,12 +205,17 @@ def backward_launch(
     columns = config.dq_columns if shares_keys else head_dim
     num_tiles = batch * heads * tiles_per_head(call.k_len, config.tile_k, num_sequences(call))
     lse2, delta, dq, turns = buffers.views(memory)
-    if shares_keys:
-        accumulated = dq, None
-    else:
-        half = config.tile_q * head_dim // 2
-        accumulated = float32_descriptor(dq.view(-1, DQ_ROW.value), half // DQ_ROW.value, DQ_ROW.value), turns
+    accumulated: tuple[object, Tensor | None] = dq, None
+    if not shares_keys:
+        rows = config.tile_q * head_dim // 2 // DQ_ROW.value
+        accumulated = float32_descriptor(dq.view(-1, DQ_ROW.value), rows, DQ_ROW.value), turns
     tiled = (q, config.tile_q), (dout, config.tile_q), (k, config.tile_k), (v, ROWS)
+    deterministic = call.options.deterministic
+    constants = {
+        "HEAD_DIM": head_dim, "TILE_Q": config.tile_q, "TILE_K": config.tile_k, "STAGES": config.stages,
+        "DETERMINISTIC": deterministic, "ROTATED": config.rotated and not deterministic,
+        "PERSISTENT": num_sms < num_tiles, **common_constants(call, config),
+    }  # fmt: skip
     return Launch(
         (min(num_sms, num_tiles), 1),
         (
@@ -222,18 +230,7 @@ def backward_launch(
             *score_scales(call.options.scale, call.options.softcap),
             num_sequences(call),
         ),
-        {
-            "HEAD_DIM": head_dim,
-            "TILE_Q": config.tile_q,
-            "TILE_K": config.tile_k,
-            "STAGES": config.stages,
-            "DETERMINISTIC": call.options.deterministic,
-            "ROTATED": config.rotated and not call.options.deterministic,
-            "PERSISTENT": num_sms < num_tiles,
-            "PRODUCER_REGISTERS": config.producer_registers,
-            "CONSUMER_REGISTERS": config.consumer_registers,
-            **mask_constants(call),
-        },
+        constants,
         # With Triton 3.9 the kernel for 256 columns is 1 % faster at Triton's own level of register allocation.
         {"num_warps": 4, "maxnreg": config.max_registers, **(default_ptx_options() if shares_keys else {})},
     )

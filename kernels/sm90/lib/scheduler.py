@@ -75,10 +75,16 @@ class TileScheduler:
 
 @struct
 class OverflowFlags:
-    """Which of the last two tiles overflowed, one flag for each consumer warp group."""
+    """Which of the last two tiles overflowed, with a flag for each consumer warp group, and the indices of both."""
 
     pipeline: Pipeline
+    indices: gl.shared_memory_descriptor
     CONSUMERS: gl.constexpr
+
+    @gluon.jit
+    def begin(self, n, index):
+        """Keep the n-th tile's index."""
+        write(self.indices.index(n % STAGES), index, 1)
 
     @gluon.jit
     def set(self, n, CONSUMER: gl.constexpr, flag):
@@ -88,7 +94,7 @@ class OverflowFlags:
 
     @gluon.jit
     def any(self, n):
-        """Whether any flag of the n-th tile is set; to be read before tile n + 2 is pushed, whose flags replace it."""
+        """Whether any flag of the n-th tile is set. Called before tile n + 2 is pushed, whose flags replace it."""
         self.pipeline.wait_full(n)
         flag = 0
         for consumer in gl.static_range(self.CONSUMERS):
@@ -98,25 +104,26 @@ class OverflowFlags:
 
 @struct
 class RetryList:
-    """A stack of tiles that overflowed, for each CTA its own, in global memory.
+    """For each CTA a stack of the tiles that overflowed, in global memory. The CTA keeps the top, -1 if it is empty.
 
-    links: int32, one for each tile of the grid: the tile that was pushed before it, -1 for none. A CTA keeps the last
-    one that it pushed. Only the CTA that claimed a tile pushes it, once.
+    links: int32, for each tile of the launch the one below it. A tile is pushed once at most, by the CTA that claimed
+    it, so stacks hold nothing else, whatever cu_seqlens say.
     """
 
     links: gl.tensor
 
     @gluon.jit
-    def push_if(self, overflowed, index, last):
-        """The tile that was pushed last, after pushing the tile ``index`` if it overflowed."""
-        if overflowed:
-            gl.store(self.links + index, last)
-            last = index
-        return last
+    def push_if_overflowed(self, flags, n, top):
+        """The top, after pushing the CTA's n-th tile if it overflowed."""
+        if flags.any(n):
+            index = read(flags.indices.index(n % STAGES), 1)
+            gl.store(self.links + index, top)
+            top = index
+        return top
 
     @gluon.jit
-    def before(self, index):
-        """The tile that was pushed before the tile ``index``."""
+    def below(self, index):
+        """The tile below another."""
         return gl.load(self.links + index)
 
 
@@ -166,7 +173,8 @@ def new_overflow_flags(CONSUMERS: gl.constexpr):
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     flags = gl.allocate_shared_memory(gl.int32, [STAGES * CONSUMERS, 1], layout)
     written = new_barriers(STAGES, CONSUMERS)
-    return OverflowFlags(Pipeline(flags, written, written, STAGES), CONSUMERS)
+    indices = gl.allocate_shared_memory(gl.int32, [STAGES, 1], layout)
+    return OverflowFlags(Pipeline(flags, written, written, STAGES), indices, CONSUMERS)
 
 
 @gluon.jit

@@ -4,10 +4,12 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from typing_extensions import dataclass_transform
 
 from ...versions import aggregate
 
 
+@dataclass_transform()
 def struct(cls: Any) -> Any:
     """An aggregate that is constructed from its fields in order, as Triton itself provides since 3.8."""
     FIELDS = gl.constexpr(tuple((name, kind is gl.constexpr) for name, kind in cls.__annotations__.items()))

@@ -103,19 +103,11 @@ class TileMap:
         )  # fmt: skip
 
     @gluon.jit
-    def has_rows(self, index):
-        """Whether the tile of an index has rows."""
-        has_rows = True
-        if self.varlen.VARLEN:
-            tile, seq = self.tile_at(index)
-            has_rows = tile.start < seq.outer_len
-        return has_rows
-
-    @gluon.jit
     def is_empty(self, index):
-        """Whether an index is that of a tile without rows."""
+        """Whether an index is that of a tile without rows, which only packed sequences have."""
         tiles = self.num_tiles()
-        return (index < tiles) & (not self.has_rows(gl.minimum(index, tiles - 1)))
+        tile, seq = self.tile_at(gl.minimum(index, tiles - 1))
+        return (index < tiles) & (not tile.start < seq.outer_len)
 
     @gluon.jit
     def outer_coords(self, batch, head, row, column):

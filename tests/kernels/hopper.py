@@ -1,0 +1,61 @@
+"""What the tests of the kernels for Hopper share: calls of the backend, on a GPU and without one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cs336_systems.kernels.call import NO_AUX, Aux, Call, Options, Wanted
+from cs336_systems.kernels.sm90 import backend
+from cs336_systems.kernels.versions import why_not_gluon
+from cs336_systems.testing import starts_of
+
+on_hopper = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0) or why_not_gluon() is not None,
+        reason="needs a Hopper GPU and a version of Triton that the kernels are written for",
+    ),
+]
+
+BANDS = {
+    "none": {},
+    "causal": {"causal": "bottom_right"},
+    "top_left": {"causal": "top_left"},
+    "window": {"causal": "bottom_right", "window": (100, None)},
+    "window_alone": {"window": (100, None)},
+    "around": {"window": (30, 20)},
+}
+
+
+def options_of(d, *, causal=False, window=(None, None), softcap=None, deterministic=False):
+    """Options with the default scale, from `attention`'s arguments."""
+    left, right = window
+    right = 0 if causal else right
+    return Options(d**-0.5, left, right, causal != "top_left", softcap, deterministic=deterministic)
+
+
+def oracle_settings(*, causal=False, window=(None, None), softcap=None):
+    """The same arguments for the oracle."""
+    features = {"window": None if window == (None, None) else window, "softcap": softcap}
+    return {"causal": causal, "features": {name: value for name, value in features.items() if value is not None}}
+
+
+def compute(inputs, options, aux=NO_AUX, *, calls=2):
+    """Values and gradients of the last of several calls of one plan: the first compiles, others launch what it kept."""
+    q, k, v, dout, dlse = inputs
+    call = Call(q, k, v, options, aux)
+    assert backend.supports_backward(call) is None
+    forward = backend.plan_forward(call)
+    for _ in range(calls):
+        out, lse = forward(q, k, v, aux)
+    backward = backend.plan_backward(call, out, dout, True, Wanted())
+    for _ in range(calls):
+        gradients = backward(q, k, v, out, lse, dout, dlse, aux)
+    return {"out": out, "lse": lse, "dq": gradients.q, "dk": gradients.k, "dv": gradients.v}
+
+
+def packed_aux(lengths, device, integers=torch.int32):
+    """Where sequences of (q_len, k_len) begin."""
+    q_starts, k_starts = (starts_of(column, device).to(integers) for column in zip(*lengths, strict=True))
+    return Aux(cu_seqlens_q=q_starts, cu_seqlens_k=k_starts)

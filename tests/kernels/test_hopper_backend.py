@@ -1,0 +1,240 @@
+"""The backend for Hopper without one: which calls it takes, and what its plans pass to the kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+
+from cs336_systems.kernels.call import NO_AUX, Aux, Call, Options, Wanted
+from cs336_systems.kernels.sm90 import backend, launcher, launches, workspace
+from cs336_systems.kernels.sm90.tiles import split_head_dim
+
+OPTIONS = Options(0.1)
+CAUSAL = Options(0.1, window_right=0)
+STARTS = torch.zeros(6, dtype=torch.int32)
+PACKED = Aux(cu_seqlens_q=STARTS, cu_seqlens_k=STARTS.clone())
+
+
+def tensors(*shape, dtype=torch.bfloat16):
+    """q, k and v without memory."""
+    return [torch.empty(shape or (2, 4, 100, 64), dtype=dtype, device="meta") for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    "options", [OPTIONS, Options(0.1, 5, 0), Options(0.1, None, 0, False), Options(0.1, softcap=5.0)]
+)
+@pytest.mark.parametrize("d", [40, 64, 80, 128, 256])
+@pytest.mark.parametrize("leading", [(4,), (2, 4)])
+def test_supported_calls(leading, d, options):
+    assert backend.unsupported_call(Call(*tensors(*leading, 100, d), options)) is None
+
+
+@pytest.mark.parametrize("leading", [(4,), (1, 4)])
+def test_packed_sequences_are_supported(leading):
+    assert backend.unsupported_call(Call(*tensors(*leading, 100, 64), Options(0.1, 5, 0), PACKED)) is None
+
+
+@pytest.mark.parametrize(
+    ("qkv", "options", "aux", "reason"),
+    [
+        (tensors(dtype=torch.float32), OPTIONS, NO_AUX, "needs float16 or bfloat16; got torch.float32"),
+        (tensors(2, 4, 9, 32), OPTIONS, NO_AUX, "got 32 of q and 32 of v"),
+        (tensors(2, 4, 9, 44), OPTIONS, NO_AUX, "got 44 of q"),
+        (tensors(2, 4, 9, 264), OPTIONS, NO_AUX, "got 264 of q"),
+        (tensors(), Options(0.0), NO_AUX, "needs a positive scale; got 0.0"),
+        (tensors(), Options(-1.0), NO_AUX, "got -1.0"),
+        (tensors(), Options(0.1, dropout_p=0.5), Aux(sinks=torch.zeros(4)), "got dropout, sinks"),
+        (tensors(), Options(0.1, mask=("m", ())), NO_AUX, "got mask"),
+        (tensors(), Options(0.1, softcap=2.0, scores=(("alibi", (None,)),)), NO_AUX, "got scores"),
+        (tensors(), OPTIONS, Aux(block_rows=STARTS), "got block lists"),
+        (tensors(), OPTIONS, Aux(cache_lengths=STARTS), "got cache_lengths"),
+        (tensors(), OPTIONS, PACKED, "needs packed sequences in a batch of 1; got 2"),
+        (tensors(4, 1 << 30, 64), OPTIONS, PACKED, f"at most {1 << 29} packed rows"),
+        (tensors(2, 2, 2, 9, 64), OPTIONS, NO_AUX, "at most one batch axis before the heads; got 2"),
+        (tensors(2, 4, 0, 64), OPTIONS, NO_AUX, "needs tensors that are not empty"),
+        ([x.expand(3, -1, -1, -1) for x in tensors(1, 4, 9, 64)], OPTIONS, NO_AUX, "strides of q"),
+        ([x[..., :64] for x in tensors(1, 4, 9, 68)], OPTIONS, NO_AUX, "multiples of 16 bytes"),
+        ([x.mT for x in tensors(1, 4, 64, 64)], OPTIONS, NO_AUX, "q with contiguous rows; its last stride is 64"),
+        ([torch.zeros(9 * 64 + 1).half()[1:].view(1, 9, 64)] * 3, OPTIONS, NO_AUX, "begin at multiples of 16 bytes"),
+    ],
+)
+def test_unsupported_calls(qkv, options, aux, reason):
+    assert reason in backend.unsupported_call(Call(*qkv, options, aux))
+
+
+def test_strides_of_axes_of_one_entry_do_not_matter():
+    alone = torch.empty_strided((1, 1, 100, 64), (3, 5, 64, 1), dtype=torch.bfloat16, device="meta")
+    assert backend.unsupported_call(Call(alone, alone, alone, OPTIONS)) is None
+
+
+@pytest.mark.parametrize(
+    ("dims", "split"),
+    [
+        ((64, 64), (64, 0, 0)),
+        ((72, 72), (64, 16, 16)),
+        ((80, 64), (64, 16, 0)),
+        ((96, 96), (64, 32, 32)),
+        ((104, 104), (128, 0, 0)),
+        ((192, 192), (128, 64, 64)),
+        ((192, 128), (128, 64, 0)),
+        ((200, 200), (256, 0, 0)),
+        ((64, 128), None),
+        ((192, 64), None),
+    ],
+)
+def test_split_head_dims(dims, split):
+    assert split_head_dim(*dims) == split
+
+
+def test_the_backward_supports_fewer_deterministic_calls(monkeypatch):
+    monkeypatch.setattr(backend, "unsupported_device", lambda device: None)
+    deterministic = Options(0.1, deterministic=True)
+    assert backend.supports_backward(Call(*tensors(2, 9, 136), OPTIONS)) is None
+    assert backend.supports_backward(Call(*tensors(2, 9, 128), deterministic)) is None
+    assert "above 128 in no fixed order" in backend.supports_backward(Call(*tensors(2, 9, 136), deterministic))
+    assert "packed sequences" in backend.supports_backward(Call(*tensors(2, 9, 64), deterministic, PACKED))
+
+
+def test_devices_and_versions(monkeypatch):
+    assert "compute capability 9.0; got meta" in backend.supports(Call(*tensors(), OPTIONS))
+    capability = (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    on_gpu = torch.device("cuda:0")
+    assert backend.unsupported_device(on_gpu) is None
+    monkeypatch.setattr(triton, "__version__", "4.0.0")
+    with pytest.warns(UserWarning, match="4.0.0"):
+        assert "got 4.0.0" in backend.unsupported_device(on_gpu)
+    capability = (10, 0)
+    assert "9.0; got cuda:0" in backend.unsupported_device(on_gpu)
+
+
+class Recorder:
+    """In place of a launcher: describes every launch, and keeps it with the addresses that were passed."""
+
+    def __init__(self, kernel, calls):
+        self.kernel, self.calls = kernel, calls
+
+    def __call__(self, addresses):
+        self.addresses = addresses
+        return False
+
+    def first(self, launch):
+        bases = [getattr(x, "base", x) for x in launch.tensors]
+        assert self.addresses == tuple(None if x is None else x.data_ptr() for x in bases)
+        self.calls.append((self.kernel.__name__, self.addresses, launch))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The launches of plans, each checked to pass the addresses of what it describes; on a GPU of 2 multiprocessors."""
+    made = []
+    monkeypatch.setattr(launcher, "Launcher", lambda kernel: Recorder(kernel, made))
+    monkeypatch.setattr(workspace, "workspace_for", lambda device, tiles: torch.zeros(1 + tiles, dtype=torch.int32))
+    monkeypatch.setattr(backend, "num_sms_of", lambda device: 2)
+    return made
+
+
+def call_of(d=64, dv=None, *, is_packed=False, options=CAUSAL):
+    """(2, 4, 200, d) q and (2, 2, 300, d) k, or packed, with rows before heads in memory."""
+    batch = 1 if is_packed else 2
+    q, k, v = (torch.randn(batch, rows, heads, columns, dtype=torch.bfloat16).transpose(1, 2)
+               for rows, heads, columns in ((200, 4, d), (300, 2, d), (300, 2, dv or d)))  # fmt: skip
+    return Call(q, k, v, options, PACKED if is_packed else NO_AUX)
+
+
+def run_backward(call, dout=None, dlse=None):
+    """The gradients."""
+    out, lse = torch.empty_like(call.q), torch.empty(call.q.shape[:-1])
+    dout = torch.randn_like(out) if dout is None else dout
+    run = backend.plan_backward(call, out, dout, dlse is not None, Wanted())
+    return run(call.q, call.k, call.v, out, lse, dout, dlse, call.aux)
+
+
+@pytest.mark.parametrize(("d", "dv", "ctas"), [(64, 64, 6), (80, 80, 6), (256, 256, 2), (192, 128, 2)])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_forward_launches(calls, d, dv, ctas, is_packed):
+    call = call_of(d, dv, is_packed=is_packed)
+    out, lse = backend.plan_forward(call)(call.q, call.k, call.v, call.aux)
+    assert out.shape == (*call.q.shape[:-1], dv)
+    assert out.stride()[1:] == (dv, 4 * dv, 1)
+    assert lse.shape == call.q.shape[:-1]
+    [(name, addresses, launch)] = calls
+    assert name == "forward_kernel"
+    assert addresses[:4] == tuple(x.data_ptr() for x in (call.q, call.k, call.v, out))
+    assert [x is not None for x in addresses[4:8]] == [d in (80, 192)] * 2 + [d == 80] * 2
+    assert addresses[8] == lse.data_ptr()
+    assert launch.grid == (ctas, 1)
+    assert launch.constants["PERSISTENT"]
+    assert launch.constants["BOTTOM_RIGHT"] == is_packed
+    rows = 64 if d in (64, 80) else 128
+    num_tiles = 4 * (200 // rows + 5 + 1) if is_packed else 8 * -(-200 // rows)
+    assert launch.tensors[9].numel() == 1 + num_tiles
+    for descriptor in launch.tensors[: 4 if is_packed else 0]:
+        heads, columns = descriptor.base.shape[1], descriptor.base.shape[3]
+        wrap, *strides = descriptor.strides
+        bound = descriptor.shape[3]
+        assert descriptor.shape[2:] == [heads, bound, columns]
+        assert strides == [heads * columns, columns, heads * columns, 1]
+        # Row r of a sequence of 7 rows that begins at 90, as bytes are addressed.
+        for row in range(7):
+            elements = bound * wrap + 97 * strides[0] + (bound - 7 + row) * strides[2]
+            assert (elements * 2) % 2**64 == (90 + row) * strides[0] * 2
+        assert all(0 < stride * 2 < 2**40 and stride * 2 % 16 == 0 for stride in descriptor.strides[:-1])
+
+
+@pytest.mark.parametrize("with_dlse", [False, True])
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("num_sms", [2, 1000])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_backward_launches(calls, monkeypatch, num_sms, d, with_dlse, is_packed):
+    monkeypatch.setattr(backend, "num_sms_of", lambda device: num_sms)
+    call = call_of(d, is_packed=is_packed)
+    gradients = run_backward(call, dlse=torch.randn(call.q.shape[:-1]) if with_dlse else None)
+    assert [x.stride() for x in gradients[:3]] == [x.stride() for x in (call.q, call.k, call.v)]
+    assert gradients[3:] == (None, ())
+    (_, prepare, _), (_, main, launch), (_, finish, _) = calls
+    assert [name for name, *_ in calls] == ["prepare_kernel", "backward_kernel", "finish_kernel"]
+    turns = prepare[7] if d < 256 else None
+    starts = [x.data_ptr() for x in (call.aux.cu_seqlens_q, call.aux.cu_seqlens_k)] if is_packed else [None] * 2
+    assert (prepare[3] is not None) == with_dlse
+    assert main[:9] == (*[x.data_ptr() for x in (call.q,)], prepare[1], call.k.data_ptr(), call.v.data_ptr(),
+                        *prepare[4:6], *[x.data_ptr() for x in gradients[1:3]], prepare[6])  # fmt: skip
+    assert main[9] == turns
+    assert main[-2:] == tuple(starts)
+    assert finish == (prepare[6], gradients.q.data_ptr(), starts[0])
+    keys = 64 if d == 256 else 128
+    tiles = 2 * (300 // keys + 5 + 1) if is_packed else 4 * -(-300 // keys)
+    row_programs = 4 * (200 // 128 + 5 + 1) * 2 if is_packed else 8 * 256 // 64
+    assert [launch.grid[0] for *_, launch in calls] == [row_programs, min(num_sms, tiles), row_programs]
+    assert launch.constants["PERSISTENT"] == (num_sms == 2)
+    if is_packed:
+        assert all(5 in launch.arguments for *_, launch in calls)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_dout_that_tma_cannot_load_is_copied(calls, shift):
+    call = call_of()
+    dout = torch.ones((), dtype=torch.bfloat16).expand(call.q.shape)
+    if shift:
+        dout = torch.ones(call.q.numel() + 1, dtype=torch.bfloat16)[1:].view(call.q.shape)
+    run_backward(call, dout)
+    passed = calls[1][2].tensors[1].base
+    assert passed.is_contiguous()
+    assert passed.data_ptr() % 16 == 0
+    assert torch.equal(passed, dout)
+
+
+@pytest.mark.parametrize(
+    ("batch_heads", "group", "length", "d", "together"),
+    [
+        (32, 1, 4096, 256, 4),
+        (16, 1, 16384, 128, 2),
+        (32, 4, 16384, 128, 8),
+        (31, 1, 8192, 256, 2),
+        (3, 1, 128, 64, 3),
+        (6, 1, 1 << 20, 128, 1),
+    ],
+)
+def test_sections_are_of_equal_size_where_they_can_be(batch_heads, group, length, d, together):
+    assert launches.heads_per_section(torch.empty(length, d, device="meta"), batch_heads, group) == together
