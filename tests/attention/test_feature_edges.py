@@ -114,7 +114,7 @@ def everything(shapes):
     return {
         "bias": parameter(*shapes.q[:-2], q_len, k_len),
         "alibi_slopes": parameter(heads),
-        "scores": relative_bias(distances, max(0, q_len - 1)),
+        "scores": relative_bias(distances, q_len - 1),
         "sinks": parameter(heads),
         "mask": torch.rand(q_len, k_len) < 0.6,
         "softcap": 3.0,

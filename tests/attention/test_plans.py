@@ -13,7 +13,7 @@ from cs336_systems.attention.variants import block_local, document, relative_bia
 from cs336_systems.kernels.language import at
 from cs336_systems.testing import Shapes, make_cache, make_inputs, make_packed, starts_of
 
-from .helpers import DOUBLE, HALF, each_implementation
+from .helpers import DOUBLE, HALF, each_implementation, named
 
 
 @pytest.fixture
@@ -157,6 +157,9 @@ def offset(score, batch, head, row, column, amount):
 offset.adds("amount", axes="head")
 
 
+BOUND = ["bias", "sinks", "seed", "blocks"]
+
+
 def values(name, device, number):
     """An argument whose metadata is the same for each number."""
     torch.manual_seed(number)
@@ -175,7 +178,7 @@ def values(name, device, number):
 
 
 @pytest.mark.parametrize(
-    "name", ["bias", "mask", "slopes", "sinks", "rules", "blocks", "seed", "seed_tensor", "generator"]
+    "name", named(["bias", "mask", "slopes", "sinks", "rules", "blocks", "seed", "seed_tensor", "generator"], BOUND)
 )
 @each_implementation
 def test_a_plan_runs_with_the_tensors_of_each_call(planned, impl, device, name):
