@@ -110,11 +110,11 @@ def test_windows_past_the_ends(flash_device, lengths, with_sinks, causal, window
 def everything(shapes):
     """Every feature at once, for any number of axes."""
     batch, heads, q_len, k_len = sizes_of(shapes)
-    distances = parameter(batch, heads, max(0, q_len + k_len - 1))
+    distances = parameter(batch, heads, max(1, q_len + k_len - 1))
     return {
         "bias": parameter(*shapes.q[:-2], q_len, k_len),
         "alibi_slopes": parameter(heads),
-        "scores": relative_bias(distances, max(0, q_len - 1)),
+        "scores": relative_bias(distances, q_len - (1 if q_len or k_len else 0)),
         "sinks": parameter(heads),
         "mask": torch.rand(q_len, k_len) < 0.6,
         "softcap": 3.0,

@@ -184,7 +184,7 @@ def test_vmap_over_calls(impl, device, name):
         torch.testing.assert_close(result, torch.stack(parts))
 
 
-@pytest.mark.parametrize("names", [(), ("bias", "mask")])
+@pytest.mark.parametrize("names", [pytest.param((), marks=slow), ("bias", "mask")])
 def test_vmap_over_some_arguments(flash_device, names):
     tensors = {key: x.detach() for key, x in features_of(flash_device).items() if key in names}
     inputs = entries(flash_device)
@@ -220,7 +220,7 @@ def loss(q, k, v, sinks, bias, impl):
     return out.square().sum() + lse.sin().sum()
 
 
-@pytest.mark.parametrize("impl", ["flash", "tiled", "naive", "auto"])
+@pytest.mark.parametrize("impl", named(["flash", "tiled", "naive", "auto"], ["tiled", "auto"]))
 def test_gradients_by_torch_func(device, impl):
     """`torch.func.grad` gives what autograd gives of naive, and vmap of it the gradients of each call."""
     stacked = [*entries(device)[:3], torch.randn(3, 4, device=device), torch.randn(3, 4, 5, 9, device=device)]
@@ -246,7 +246,7 @@ def test_a_jacobian(device, impl):
     torch.testing.assert_close(torch.func.jacrev(of_q)(q), expected, atol=1e-5, rtol=1e-5)
 
 
-@each_function
+@pytest.mark.parametrize("impl", named(["flash", "tiled"], ["tiled"]))
 def test_a_batch_of_gradients(device, impl):
     """autograd's own batches are refused with what to do instead, which gives what naive does of them."""
     q, k, v = (x[0].requires_grad_() for x in entries(device)[:3])

@@ -11,9 +11,9 @@ from cs336_systems.attention import api, attention, attention_varlen, attention_
 from cs336_systems.attention.rules import score_rule
 from cs336_systems.attention.variants import block_local, document, relative_bias, window
 from cs336_systems.kernels.language import at
-from cs336_systems.testing import Shapes, make_cache, make_inputs, starts_of
+from cs336_systems.testing import Shapes, make_cache, make_inputs, make_packed, starts_of
 
-from .helpers import DOUBLE, HALF, each_implementation
+from .helpers import DOUBLE, HALF, each_implementation, named
 
 
 @pytest.fixture
@@ -157,6 +157,9 @@ def offset(score, batch, head, row, column, amount):
 offset.adds("amount", axes="head")
 
 
+BOUND = ["bias", "sinks", "seed", "blocks"]
+
+
 def values(name, device, number):
     """An argument whose metadata is the same for each number."""
     torch.manual_seed(number)
@@ -175,7 +178,7 @@ def values(name, device, number):
 
 
 @pytest.mark.parametrize(
-    "name", ["bias", "mask", "slopes", "sinks", "rules", "blocks", "seed", "seed_tensor", "generator"]
+    "name", named(["bias", "mask", "slopes", "sinks", "rules", "blocks", "seed", "seed_tensor", "generator"], BOUND)
 )
 @each_implementation
 def test_a_plan_runs_with_the_tensors_of_each_call(planned, impl, device, name):
@@ -234,21 +237,30 @@ def test_a_subclass_sees_the_operators_with_a_plan_too(no_plans, flash_device):
         assert any("flash_forward" in name for name in Logged.seen) == (kind is Logged)
 
 
-def test_other_lengths_of_packed_sequences_and_of_caches_need_no_plan(planned):
-    inputs, plain = make_inputs(Shapes.of(9, q_len=2, d=16)), partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("causal", [False, True, "top_left"])
+def test_other_lengths_of_packed_sequences_need_no_plan(planned, causal):
+    inputs, slopes = make_packed([(9, 9)], heads=(2, 2), d=16), torch.rand(2)
     for lengths in ([3, 6], [8, 1]):
-        out = attention_varlen(*inputs[:3], starts_of(lengths), causal=True, impl="tiled")
-        parts = [x.split(lengths) for x in inputs[:3]]
-        alone = [attention(*[x.transpose(0, 1) for x in one], causal=True, impl="naive") for one in zip(*parts)]  # noqa: B905
-        plain(out, torch.cat([x.transpose(0, 1) for x in alone]))
+        q, k, v = (x.split(lengths) for x in inputs[:3])
+        k, v = ([x[:-1] for x in each] for each in (k, v))  # the lengths of q and of k differ
+        starts = starts_of(lengths), starts_of([length - 1 for length in lengths])
+        out = attention_varlen(inputs.q, torch.cat(k), torch.cat(v), *starts, causal=causal, alibi_slopes=slopes)
+        alone = [
+            attention(*[x[None].transpose(1, 2) for x in one], causal=causal, alibi_slopes=slopes, impl="naive")
+            for one in zip(q, k, v, strict=True)
+        ]
+        torch.testing.assert_close(out, torch.cat([x[0].transpose(0, 1) for x in alone]))
     assert sum(call[4] is not None for call in planned) == 1
+
+
+def test_other_lengths_of_a_cache_need_no_plan(planned):
     cache = make_cache([8, 8], capacity=8, q_heads=2, kv_heads=1, d=16)
     for lengths in ([8, 3], [1, 5]):
         out = attention_with_cache(*cache[:3], torch.tensor(lengths), impl="naive")
         for number, length in enumerate(lengths):
             one = slice(number, number + 1)
             slots = (x[one, :, :length] for x in cache[1:3])
-            plain(out[one], attention(cache.q[one], *slots, causal=True, impl="tiled"))
+            torch.testing.assert_close(out[one], attention(cache.q[one], *slots, causal=True, impl="tiled"))
     assert sum(call[5] is not None for call in planned) == 1
 
 

@@ -119,6 +119,7 @@ def test_queries_are_independent_of_one_another(flash_device, seed, causal, leng
     torch.testing.assert_close(alone, out[:, first : first + 1])
 
 
+@slow
 @settings(max_examples=6)
 @given(seed=SEEDS, group=st.integers(2, 3), causal=MASKS)
 def test_grouped_heads_are_repeated_ones(flash_device, seed, group, causal):

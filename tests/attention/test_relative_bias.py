@@ -111,7 +111,7 @@ def test_diagonals_of_many_tiles(lengths, window, d, dtype):
         check("flash", inputs, features, causal=causal)
 
 
-@each_function
+@pytest.mark.parametrize("impl", named(["flash", "tiled"], ["tiled"]))
 def test_gradients_are_the_same_on_every_run(impl, device):
     inputs = make_inputs(SHAPES, device=device)
     features = {"scores": relative_bias(table(SHAPES, 1, device=device), 34) + softcap(2.0)}
@@ -119,7 +119,7 @@ def test_gradients_are_the_same_on_every_run(impl, device):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@each_function
+@pytest.mark.parametrize("impl", named(["flash", "tiled"], ["tiled"]))
 def test_several_tables(impl, device):
     """And one that two rules captured: autograd adds up what it gets from each."""
     inputs = make_inputs(SHAPES, device=device)
@@ -162,7 +162,7 @@ def _(score, batch, head, row, column, rates, zero):
     return tanh(score)
 
 
-@each_function
+@pytest.mark.parametrize("impl", named(["flash", "tiled"], ["tiled"]))
 def test_a_rule_of_ones_own_by_distance(impl, device):
     rates = torch.rand(4, 80, device=device).requires_grad_()
     scores = softcap(3.0) + steered(rates, 36) + softcap(2.0)

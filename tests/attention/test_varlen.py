@@ -54,7 +54,7 @@ CASES = {
     "mask": (True, lambda make: make.mask("bk")),
     "rules": (False, lambda make: {"mask": ~dilated(3) | block_local(8)} | make.sinks()),
 }
-FAST = ["causal_window", "slopes", "bias", "mask"]
+FAST = ["causal_window", "bias"]
 
 
 @pytest.mark.every_triton
