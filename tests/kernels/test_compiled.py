@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import astuple
 from typing import Any
@@ -22,6 +23,8 @@ PAIR_FEATURES = ("bias", "relative_bias", "everything")
 # and head dimension. More is allowed where the fastest rows spill more, with Triton 3.6 or 3.7, rounded up to multiples
 # of 128.
 SPILLS = 64
+ROW_DIMS = (16, 32, 64, 128, 256)
+"""Head dimensions that have rows, and limits."""
 MORE_SPILLS: dict[str, dict[tuple[str, str, int], int]] = {
     "sm_80": {
         ("forward", "half", 128): 256,
@@ -83,7 +86,7 @@ RESIDENT = 3
 """Programs per multiprocessor on which `num_splits` relies, for half at 64 and 128 columns on sm_90."""
 
 
-def rows(architecture, precision, *, passes=PASSES, feature="causal", dims=(16, 32, 64, 128, 256), unlike=None, **more):
+def rows(architecture, precision, *, passes=PASSES, feature="causal", dims=ROW_DIMS, unlike=None, **more):
     """Cases of the rows of the tile tables, without those between two head dimensions of one configuration."""
     cases = []
     for table in (TABLES[architecture], SMALL_GRIDS.get(architecture, {})):
@@ -174,6 +177,8 @@ def allowed_spills(architecture, case):
         return 0
     if case.get("feature", "causal") not in PLAIN:
         return FEATURE_SPILLS * (3 if case["feature"] == "everything" else 1)
+    if case["d"] not in ROW_DIMS:
+        return math.inf
     small = SMALL_GRIDS.get(architecture, {}).get(key)
     if small is not None and [*astuple(small)] == [*case.get("config", ())]:
         return SMALL_GRID_SPILLS.get(key, SPILLS)
