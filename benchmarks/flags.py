@@ -88,6 +88,7 @@ _SEVERAL: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "masks": (one_of(*MASKS), "MASK", f"of {', '.join(MASKS)}"),
     "passes": (one_of(*PASSES), "PASS", f"of {', '.join(PASSES)}; both is one after the other"),
     "providers": (str, "NAME", "implementations to measure"),
+    "features": (str, "NAME", "masks and score changes"),
     "models": (str, "NAME", "model sizes"),
     "modes": (str, "MODE", "what of a model is measured"),
     "batches": (positive, "B", "batch sizes, in sequences"),
