@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -201,24 +200,28 @@ PROGRAM = harness.Program(
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options."""
     gpu = flags.wants_gpu(arguments)
-    sizes: dict[str, Any] = {"head_dims": [64, 128], "heads": 16, "lengths": None, "batch": None, "dtypes": ["bfloat16"], "rep": 15.0}
-    small: dict[str, Any] = {"head_dims": [64], "heads": 2, "lengths": [512], "batch": 1, "dtypes": ["float32"], "rep": 30.0}
-    method: dict[str, Any] = {"rounds": 5, "warmup": 5.0, "max_seconds": 0.5, "tf32": False, "peers": None}
     parser = flags.make_parser(
         __doc__,
         features=[*FEATURES],
         providers=["flash", *PEERS] if gpu else ["tiled", "torch"],
         passes=["forward", "backward"],
+        dtypes=["bfloat16" if gpu else "float32"],
+        lengths=None if gpu else [512],
+        head_dims=[64, 128] if gpu else [64],
+        batch=None if gpu else 1,
         tokens=16384,
+        heads=16 if gpu else 2,
+        rounds=5,
+        warmup=5.0,
+        rep=15.0 if gpu else 30.0,
+        max_seconds=0.5,
+        tf32=False,
         jobs=min(12, os.cpu_count() or 1) if gpu else 0,
-        **(sizes if gpu else small),
-        **method,
+        peers=None,
     )
     parser.epilog = f"providers: {', '.join(OURS)}; {', '.join(PEERS)}"
     options = flags.parse(parser, arguments)
-    for flag, known in (("features", [*FEATURES]), ("passes", flags.PASSES[:2]), ("providers", [*OURS, *PEERS])):
-        if unknown := [name for name in getattr(options, flag) if name not in known]:
-            parser.error(f"--{flag} must be taken from {', '.join(known)}; got {', '.join(unknown)}")
+    flags.restrict(parser, options, features=[*FEATURES], passes=flags.PASSES[:2], providers=[*OURS, *PEERS])
     if options.providers[0] not in OURS:
         parser.error(f"--providers must begin with one of {', '.join(OURS)}; got {options.providers[0]}")
     return options

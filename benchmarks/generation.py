@@ -229,9 +229,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--attention", action="store_true", help="measure attention alone, of a few shapes")
     options = flags.parse(parser, arguments)
     models = sorted({name for names in PRESETS.values() for name in names})
-    for flag, known in (("modes", [*MODES]), ("models", models)):
-        if unknown := [name for name in getattr(options, flag) if name not in known]:
-            parser.error(f"--{flag} must be taken from {', '.join(known)}; got {', '.join(unknown)}")
+    flags.restrict(parser, options, modes=[*MODES], models=models)
     return options
 
 
