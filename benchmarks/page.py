@@ -81,7 +81,8 @@ def section(part: Path) -> str:
     texts = [f"## {part.name}"]
     if outcome.get("reason"):
         texts.append(f"**{outcome['status']}: {outcome['reason']}**")
-    texts += [f"![{part.name}: {p.stem}]({p.relative_to(part.parent)})" for p in sorted(part.rglob("*.png"))]
+    plots = sorted(part.rglob("*.png"))
+    texts.append("\n".join(f"![{part.name}: {path.stem}]({path.relative_to(part.parent)})" for path in plots))
     if (part / TABLES).exists():
         blocks = (part / TABLES).read_text(encoding="utf-8").strip().split("\n\n")
         if blocks[0].startswith("# "):
@@ -90,7 +91,7 @@ def section(part: Path) -> str:
     files = sorted(p for p in part.rglob("*") if p.suffix in _FILES or p.name == LOG)
     if files:
         texts.append("Files: " + ", ".join(f"[{p.relative_to(part)}]({p.relative_to(part.parent)})" for p in files))
-    return "\n\n".join(texts)
+    return "\n\n".join(filter(None, texts))
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -113,8 +114,10 @@ def as_html(text: str, folder: Path) -> str:
         if token.type == "heading_open":
             token.attrSet("id", f"section-{index}")
             contents.append({"level": int(token.tag[1]), "id": f"section-{index}", "text": inline.content})
-        elif token.type == "paragraph_open" and all(child.type == "image" for child in inline.children or [inline]):
-            # A figure cannot stand in a paragraph.
+        elif token.type == "paragraph_open" and all(
+            child.type in ("image", "softbreak") for child in inline.children or [inline]
+        ):
+            # A figure must not be inside of a paragraph.
             token.tag = tokens[index + 2].tag = "div"
     body = converter.renderer.render(tokens, converter.options, {"folder": folder})
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)

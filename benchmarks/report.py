@@ -58,7 +58,7 @@ precision --dtypes fp32 bf16 --lengths 128
 attention --preset course --lengths 128 256 --head-dims 32 --dtypes fp32 --rounds 3 --providers naive tiled torch-math
 transformer --models tiny --lengths 64 --modes step --steps 3 --warmup-steps 0 1
 breakdown --models tiny --lengths 64 --steps 3 --warmup-steps 1
-memory --models tiny --lengths 64 128 --modes forward step --checkpoint-every 2 --steps 1
+memory --models tiny --lengths 64 128 --modes forward step --recompute-every 2 --steps 1
 training_step --models tiny --lengths 64 --tokens 128 --compile none --steps 3 --providers flash torch naive
 generation --layers 2 --lengths 32 --steps 2
 host_overhead --lengths 64 --heads 2 --calls 5 --rounds 3
