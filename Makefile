@@ -42,7 +42,7 @@ bench: ## the attention benchmark; ARGS=--help lists its options
 	$(environment) bench
 	$(python) benchmarks/attention.py $(ARGS)
 
-report: ## a page of every measurement, in a few minutes; ARGS="--suite 2025", ARGS=--help for the others
+report: ## a page of every measurement, in a few minutes; ARGS="--preset 2025", ARGS=--help for the others
 	$(environment) bench
 	$(python) benchmarks/report.py $(ARGS)
 

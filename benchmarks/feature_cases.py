@@ -1,185 +1,212 @@
-"""The cases of the features benchmark: who computes each and how, and the share of the pairs that is visible."""
+"""The features that features.py measures: each is a change to causal attention, as every library takes it."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from benchmarks import feature_flex, feature_peers
-from benchmarks.feature_peers import NO_FA4, WRITTEN_OUT
-from benchmarks.feature_setting import (
-    PACKED,
-    Contender,
-    Maker,
-    Setting,
-    Sizes,
-    alibi_slopes,
-    as_starts,
-    document_ids,
-    documents_of_all,
-    lengths_of,
-    random_bias,
-    random_sinks,
-    random_table,
-    sequence_starts,
-)
-from cs336_systems.attention import attention, attention_varlen, variants
+from cs336_systems.attention import variants
 
-OURS, PEERS = "ours", ("flex", "fa4", "sdpa")
-PLAIN = "causal"
-_CAP = 30.0
-_DROPPED = 0.1
+Arguments = Mapping[str, Any]
+Mask = Callable[[Tensor, Tensor], Tensor]
+"""Whether a query sees a key, from their indices, which broadcast."""
+_NO_ARGUMENT = {name: f"{name} has no such argument" for name in ("flex", "fa4", "torch")}
+_NEITHER = {"fa4": _NO_ARGUMENT["fa4"], "torch": "torch takes only a number for each pair, as in the feature bias"}
 
 
-class Case(NamedTuple):
-    """Contenders by name, or why one cannot; the visible share of the pairs; the lengths that are usual for it."""
+@dataclass(frozen=True)
+class Sizes:
+    """What a feature is made for: q, k and v of (batch, heads, length, head_dim)."""
 
-    makers: Mapping[str, Maker | str]
-    visible: Callable[[Sizes], float]
-    lengths: tuple[int, ...] = ()
+    batch: int
+    heads: int
+    length: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of the batch."""
+        return self.batch * self.length
+
+    def random(self, *shape: int, dtype: torch.dtype = torch.float32, learned: bool = False) -> Tensor:
+        """Normal random numbers, which get a gradient if they are ``learned``."""
+        return torch.randn(shape, dtype=dtype, device=self.device, requires_grad=learned)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What is computed besides causal attention.
+
+    Attributes:
+        ours: arguments of `attention`, besides ``causal`` and ``impl``.
+        fa4, torch: arguments of `flash_attn_func`, besides ``causal``, and of `scaled_dot_product_attention`.
+        score_mod: FlexAttention's.
+        mask: the visible pairs, if not those of a causal mask: FlexAttention's mask, and torch's boolean mask.
+        added: torch's mask of numbers that are added; called for each call of attention if it has ``leaves``.
+        sinks: a logit for each head, which FlexAttention applies by its log-sum-exp.
+        leaves: tensors that get gradients besides q, k and v.
+        sequences: lengths of the independent sequences that all tokens consist of; FlashAttention-4 takes them packed.
+        packed: the others take these sequences packed, as one sequence, or padded.
+        window: the keys that a query sees before its own; None for all.
+        random: results differ by chance, and cannot be compared.
+        refusals: by library, why it cannot compute this.
+    """
+
+    ours: Arguments = field(default_factory=dict)
+    fa4: Arguments = field(default_factory=dict)
+    torch: Arguments = field(default_factory=dict)
+    score_mod: Callable[..., Tensor] | None = None
+    mask: Mask | None = None
+    added: Callable[[], Tensor] | None = None
+    sinks: Tensor | None = None
+    leaves: tuple[Tensor, ...] = ()
+    sequences: tuple[int, ...] = ()
+    packed: bool = False
+    window: int | None = None
     random: bool = False
-    """Whether results differ by chance, and say nothing when compared."""
+    refusals: Mapping[str, str] = field(default_factory=dict)
+
+    def visible(self, sizes: Sizes) -> float:
+        """The share of the pairs of a query and a key of one sequence of the batch that is visible."""
+        pairs = 0.0
+        for length in self.sequences or [sizes.length] * sizes.batch:
+            hidden = 0 if self.window is None else max(0, length - 1 - self.window)
+            pairs += (length * (length + 1) - hidden * (hidden + 1)) / 2
+        return pairs / (sizes.tokens * sizes.length)
 
 
-def _ours(setting: Setting, **features: object) -> Contender:
-    return Contender(functools.partial(attention, causal=True, impl=setting.impl, **features))
+def document_lengths(sizes: Sizes) -> list[int]:
+    """Random lengths of documents that fill one sequence, a thousand tokens in the mean."""
+    generator = torch.Generator().manual_seed(0)
+    inner = torch.randint(1, max(2, sizes.length), (max(1, sizes.length // 1024),), generator=generator).tolist()
+    starts = sorted({0, sizes.length, *(start for start in inner if start < sizes.length)})
+    return [stop - start for start, stop in itertools.pairwise(starts)]
 
 
-def _our_documents(listed: bool, setting: Setting) -> Contender:
-    mask = variants.document(document_ids(setting)[None])
-    length = setting.sizes.length
-    return _ours(setting, mask=mask.with_blocks(length, length, causal=True) if listed else mask)
+def sequence_lengths(sizes: Sizes) -> list[int]:
+    """Random lengths of sequences that add up to the tokens of the batch, at most 8,192 each."""
+    generator, lengths, left = torch.Generator().manual_seed(0), list[int](), sizes.tokens
+    while left:
+        length = int(torch.randint(1, min(8192, sizes.length) + 1, (), generator=generator))
+        lengths.append(min(left, length))
+        left -= lengths[-1]
+    return lengths
 
 
-def _our_alibi(setting: Setting) -> Contender:
-    return _ours(setting, alibi_slopes=alibi_slopes(setting))
+def _ids(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """The number of each token's sequence."""
+    return torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), torch.tensor(lengths)).to(device)
 
 
-def _our_bias(learned: bool, setting: Setting) -> Contender:
-    bias = random_bias(setting, learned)
-    return _ours(setting, bias=bias)._replace(leaves=(bias,) if learned else ())
+def _same(ids: Tensor) -> Mask:
+    return lambda query, key: (query >= key) & (ids[query] == ids[key])
 
 
-def _our_relative_bias(setting: Setting) -> Contender:
-    table = random_table(setting)
-    return _ours(setting, scores=variants.relative_bias(table))._replace(leaves=(table,))
+def _refused(*libraries: str) -> dict[str, str]:
+    return {name: _NO_ARGUMENT[name] for name in libraries}
 
 
-def _our_sinks(setting: Setting) -> Contender:
-    sinks = random_sinks(setting)
-    return _ours(setting, sinks=sinks)._replace(leaves=(sinks,))
+def _window(share: int | None, sizes: Sizes) -> Feature:
+    width = 4096 if share is None else sizes.length // share
+    return Feature(
+        ours={"window": (width, None)},
+        fa4={"window_size": (width, 0)},
+        # Not `query - key <= width`: that would be an integer for each pair.
+        mask=lambda query, key: (query >= key) & (key >= query - width),
+        window=width,
+    )
 
 
-def _our_dropout(setting: Setting) -> Contender:
-    return _ours(setting, dropout_p=_DROPPED, seed=torch.tensor([7], device=setting.device))
+def _document(listed: bool, sizes: Sizes) -> Feature:
+    lengths = document_lengths(sizes)
+    ids = _ids(lengths, sizes.device)
+    mask: Any = variants.document(ids[None])
+    refusals = {} if listed else dict.fromkeys(_NO_ARGUMENT, "measured as the feature document")
+    if listed:
+        mask = mask.with_blocks(sizes.length, sizes.length, causal=True)
+    return Feature({"mask": mask}, mask=_same(ids), sequences=tuple(lengths * sizes.batch), refusals=refusals)
 
 
-def _our_packed(setting: Setting) -> Contender:
-    starts = as_starts(sequence_starts(setting.sizes), setting.device)
-    attend = functools.partial(attention_varlen, cu_seqlens_q=starts, causal=True, impl=setting.impl)
-    return Contender(attend, PACKED)
+def _packed(sizes: Sizes) -> Feature:
+    lengths = sequence_lengths(sizes)
+    return Feature(mask=_same(_ids(lengths, sizes.device)), sequences=tuple(lengths), packed=True)
 
 
-def _triangles(lengths: list[int], sizes: Sizes) -> float:
-    """Of sequences that are causal each, in pairs of tokens of the same entry of the batch."""
-    return sum(length * (length + 1) / 2 for length in lengths) / (sizes.tokens * sizes.length)
+def _softcap(sizes: Sizes) -> Feature:
+    cap = 30.0
+    return Feature(
+        ours={"softcap": cap},
+        fa4={"softcap": cap},
+        score_mod=lambda score, *indices: cap * torch.tanh(score / cap),
+        refusals=_refused("torch"),
+    )
 
 
-def _causal_share(sizes: Sizes) -> float:
-    return _triangles([sizes.length] * sizes.batch, sizes)
+def _alibi(sizes: Sizes) -> Feature:
+    slopes = torch.logspace(-1, -8, sizes.heads, 2.0, device=sizes.device)
+    return Feature(
+        ours={"alibi_slopes": slopes},
+        score_mod=lambda score, batch, head, query, key: score - slopes[head] * (query - key),
+        refusals=_NEITHER,
+    )
 
 
-def _document_share(sizes: Sizes) -> float:
-    return _triangles(lengths_of(documents_of_all(sizes)), sizes)
+def _bias(learned: bool, sizes: Sizes) -> Feature:
+    bias = sizes.random(sizes.heads, sizes.length, sizes.length, dtype=sizes.dtype, learned=learned)
+    hidden = torch.ones(sizes.length, sizes.length, dtype=torch.bool, device=sizes.device).triu(1)
+    return Feature(
+        ours={"bias": bias},
+        score_mod=lambda score, batch, head, query, key: score + bias[head, query, key],
+        added=lambda: bias.masked_fill(hidden, float("-inf"))[None],
+        leaves=(bias,) if learned else (),
+        refusals=_refused("fa4"),
+    )
 
 
-def _packed_share(sizes: Sizes) -> float:
-    return _triangles(lengths_of(sequence_starts(sizes)), sizes)
+def _relative_bias(sizes: Sizes) -> Feature:
+    middle = sizes.length - 1
+    table = sizes.random(sizes.heads, 2 * middle + 1, learned=True)
+    return Feature(
+        ours={"scores": variants.relative_bias(table)},
+        score_mod=lambda score, batch, head, query, key: score + table[head, key - query + middle],
+        leaves=(table,),
+        refusals=_NEITHER,
+    )
 
 
-def _window(size_of: Callable[[int], int], lengths: tuple[int, ...] = ()) -> Case:
-    """Causal, and as many keys before each query's own as the length says."""
-
-    def ours(setting: Setting) -> Contender:
-        return _ours(setting, window=(size_of(setting.sizes.length), None))
-
-    def of(make: Callable[[int, Setting], Contender]) -> Maker:
-        return lambda setting: make(size_of(setting.sizes.length), setting)
-
-    def visible(sizes: Sizes) -> float:
-        size = min(size_of(sizes.length), sizes.length - 1)
-        return ((size + 1) * sizes.length - size * (size + 1) / 2) / sizes.length**2
-
-    peers = {
-        "flex": of(feature_flex.window),
-        "fa4": of(feature_peers.fa4_window),
-        "sdpa": of(feature_peers.sdpa_window),
-    }
-    return Case({OURS: ours, **peers}, visible, lengths)
+def _sinks(sizes: Sizes) -> Feature:
+    sinks = sizes.random(sizes.heads, learned=True)
+    refusals = _refused("torch")
+    return Feature({"sinks": sinks}, fa4={"learnable_sink": sinks}, sinks=sinks, leaves=(sinks,), refusals=refusals)
 
 
-def _causal_case(ours: Maker, peers: Mapping[str, Maker | str], *, random: bool = False) -> Case:
-    return Case({OURS: ours, **peers}, _causal_share, random=random)
+def _dropout(sizes: Sizes) -> Feature:
+    ours = {"dropout_p": 0.1, "seed": torch.tensor([7], device=sizes.device)}
+    return Feature(ours, torch={"dropout_p": 0.1}, random=True, refusals=_refused("flex", "fa4"))
 
 
-_bound = functools.partial
-
-CASES: dict[str, Case] = {
-    PLAIN: _causal_case(_ours, {"flex": feature_flex.causal, "fa4": feature_peers.fa4, "sdpa": feature_peers.sdpa}),
-    "window_4096": _window(lambda length: 4096, (16384, 65536)),
-    "window_quarter": _window(lambda length: length // 4),
-    "window_sixteenth": _window(lambda length: length // 16),
-    "document": Case(
-        {
-            OURS: _bound(_our_documents, True),
-            "flex": feature_flex.documents,
-            "fa4": _bound(feature_peers.fa4_packed, documents_of_all),
-            "sdpa": feature_peers.sdpa_documents,
-        },
-        _document_share,
-    ),
-    "document_unlisted": Case({OURS: _bound(_our_documents, False)}, _document_share),
-    "packed": Case(
-        {
-            OURS: _our_packed,
-            "flex": feature_flex.packed,
-            "fa4": _bound(feature_peers.fa4_packed, sequence_starts),
-            "sdpa": feature_peers.sdpa_padded,
-        },
-        _packed_share,
-    ),
-    "softcap": _causal_case(
-        _bound(_ours, softcap=_CAP),
-        {
-            "flex": _bound(feature_flex.softcap, _CAP),
-            "fa4": _bound(feature_peers.fa4, softcap=_CAP),
-            "sdpa": "sdpa has no such argument",
-        },
-    ),
-    "alibi": _causal_case(_our_alibi, {"flex": feature_flex.alibi, **NO_FA4, **WRITTEN_OUT}),
-    "bias": _causal_case(
-        _bound(_our_bias, False),
-        {"flex": _bound(feature_flex.bias, False), **NO_FA4, "sdpa": _bound(feature_peers.sdpa_bias, False)},
-    ),
-    "learned_bias": _causal_case(
-        _bound(_our_bias, True),
-        {"flex": _bound(feature_flex.bias, True), **NO_FA4, "sdpa": _bound(feature_peers.sdpa_bias, True)},
-    ),
-    "relative_bias": _causal_case(_our_relative_bias, {"flex": feature_flex.relative_bias, **NO_FA4, **WRITTEN_OUT}),
-    "sinks": _causal_case(
-        _our_sinks,
-        {"flex": feature_flex.sinks, "fa4": feature_peers.fa4_sinks, "sdpa": "sdpa has no such argument"},
-    ),
-    "dropout": _causal_case(
-        _our_dropout,
-        {
-            "flex": "flex has no dropout",
-            **NO_FA4,
-            "sdpa": _bound(feature_peers.sdpa, dropout_p=_DROPPED),
-        },
-        random=True,
-    ),
+FEATURES: dict[str, Callable[[Sizes], Feature]] = {
+    "causal": lambda sizes: Feature(),
+    "window_4096": functools.partial(_window, None),
+    "window_quarter": functools.partial(_window, 4),
+    "window_sixteenth": functools.partial(_window, 16),
+    "document": functools.partial(_document, True),
+    "document_unlisted": functools.partial(_document, False),
+    "packed": _packed,
+    "softcap": _softcap,
+    "alibi": _alibi,
+    "bias": functools.partial(_bias, False),
+    "learned_bias": functools.partial(_bias, True),
+    "relative_bias": _relative_bias,
+    "sinks": _sinks,
+    "dropout": _dropout,
 }
+"""By name. All are causal, and `causal` is nothing else."""

@@ -1,246 +1,261 @@
-"""The cost of what attention can compute besides causality: time of each feature, ours and that of others.
+"""Time and memory of what attention computes besides causality: masks, score changes, sinks, dropout.
 
-    python benchmarks/features.py                                    # every case; short ones without a GPU
+    python benchmarks/features.py                                    # every feature; short without a GPU
     python benchmarks/features.py --peers PEERS                      # with FlashAttention-4 from that folder
-    python benchmarks/features.py --cases window_4096 document --dims 128 --length 32768
+    python benchmarks/features.py --features window_4096 document --head-dims 128 --lengths 32768
 
-All contenders of a case and pass are measured in the same rounds, and beside them our plain causal attention of the
-same sizes. The whole table is estimated to take 6 minutes on an H200 whose machine has 16 cores. First everything is
-compiled in parallel processes; with --jobs 0 it is compiled when it is first called, which takes far longer. Each cell
-is written when it is measured, and --resume goes on where a run stopped.
+The first of --providers is compared with the others, and with its own plain causal attention at the same sizes; all are
+measured in turns. --jobs processes compile beforehand, for the caches on disk. docs/benchmarking.md has the features.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
+import itertools
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-# Each case compiles a kernel or two at a time, for which a pool of 32 processes would only have to be started.
+# A case compiles a few kernels: a pool of compiling processes would take longer to start.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# FlashAttention-4 compiles anew in every process unless it is told to keep what it compiled.
+# FlashAttention-4 compiles again in every process unless it keeps what it compiled.
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
+import pandas as pd
 import torch
+from torch import Tensor
 
-from benchmarks.asked_device import asks_for_gpu
-from benchmarks.attention_providers import PEER_DISTRIBUTIONS
-from benchmarks.feature_cases import CASES, OURS, PEERS
-from benchmarks.feature_cells import BESIDE, PASSES, Cell, CellRun, Conditions, add_peers, first_call
-from benchmarks.feature_peers import why_no_fa4
-from benchmarks.feature_report import COLUMNS, report, rows_of
-from benchmarks.feature_setting import Sizes
-from benchmarks.flags import DTYPE_ALIASES, DTYPES
-from benchmarks.isolation import termination_as_interruption
-from benchmarks.processes import run_jobs
-from benchmarks.suite import opened
-from cs336_systems.profiling.environment import Environment, collect_environment
-from cs336_systems.profiling.report import environment_lines, format_number
-from cs336_systems.profiling.sweep import (
-    ConfigurationMismatchError,
-    DeathLog,
-    Outcome,
-    Row,
-    RowStore,
-    Status,
-    write_csv,
-)
+from benchmarks import flags, harness
+from benchmarks.attention_providers import PEER_DISTRIBUTIONS, add_peers, peer_providers
+from benchmarks.comparison import plausible_difference, relative_difference, timing_method
+from benchmarks.feature_cases import FEATURES, Feature, Sizes
+from benchmarks.feature_providers import OURS, PEERS, bind
+from benchmarks.harness import Case, Comparison, Context, Outcome, Row, Status
+from benchmarks.isolation import map_isolated, run_isolated
+from benchmarks.tables import markdown, number
+from cs336_systems.kernels.torch_names import COMPILER, without_donated_buffers
+from cs336_systems.profiling.timing import call_milliseconds, measure_ms, synchronize
 
-_TOKENS = 16384
-# torch's function has nothing to compile.
-_COMPILED = (OURS, "flex", "fa4")
+PLAIN = "plain"
+"""The first provider's causal attention, in the rows of other features."""
+_USUAL_LENGTHS = {"window_4096": [16384, 65536]}
 
 
-def say(text: str) -> None:
-    """A line that is there at once, whoever reads the output."""
-    print(text, flush=True)
+@dataclass(frozen=True)
+class FeatureCase(Case):
+    """A feature, its sizes and a pass."""
+
+    feature: str
+    which: str
+    dtype: str
+    batch: int
+    heads: int
+    length: int
+    head_dim: int
 
 
-class Features:
-    """A run: compiles, measures cell by cell, and stores each cell's rows when it is measured."""
+@dataclass(frozen=True)
+class Pass:
+    """One pass of one provider, a forward without a graph or a backward on a graph that is kept; how it did at first.
 
-    def __init__(self, conditions: Conditions, names: Sequence[str], store: RowStore, environment: Environment) -> None:
-        self._conditions, self._names, self._store = conditions, names, store
-        self._environment = environment_lines(environment)
-        self._deaths = DeathLog(store.folder)
-        self._compile_s: dict[tuple[str, str], float] = {}
-        self._known: dict[tuple[str, str], Outcome] = {}
+    ``results`` are the output, or the gradients of q, k and v, as (tokens, heads, d).
+    """
 
-    def compile(self, cells: Sequence[Cell], processes: int) -> None:
-        """First calls of all contenders in parallel processes, whose caches this process then finds.
+    call: Callable[[], tuple[Tensor, ...]]
+    results: tuple[Tensor, ...]
+    columns: Row
 
-        What takes too long, or ends its process, is settled here; it is not tried in the process that measures.
-        """
-        jobs = [
-            (cell, name, self._conditions)
-            for cell in cells
-            for name in self._names
-            if name in _COMPILED and callable(CASES[cell.case].makers.get(name))
-        ]
-        begin, limit = time.monotonic(), self._conditions.limit
-        for count, finished in enumerate(run_jobs(first_call, jobs, processes=processes, seconds_each=limit), 1):
-            cell, name, _ = finished.job
-            after = f"[{count}/{len(jobs)}, {time.monotonic() - begin:.0f} s] {name} {cell.key}"
-            if finished.failure:
-                self._known[cell.key, name] = _settled(finished.failure)
-                say(f"{after}: {finished.failure[:300]}")
-            elif isinstance(finished.result, str):
-                say(f"{after}: {finished.result[:300]}; it is tried again alone")
+
+def first_call(provider: str, feature: Feature, sizes: Sizes, which: str, tensors: Sequence[Tensor]) -> Pass:
+    """Compile a pass, and measure single calls and their memory; ``tensors`` are q, k, v and the output's gradient."""
+    begin, device = time.perf_counter(), sizes.device
+    attend, layout = bind(provider, feature, sizes)
+    *inputs, gradient = map(layout.arrange, tensors)
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    call: Callable[[], tuple[Tensor, ...]] = torch.no_grad()(lambda: (attend(*inputs),))
+    if which == "backward":
+        output, wanted = attend(*inputs), (*inputs, *feature.leaves)
+        call = functools.partial(torch.autograd.grad, output, wanted, gradient, retain_graph=True)
+    results = tuple(map(layout.restore, call()[:3]))
+    synchronize(device)
+    columns: Row = {"first_call_s": round(time.perf_counter() - begin, 2), "peak_mib": None}
+    columns["probe_ms"] = call_milliseconds(call, device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        columns["peak_mib"] = (torch.cuda.max_memory_allocated(device) - before) / 2**20
+    return Pass(call, results, columns)
+
+
+def measure(case: FeatureCase, context: Context) -> list[Row]:
+    """A row for each provider, and for plain causal attention."""
+    options, comparison, method = context.options, Comparison(context), timing_method(context.options)
+    add_peers(options.peers)
+    sizes = Sizes(case.batch, case.heads, case.length, case.head_dim, flags.DTYPES[case.dtype], options.device)
+    tensors = [sizes.random(case.batch, case.heads, case.length, case.head_dim, dtype=sizes.dtype) for _ in range(4)]
+    feature, ours = FEATURES[case.feature](sizes), options.providers[0]
+    shared: Row = {"visible": feature.visible(sizes), "tf32": options.tf32}
+    passes, first, expected = dict[str, Pass](), dict[str, Row](), None
+    names = [*options.providers, *([] if case.feature == "causal" else [PLAIN])]
+    # A compiled backward pass may otherwise overwrite its inputs, and cannot run again on the same graph.
+    with without_donated_buffers():
+        for name in names:
+            what = (ours, FEATURES["causal"](sizes)) if name == PLAIN else (name, feature)
+            made = comparison.attempt(
+                name, "first call", functools.partial(first_call, *what, sizes, case.which, tensors)
+            )
+            first[name] = dict.fromkeys(("first_call_s", "probe_ms", "peak_mib", "difference")) | {"warning": ""}
+            if made is None:
+                continue
+            first[name] |= made.columns
+            if name == ours:
+                expected = made.results
+            elif name != PLAIN and expected is not None and not feature.random:
+                first[name] |= compared(relative_difference(made.results, expected), case, options)
+            seconds = made.columns["probe_ms"] * 1e-3
+            if seconds <= options.max_seconds:
+                passes[name] = dataclasses.replace(made, results=())
             else:
-                self._compile_s[cell.key, name] = finished.result
-                say(f"{after}: first call done after {finished.result:.1f} s")
-
-    def measure(self, cell: Cell) -> bool:
-        """Measure a cell and store its rows. False when the device was lost, and nothing more can be measured."""
-
-        def on_step(name: str, what: str) -> None:
-            self._deaths.begin(f"{cell.key}: {name}")
-
-        known = {name: self._known[cell.key, name] for name in self._names if (cell.key, name) in self._known}
-        for name in (*self._names, BESIDE):
-            if self._deaths.deaths(f"{cell.key}: {name}"):
-                known[name] = Outcome(Status.ERROR, "a process ended while it ran here")
-        run = CellRun(cell, self._conditions, on_step, known)
-        try:
-            measured = run.measure(self._names)
-        finally:
-            self._deaths.end()
-        compile_s = {name: self._compile_s[cell.key, name] for name in measured if (cell.key, name) in self._compile_s}
-        rows = rows_of(cell, self._conditions, measured, compile_s)
-        self._store.append(cell.key, rows)
-        self.write()
-        parts = [_summary(row, measured[row["implementation"]].ready_s) for row in rows]
-        say(f"{cell.key}: {'; '.join(parts)}")
-        return not run.device_lost
-
-    def write(self) -> None:
-        """The files for people, from all rows that there are."""
-        write_csv(self._store.folder / "results.csv", self._store.rows, COLUMNS)
-        (self._store.folder / "tables.md").write_text(report(self._store.rows, self._environment))
+                reason = f"one call takes {seconds:.2f} s, more than the {options.max_seconds:g} s allowed"
+                comparison.outcomes[name] = Outcome(Status.SKIPPED, reason)
+        comparison.interleave(
+            {
+                name: functools.partial(measure_ms, p.call, device=sizes.device, method=method)
+                for name, p in passes.items()
+            },
+            method,
+        )
+    rows = []
+    for name in names:
+        over_plain = comparison.speedup(name, PLAIN if PLAIN in names else ours)
+        ratios = {"speedup_of_first": comparison.speedup(ours, name) if name != ours else None}
+        ratios["of_plain"] = over_plain and 1 / over_plain
+        rows.append({"provider": name, **comparison.columns(name), **ratios, **first[name], **shared})
+    return rows
 
 
-def _settled(failure: str) -> Outcome:
-    late = failure.startswith("took longer")
-    return Outcome(Status.SKIPPED if late else Status.ERROR, f"its first call: {' '.join(failure.split())[:300]}")
+def compared(difference: float, case: FeatureCase, options: argparse.Namespace) -> Row:
+    """The columns of a difference from the first provider's results, relative to their norm."""
+    allowed = plausible_difference(case.dtype, gradients=case.which == "backward", tf32=options.tf32)
+    text = f"results differ from {options.providers[0]}'s by {difference:.2g} of their norm"
+    return {
+        "difference": min(difference, 1e9),
+        "warning": "" if difference <= allowed else text,
+    }  # JSON has no infinity
 
 
-def _summary(row: Row, ready_s: float | None) -> str:
-    ready = "" if ready_s is None else f", first call done after {ready_s:.1f} s"
-    if row["median_ms"] is None:
-        return f"{row['implementation']} {row['status']} ({row['reason'][:120]}){ready}"
-    return f"{row['implementation']} {format_number(row['median_ms'])} ms{ready}"
+def drive(sweep: harness.Sweep[FeatureCase], cases: Sequence[FeatureCase]) -> None:
+    """Compile in parallel processes, for the caches on disk, then measure one case after the other."""
+    stored = set(sweep.frame.get("case", ()))
+    quick = argparse.Namespace(**vars(sweep.options) | {"rounds": 1, "warmup": 0.0, "rep": 0.0})
+    jobs = [(case, Context(quick)) for case in cases if case.name not in stored] if sweep.options.jobs else []
+    calls = map_isolated(measure, jobs, processes=max(1, sweep.options.jobs), limit=sweep.options.timeout)
+    for count, ((case, _), finished) in enumerate(calls, 1):
+        sweep.note(f"compiled {count}/{len(jobs)}: {case.name} {finished.failure}")
+    for case in cases:
+        sweep.rows(case)
+
+
+def tables(frame: pd.DataFrame) -> str:
+    """A line for each case: times, the fastest peer, and the time as a multiple of causal attention's."""
+    if "provider" not in frame:
+        return ""  # no case could be measured at all
+    names = [name for name in frame["provider"].dropna().unique() if name != PLAIN]
+    sizes, lines = ["feature", "which", "dtype", "head_dim", "batch", "length"], []
+    for key, rows in frame.dropna(subset=["provider"]).groupby(sizes, sort=False):
+        rows = rows.set_index("provider")
+        first, medians = rows.loc[names[0]], rows["median_ms"].astype(float).dropna()
+        peers = medians.drop([names[0], PLAIN], errors="ignore")
+        best = peers.idxmin() if len(peers) and names[0] in medians else None
+        lines.append(
+            dict(zip(sizes, key, strict=True))
+            | {"visible, %": f"{100 * first['visible']:.3g}"}
+            | {f"{name}, ms": number(medians.get(name)) for name in names}
+            | {"over the best peer, ×": number(rows["speedup_of_first"].get(best)), "best peer": number(best)}
+            | {"of plain causal, ×": number(first["of_plain"]), "peak, MiB": number(first["peak_mib"])}
+        )
+    return markdown(pd.DataFrame(lines))
+
+
+PROGRAM = harness.Program(
+    "features",
+    "Features of attention",
+    measure,
+    tables,
+    settings=("providers", "rounds", "warmup", "rep", "max_seconds", "seed", "tf32"),
+    notes=lambda options: [f"not measured: {name} ({reason})" for name, reason in options.missing.items()],
+    packages=PEER_DISTRIBUTIONS,
+)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    gpu = asks_for_gpu(arguments)
-    add = parser.add_argument
-    add("--cases", nargs="+", choices=CASES, default=[*CASES], help="default: all")
-    add("--passes", nargs="+", choices=PASSES, default=[*PASSES], help="default: both")
-    add("--dims", nargs="+", type=int, default=[64, 128] if gpu else [64], help="head dimensions")
-    length = "16,384 and 65,536 for window_4096, 8,192 for the rest" if gpu else "512"
-    add("--length", type=int, default=None if gpu else 512, help=f"of every case; default: {length}")
-    batch = f"{_TOKENS} / length, at least 1" if gpu else "1"
-    add("--batch", type=int, default=None if gpu else 1, help=f"default: {batch}")
-    add("--heads", type=int, default=16 if gpu else 2, help="default: %(default)s")
-    add("--dtype", default="bfloat16" if gpu else "float32", choices=[*DTYPES, *DTYPE_ALIASES])
-    add("--impl", default="flash" if gpu else "tiled", help="ours (default: %(default)s)")
-    peers = [*PEERS] if gpu else ["sdpa"]
-    add("--against", nargs="*", choices=PEERS, default=peers, help="FlexAttention and fa4 need a GPU; default: all")
-    add("--peers", type=Path, metavar="FOLDER", help="where FlashAttention-4 is, as for benchmarks/attention.py")
-    add("--device", type=torch.device, default=torch.device("cuda" if gpu else "cpu"))
-    add("--rounds", type=int, default=5, help="rounds for the median (default: %(default)s)")
-    add("--limit", type=float, default=120, help="seconds for a contender's first call (default: %(default)g)")
-    add("--max-seconds", type=float, default=0.5, help="a call that takes longer is not measured (%(default)s)")
-    jobs = min(12, os.cpu_count() or 1) if gpu else 0
-    add("--jobs", type=int, default=jobs, help="processes that compile; 0: none, one after another (%(default)s)")
-    add("--output", type=Path, default=Path("results/features"), help="default: %(default)s")
-    add("--resume", action="store_true", help="measure what the output folder does not have yet")
-    add("--commit", help="the commit to record where the checkout is not in a git repository")
-    options = parser.parse_args(arguments)
-    options.dtype = DTYPES[DTYPE_ALIASES.get(options.dtype, options.dtype)]
-    if options.peers is not None and not options.peers.is_dir():
-        parser.error(f"--peers must be a folder; got {options.peers}")
+    """The options."""
+    gpu = flags.wants_gpu(arguments)
+    parser = flags.make_parser(
+        __doc__,
+        features=[*FEATURES],
+        providers=["flash", *PEERS] if gpu else ["tiled", "torch"],
+        passes=["forward", "backward"],
+        dtypes=["bfloat16" if gpu else "float32"],
+        lengths=None if gpu else [512],
+        head_dims=[64, 128] if gpu else [64],
+        batch=None if gpu else 1,
+        tokens=16384,
+        heads=16 if gpu else 2,
+        rounds=5,
+        warmup=5.0,
+        rep=15.0 if gpu else 30.0,
+        max_seconds=0.5,
+        tf32=False,
+        jobs=min(12, os.cpu_count() or 1) if gpu else 0,
+        peers=None,
+    )
+    parser.epilog = f"providers: {', '.join(OURS)}; {', '.join(PEERS)}"
+    options = flags.parse(parser, arguments)
+    flags.restrict(parser, options, features=[*FEATURES], passes=flags.PASSES[:2], providers=[*OURS, *PEERS])
+    if options.providers[0] not in OURS:
+        parser.error(f"--providers must begin with one of {', '.join(OURS)}; got {options.providers[0]}")
     return options
 
 
-def cells_of(options: argparse.Namespace) -> list[Cell]:
-    """What is measured, in this order: both passes of a case's sizes after one another."""
+def cases_of(options: argparse.Namespace) -> list[FeatureCase]:
+    """The cases; --tokens gives each length at least one sequence."""
     return [
-        Cell(case, Sizes(options.batch or max(1, _TOKENS // length), options.heads, length, head_dim), which)
-        for case in options.cases
-        for length in ([options.length] if options.length else CASES[case].lengths or [8192])
-        for head_dim in options.dims
-        for which in options.passes
+        FeatureCase(feature, which, dtype, options.batch or max(1, options.tokens // n), options.heads, n, head_dim)
+        for dtype, feature in itertools.product(options.dtypes, options.features)
+        for n in options.lengths or _USUAL_LENGTHS.get(feature, [8192])
+        for head_dim, which in itertools.product(options.head_dims, options.passes)
     ]
 
 
-def contenders_of(options: argparse.Namespace) -> list[str]:
-    """Who is measured here, ours first; the others are said to be missing."""
-    missing = dict[str, str | None]()
-    if options.device.type != "cuda":
-        missing = dict.fromkeys(("flex", "fa4"), "measured on a CUDA device only")
-    elif "fa4" in options.against:
-        missing["fa4"] = why_no_fa4(options.device)
-    for name in options.against:
-        if missing.get(name):
-            say(f"{name} is not measured: {missing[name]}")
-    return [OURS, *(name for name in PEERS if name in options.against and not missing.get(name))]
-
-
-def configuration_of(conditions: Conditions, names: Sequence[str], environment: Environment) -> dict[str, Any]:
-    """What rows must have in common to stand in one table."""
-    return {
-        "dtype": str(conditions.dtype),
-        "impl": conditions.impl,
-        "contenders": [*names],
-        "rounds": conditions.rounds,
-        "device": environment.device,
-        "torch": environment.torch,
-        "triton": environment.triton,
-    }
+def missing_peers(options: argparse.Namespace) -> dict[str, str]:
+    """Why other libraries cannot be measured here, by name."""
+    add_peers(options.peers)
+    return {p.name: p.missing for p in peer_providers(options.device) if p.missing and p.name in options.providers}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure; the exit status is 0, 2 for what cannot be done, 3 for a lost device, 130 when interrupted."""
+    """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
     options = parse(arguments)
-    if options.peers is not None:
-        add_peers(options.peers)
-    if options.device.index is not None:
-        torch.cuda.set_device(options.device)
-    shared = (options.peers, options.rounds, options.limit, options.max_seconds)
-    conditions = Conditions(options.device, options.dtype, options.impl, *shared)
-    names = contenders_of(options)
-    environment = collect_environment(options.device, packages=PEER_DISTRIBUTIONS, commit=options.commit)
-    try:
-        store = opened(options, configuration_of(conditions, names, environment))
-    except ConfigurationMismatchError as error:
-        print(f"features.py: error: {error}", file=sys.stderr)
-        return 2
-    cells = [cell for cell in cells_of(options) if not store.is_finished(cell.key)]
-    features = Features(conditions, names, store, environment)
-    status = 0
-    try:
-        with termination_as_interruption():
-            if options.jobs and cells:
-                features.compile(cells, options.jobs)
-            if not all(features.measure(cell) for cell in cells):
-                say("the device was lost; --resume goes on with the next cell")
-                status = 3
-    except KeyboardInterrupt:
-        say("interrupted; --resume goes on")
-        status = 130
-    features.write()
-    say(f"wrote {options.output / 'tables.md'}")
-    return status
+    if options.redraw is None:
+        # In a process of its own: other libraries load CUDA when they are imported.
+        finished = run_isolated(missing_peers, options)
+        if finished.failure:
+            print(f"features.py: error: --peers: {finished.failure}", file=sys.stderr)
+            return 2
+        options.missing = finished.result
+        options.providers = [name for name in options.providers if name not in options.missing]
+    program = dataclasses.replace(PROGRAM, preload=COMPILER if "flex" in options.providers else ())
+    return harness.run(program, options, cases_of(options), drive)
 
 
 if __name__ == "__main__":

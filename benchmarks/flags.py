@@ -88,6 +88,8 @@ _SEVERAL: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "masks": (one_of(*MASKS), "MASK", f"of {', '.join(MASKS)}"),
     "passes": (one_of(*PASSES), "PASS", f"of {', '.join(PASSES)}; both is one after the other"),
     "providers": (str, "NAME", "implementations to measure"),
+    "features": (str, "NAME", "masks and score changes"),
+    "kernels": (str, "NAME", "kernels to tune"),
     "models": (str, "NAME", "model sizes"),
     "modes": (str, "MODE", "what of a model is measured"),
     "batches": (positive, "B", "batch sizes, in sequences"),
@@ -184,6 +186,14 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = Non
     if options.resume and options.out is None:
         parser.error("--resume needs the folder to continue in: --out FOLDER")
     return options
+
+
+def restrict(parser: argparse.ArgumentParser, options: argparse.Namespace, **known: Sequence[Any]) -> None:
+    """End the program with a message if a flag that takes several values has one that is not among the known ones."""
+    for name, values in known.items():
+        if unknown := [str(value) for value in getattr(options, name) if value not in values]:
+            flag = name.replace("_", "-")
+            parser.error(f"--{flag} must be taken from {', '.join(map(str, values))}; got {', '.join(unknown)}")
 
 
 def fill(options: argparse.Namespace, defaults: Mapping[str, Any]) -> None:

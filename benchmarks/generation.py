@@ -1,262 +1,256 @@
-"""Generation: the time of a token beside the bytes that a step must read, and attention over a cache alone.
+"""Generation: the time of a token, of a model or of attention alone, and the rate at which it reads memory.
 
     python benchmarks/generation.py                                  # steps of a model; a short run without a GPU
-    python benchmarks/generation.py --preset large --batch 1 32 --context 2048 --modes eager graph graph+compile
-    python benchmarks/generation.py --attention                      # attention_with_cache beside torch's function
+    python benchmarks/generation.py --models large --batches 1 32 --lengths 2048 --modes eager graph graph+compile
+    python benchmarks/generation.py --attention                      # attention_with_cache and torch's function
 
-A step of one token has to read all weights once, and the keys and values of every sequence: its bytes by its time are
-shown in GB/s, and as a share of the rate of a copy measured in the same run. Each cell is written when it is measured,
-and --resume goes on where a run stopped.
+A step of one token reads all weights once, and the keys and values of every sequence: these bytes over its time are
+compared with the rate of a copy in the device's memory, measured in the same rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import pandas as pd
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.asked_device import asks_for_gpu
-from benchmarks.comparison import DeviceLostError
-from benchmarks.feature_cells import Measurement
-from benchmarks.flags import DTYPE_ALIASES, DTYPES
-from benchmarks.generation_cells import (
-    BACKENDS,
-    MODES,
-    OURS,
-    TORCH,
-    Conditions,
-    Shape,
-    cache_bytes,
-    copy_rate,
-    measure_attention,
-    measure_steps,
-    weight_bytes,
-)
-from benchmarks.isolation import termination_as_interruption
-from benchmarks.suite import opened
-from cs336_systems.profiling.environment import Environment, collect_environment
-from cs336_systems.profiling.memory import release_memory
-from cs336_systems.profiling.report import ABSENT, environment_lines, format_number, markdown_table
-from cs336_systems.profiling.sweep import (
-    ConfigurationMismatchError,
-    Row,
-    RowStore,
-    Status,
-    write_csv,
-)
-from cs336_systems.profiling.timing import TimingMethod
-from cs336_systems.transformer import PRESETS, Transformer, preset
+from benchmarks import flags
+from benchmarks.comparison import relative_difference
+from benchmarks.harness import Case, Comparison, Context, Program, Row, run, timing_method
+from benchmarks.results import outcome_of
+from benchmarks.tables import markdown
+from cs336_systems.attention import attention_with_cache
+from cs336_systems.profiling.memory import collection_paused
+from cs336_systems.profiling.timing import call_milliseconds, measure_ms, synchronize
+from cs336_systems.transformer import PRESETS, Decoder, Transformer, TransformerConfig, preset
 
-SHAPES = (
-    Shape(1, 131_072, 32, 8),
-    Shape(8, 16_384, 32, 8),
-    Shape(64, 4096, 32, 8),
-    Shape(16, 8192, 32, 32),
-    Shape(128, 1024, 32, 8),
-    Shape(1, 4096, 32, 8),
-)
-SMALL_SHAPES = (Shape(1, 512, 4, 2, 64), Shape(4, 128, 4, 4, 64))
-"""Without a GPU."""
-
-COLUMNS = (
-    *("what", "model", "dtype", "batch", "context", "q_heads", "kv_heads", "head_dim", "contender", "status", "reason"),
-    *("median_ms", "min_ms", "max_ms", "rounds", "tokens_per_s", "weight_bytes", "cache_bytes", "gb_per_s"),
-    *("copy_gb_per_s", "of_copy", "ready_s", "difference"),
-)
+MODES = {
+    "eager": {"graph": False, "compile": False},
+    "graph": {"graph": True, "compile": False},
+    "compile": {"graph": False, "compile": True},
+    "graph+compile": {"graph": True, "compile": True},
+}
+OURS, TORCH, COPY = "attention_with_cache", "torch", "copy"
+BACKENDS = {"torch-flash": SDPBackend.FLASH_ATTENTION, "torch-cudnn": SDPBackend.CUDNN_ATTENTION}
+"""Of `scaled_dot_product_attention`; as `TORCH` it chooses one by itself."""
+# (batch, length of the cache, query heads, key and value heads, head dimension)
+SHAPES = [
+    *((1, 131_072, 32, 8, 128), (8, 16_384, 32, 8, 128), (64, 4096, 32, 8, 128)),
+    *((16, 8192, 32, 32, 128), (128, 1024, 32, 8, 128), (1, 4096, 32, 8, 128)),
+]
+SMALL_SHAPES = [(1, 512, 4, 2, 64), (4, 128, 4, 4, 64)]
 
 
-def row_of(name: str, measured: Measurement, copy: float, weights: float, cache: float, facts: dict[str, Any]) -> Row:
-    """A contender's row; ``facts`` are its cell's, and the bytes what it has to read: without weights, attention."""
-    times = measured.times
-    rate = None if times is None else (weights + cache) / times.median / 1e6
-    return {
-        **facts,
-        "contender": name,
-        "status": measured.outcome.status.value,
-        "reason": measured.outcome.reason,
-        "median_ms": times and times.median,
-        "min_ms": times and times.minimum,
-        "max_ms": times and times.maximum,
-        "rounds": times and len(times.milliseconds),
-        "tokens_per_s": facts["batch"] / times.median * 1e3 if times and weights else None,
-        "weight_bytes": int(weights),
-        "cache_bytes": int(cache),
-        "gb_per_s": rate,
-        "copy_gb_per_s": copy,
-        "of_copy": None if rate is None else rate / copy,
-        "ready_s": None if measured.ready_s is None else round(measured.ready_s, 2),
-        "difference": measured.difference,
-    }
+@dataclass(frozen=True)
+class GenerationCase(Case):
+    """A step of a model after ``length`` tokens, or an attention call on caches of that length if ``model`` is ""."""
+
+    model: str
+    layers: int
+    dtype: str
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def cache_bytes(self, length: float, window: int | None = None) -> int:
+        """The bytes of keys and values that a step reads if each sequence has ``length`` tokens."""
+        seen = length if window is None else min(length, window)
+        size = self.layers * self.batch * self.kv_heads * self.head_dim * flags.DTYPES[self.dtype].itemsize
+        return int(2 * size * seen)
 
 
-class Run:
-    """Measures cell by cell, and stores each cell's rows when it is measured."""
-
-    def __init__(self, options: argparse.Namespace, store: RowStore, environment: Environment) -> None:
-        self._options, self._store = options, store
-        self._environment = environment_lines(environment)
-        self._conditions = Conditions(options.device, options.dtype, TimingMethod(rounds=options.rounds))
-        self._copy = copy_rate(self._conditions)
-        self._dtype = str(options.dtype).removeprefix("torch.")
-        print(f"a copy in memory, read plus written: {format_number(self._copy)} GB/s", flush=True)
-
-    def measure(self) -> None:
-        """All cells that are not stored yet."""
-        if self._options.attention:
-            self._attention()
-        else:
-            self._steps()
-        self.write()
-
-    def _steps(self) -> None:
-        options = self._options
-        room = (options.rounds + 1) * options.new_tokens
-        changes = {} if options.layers is None else {"num_layers": options.layers}
-        config = preset(options.preset, context_length=options.context + room, **changes)
-        name = options.preset + ("" if options.layers is None else f" of {options.layers} layers")
-        batches = [batch for batch in options.batch if not self._store.is_finished(f"{name} batch {batch}")]
-        if not batches:
-            return
-        torch.manual_seed(0)
-        model = Transformer(config, device=options.device, dtype=options.dtype)
-        # Half-way through the rounds that are timed.
-        tokens = options.context + options.new_tokens + options.rounds * options.new_tokens / 2
-        for batch in batches:
-            measured = measure_steps(model, batch, options.context, options.new_tokens, options.modes, self._conditions)
-            facts = {"what": "step", "model": name, "dtype": self._dtype, "batch": batch, "context": options.context}
-            facts |= {"q_heads": config.num_heads, "kv_heads": config.num_kv_heads or config.num_heads}
-            read = weight_bytes(model), cache_bytes(config, batch, tokens, options.dtype)
-            self._keep(f"{name} batch {batch}", measured, *read, facts | {"head_dim": config.d_head})
-
-    def _attention(self) -> None:
-        options = self._options
-        on_gpu = options.device.type == "cuda"
-        contenders = [TORCH, OURS, *(BACKENDS if on_gpu else ())]
-        for shape in SHAPES if on_gpu else SMALL_SHAPES:
-            key = f"attention {tuple(shape)}"
-            if self._store.is_finished(key):
-                continue
-            measured = measure_attention(shape, contenders, self._conditions)
-            facts = {"what": "attention", "model": None, "dtype": self._dtype} | shape._asdict()
-            facts["context"] = facts.pop("cache")
-            self._keep(key, measured, 0, shape.read_bytes(options.dtype), facts)
-
-    def _keep(
-        self, key: str, measured: dict[str, Measurement], weights: float, cache: float, facts: dict[str, Any]
-    ) -> None:
-        rows = [row_of(name, one, self._copy, weights, cache, facts) for name, one in measured.items()]
-        self._store.append(key, rows)
-        self.write()
-        parts = [f"{row['contender']} {format_number(row['median_ms'])} ms {row['reason'][:120]}" for row in rows]
-        print(f"{key}: {'; '.join(part.strip() for part in parts)}", flush=True)
-        release_memory(self._options.device)
-
-    def write(self) -> None:
-        """The files for people, from all rows that there are."""
-        write_csv(self._store.folder / "results.csv", self._store.rows, COLUMNS)
-        (self._store.folder / "tables.md").write_text(report(self._store.rows, self._environment))
+def config_of(name: str, layers: int | None, length: int) -> TransformerConfig:
+    """A preset with another context length, and other layers if given."""
+    changes: dict[str, Any] = {} if layers is None else {"num_layers": layers}
+    return preset(name, context_length=length, **changes)
 
 
-HEADERS = (
-    *("what", "dtype", "batch", "context", "heads", "contender", "ms", "tokens/s"),
-    *("weights, GB", "keys and values, GB", "GB/s", "of a copy, %", "ready after, s"),
-)
+def weight_bytes(model: Transformer) -> int:
+    """The bytes of the weights that a step reads. Of an embedding that is not the head it reads a few rows."""
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    return size if model.lm_head is None else size - model.token_embeddings.weight.nbytes
 
 
-def report(rows: Iterable[Row], environment: Sequence[str]) -> str:
-    """The table, and why what has no figure has none."""
-    rows = [*rows]
-    lines = []
-    for row in (row for row in rows if row["status"] == Status.OK.value):
-        share = format_number(100 * row["of_copy"])
-        lines.append(
-            [
-                row["model"] or row["what"],
-                *(row["dtype"], str(row["batch"]), str(row["context"])),
-                f"{row['q_heads']}/{row['kv_heads']} × {row['head_dim']}",
-                *(row["contender"], format_number(row["median_ms"]), format_number(row["tokens_per_s"])),
-                format_number(row["weight_bytes"] / 1e9) if row["weight_bytes"] else ABSENT,
-                *(format_number(row["cache_bytes"] / 1e9), format_number(row["gb_per_s"]), share),
-                format_number(row["ready_s"]),
-            ]
+class Steps:
+    """Steps of a mode on a cache that random prompts fill; the first ones, which compile and record, are not timed."""
+
+    def __init__(self, mode: str, model: Transformer, prompts: list[list[int]], capacity: int, steps: int) -> None:
+        begin, self._device, self._steps = time.perf_counter(), model.token_embeddings.weight.device, steps
+        self._decoder = Decoder(model, len(prompts), capacity, **MODES[mode])
+        self._tokens = self._decoder.prefill(prompts).argmax(-1)
+        self._run()
+        synchronize(self._device)
+        self.ready_s = round(time.perf_counter() - begin, 2)
+
+    def _run(self) -> None:
+        for _ in range(self._steps):
+            self._tokens = self._decoder.step(self._tokens).argmax(-1)
+
+    def __call__(self) -> float:
+        """Milliseconds per step with greedy sampling, of steps in a row that wait for nothing but the last."""
+        with collection_paused():
+            return call_milliseconds(self._run, self._device) / self._steps
+
+
+def measure(case: GenerationCase, context: Context) -> list[Row]:
+    """A row for each provider, and for a copy in memory."""
+    options, comparison, method = context.options, Comparison(context), timing_method(context.options)
+    prepare = prepare_steps if case.model else prepare_attention
+    measurements, columns, read = prepare(case, options, comparison)
+    read_bytes = dict.fromkeys(comparison.outcomes, read["weight_bytes"] + read["cache_bytes"])
+    source = torch.randn(2**28 if options.device.type == "cuda" else 2**22, device=options.device)
+    copy = partial(torch.empty_like(source).copy_, source)
+    comparison.attempt(COPY, "first call", copy)
+    measurements[COPY] = partial(measure_ms, copy, device=options.device, method=method)
+    comparison.interleave(measurements, method)
+    read_bytes[COPY] = 2 * source.nbytes
+    rows = []
+    for name in comparison.outcomes:
+        row = {"provider": name, **comparison.columns(name)}
+        rate, copied = (
+            read_bytes[n] / comparison.times[n].median / 1e6 if n in comparison.times else None for n in (name, COPY)
         )
-    parts = ["# Generation", "", *environment, "", markdown_table(HEADERS, lines), ""]
-    missing = [row for row in rows if row["status"] != Status.OK.value]
-    if missing:
-        of = [
-            f"- {row['model'] or row['what']}, batch {row['batch']}, context {row['context']}, {row['contender']}: "
-            f"{row['status']}: {row['reason']}"
-            for row in missing
-        ]
-        parts += ["## Without a figure", "", *of, ""]
-    return "\n".join(parts)
+        step = bool(case.model) and row["median_ms"] and name != COPY
+        row |= {"tokens_per_s": case.batch / row["median_ms"] * 1e3 if step else None, "gb_per_s": rate, **read}
+        row["of_copy"] = rate / copied if rate and copied else None
+        rows.append(row | {"ready_s": None, "difference": None} | columns.get(name, {}))
+    return rows
+
+
+Prepared = tuple[dict[str, Callable[[], float]], dict[str, Row], dict[str, int]]
+"""By provider, a measurement and further columns; and the bytes that each call reads, by column."""
+
+
+def prepare_steps(case: GenerationCase, options: argparse.Namespace, comparison: Comparison) -> Prepared:
+    """Steps of the model in each mode."""
+    tokens = (options.rounds + 1) * options.steps
+    config = config_of(case.model, options.layers, case.length + tokens)
+    model = Transformer(config, device=options.device, dtype=flags.DTYPES[case.dtype])
+    prompts = torch.randint(config.vocab_size, (case.batch, case.length)).tolist()
+    make = partial(Steps, model=model, prompts=prompts, capacity=case.length + tokens, steps=options.steps)
+    refused = partial(outcome_of, refusals=(NotImplementedError, ValueError))
+    attempts = {name: comparison.attempt(name, "first steps", partial(make, name), refused) for name in options.modes}
+    made = {name: steps for name, steps in attempts.items() if steps is not None}
+    # The mean over the steps that are timed.
+    cache = case.cache_bytes(case.length + (options.steps + tokens) / 2, config.window)
+    read = {"weight_bytes": weight_bytes(model), "cache_bytes": cache}
+    return {**made}, {name: {"ready_s": steps.ready_s} for name, steps in made.items()}, read
+
+
+def prepare_attention(case: GenerationCase, options: argparse.Namespace, comparison: Comparison) -> Prepared:
+    """Attention by every provider; outputs are compared with torch's."""
+    measurements, columns = dict[str, Callable[[], float]](), dict[str, Row]()
+    calls = attention_calls(case, options.device)
+    names = [TORCH, OURS, *(BACKENDS if options.device.type == "cuda" else ())]
+    outputs: list[Tensor] = []
+    for name in names:
+        # torch raises RuntimeError where a backend cannot compute a call.
+        refusals = (NotImplementedError, RuntimeError) if name in BACKENDS else (NotImplementedError,)
+        output = comparison.attempt(name, "first call", calls[name], partial(outcome_of, refusals=refusals))
+        if output is not None:
+            outputs.append(output)
+            columns[name] = {"difference": relative_difference([output], outputs[:1])}
+            measurements[name] = partial(measure_ms, calls[name], device=options.device, method=timing_method(options))
+    return measurements, columns, {"weight_bytes": 0, "cache_bytes": case.cache_bytes(case.length)}
+
+
+def attention_calls(case: GenerationCase, device: torch.device) -> dict[str, Callable[[], Tensor]]:
+    """By provider, attention of one new token in each sequence to a full cache."""
+    draw = partial(torch.randn, device=device, dtype=flags.DTYPES[case.dtype])
+    q = draw(case.batch, case.heads, 1, case.head_dim)
+    k, v = (draw(case.batch, case.kv_heads, case.length, case.head_dim) for _ in range(2))
+    lengths = torch.full((case.batch,), case.length, device=device)
+
+    def by_torch(backend: SDPBackend | None) -> Tensor:
+        with nullcontext() if backend is None else sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=case.heads != case.kv_heads)
+
+    calls: dict[str, Callable[[], Tensor]] = {OURS: partial(attention_with_cache, q, k, v, lengths)}
+    calls |= {name: partial(by_torch, backend) for name, backend in {TORCH: None, **BACKENDS}.items()}
+    return {name: torch.no_grad()(call) for name, call in calls.items()}
+
+
+def tables(frame: pd.DataFrame) -> str:
+    """The rows that have a time."""
+    if "median_ms" not in frame:
+        return ""  # no case could be measured at all
+    frame = frame[frame["median_ms"].notna()]
+    columns: dict[str, Any] = {name: frame[name] for name in ("model", "dtype", "batch", "length")}
+    columns["heads"] = [f"{r.heads}/{r.kv_heads} × {r.head_dim}" for r in frame.itertuples()]
+    columns |= {"provider": frame["provider"], "ms": frame["median_ms"], "tokens/s": frame["tokens_per_s"]}
+    columns |= {"weights, GB": frame["weight_bytes"] / 1e9, "keys and values, GB": frame["cache_bytes"] / 1e9}
+    columns |= {"GB/s": frame["gb_per_s"], "of a copy, %": 100 * frame["of_copy"], "ready after, s": frame["ready_s"]}
+    return markdown(pd.DataFrame(columns).replace({"model": {"": "attention"}}))
+
+
+PROGRAM = Program(
+    "generation",
+    "Generation",
+    measure,
+    tables,
+    settings=("steps", "modes", "layers", "rounds", "warmup", "rep", "seed"),
+)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    gpu = asks_for_gpu(arguments)
-    names = sorted({name for suite in PRESETS.values() for name in suite})
-    add = parser.add_argument
-    add("--attention", action="store_true", help="attention over a cache alone, of a table of shapes")
-    add("--preset", choices=names, default="large" if gpu else "small", help="the model (default: %(default)s)")
-    add("--layers", type=int, help="so many layers instead of the preset's, for a quick look")
-    add("--batch", nargs="+", type=int, default=[1, 32] if gpu else [1], help="default: %(default)s")
-    add("--context", type=int, default=2048 if gpu else 64, help="tokens before the first new one (%(default)s)")
-    add("--new-tokens", type=int, default=32 if gpu else 4, help="steps of a round (default: %(default)s)")
+    """The options."""
+    gpu = flags.wants_gpu(arguments)
+    usual: dict[str, Any] = {
+        "models": ["large"],
+        "batches": [1, 32],
+        "lengths": [2048],
+        "steps": 32,
+        "rounds": 5,
+        "rep": 15.0,
+    }
+    small: dict[str, Any] = {"models": ["small"], "batches": [1], "lengths": [64], "steps": 4, "rounds": 3, "rep": 30.0}
     modes = ["eager", "graph", "graph+compile"] if gpu else ["eager"]
-    add("--modes", nargs="+", choices=MODES, default=modes, help="how steps are run (default: %(default)s)")
-    add("--dtype", default="bfloat16" if gpu else "float32", choices=[*DTYPES, *DTYPE_ALIASES])
-    add("--device", type=torch.device, default=torch.device("cuda" if gpu else "cpu"))
-    add("--rounds", type=int, default=5 if gpu else 3, help="rounds for the median (default: %(default)s)")
-    add("--output", type=Path, default=Path("results/generation"), help="default: %(default)s")
-    add("--resume", action="store_true", help="measure what the output folder does not have yet")
-    add("--commit", help="the commit to record where the checkout is not in a git repository")
-    options = parser.parse_args(arguments)
-    options.dtype = DTYPES[DTYPE_ALIASES.get(options.dtype, options.dtype)]
-    for name in ("context", "new_tokens", "rounds", *(["layers"] if options.layers is not None else [])):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1; got {getattr(options, name)}")
+    dtypes = ["bfloat16" if gpu else "float32"]
+    parser = flags.make_parser(__doc__, modes=modes, dtypes=dtypes, warmup=5.0, **(usual if gpu else small))
+    parser.add_argument("--layers", type=flags.positive, metavar="N", help="layers of the model (default: the model's)")
+    parser.add_argument("--attention", action="store_true", help="measure attention alone, of a few shapes")
+    options = flags.parse(parser, arguments)
+    models = sorted({name for names in PRESETS.values() for name in names})
+    flags.restrict(parser, options, modes=[*MODES], models=models)
     return options
 
 
-def configuration_of(options: argparse.Namespace, environment: Environment) -> dict[str, Any]:
-    """What rows must have in common to stand in one table."""
-    asked = {name: getattr(options, name) for name in ("context", "new_tokens", "modes", "rounds")}
-    machine = {"device": environment.device, "torch": environment.torch, "triton": environment.triton}
-    return asked | machine | {"dtype": str(options.dtype)}
+def cases_of(options: argparse.Namespace) -> list[GenerationCase]:
+    """The cases: models × dtypes × batches × lengths, or attention calls."""
+    if options.attention:
+        shapes = SHAPES if options.device.type == "cuda" else SMALL_SHAPES
+        return [GenerationCase("", 1, dtype, *shape) for dtype in options.dtypes for shape in shapes]
+    cases = []
+    sizes = itertools.product(options.models, options.dtypes, options.batches, options.lengths)
+    for name, dtype, batch, length in sizes:
+        config = config_of(name, options.layers, length)
+        heads = (config.num_heads, config.num_kv_heads or config.num_heads, config.d_head)
+        cases.append(GenerationCase(name, config.num_layers, dtype, batch, length, *heads))
+    return cases
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure; the exit status is 0, 2 for what cannot be done, 3 for a lost device, 130 when interrupted."""
+    """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
     options = parse(arguments)
-    if options.device.index is not None:
-        torch.cuda.set_device(options.device)
-    environment = collect_environment(options.device, commit=options.commit)
-    try:
-        store = opened(options, configuration_of(options, environment))
-    except ConfigurationMismatchError as error:
-        print(f"generation.py: error: {error}", file=sys.stderr)
-        return 2
-    environment.write(options.output / "environment.json")
-    try:
-        with termination_as_interruption():
-            Run(options, store, environment).measure()
-    except KeyboardInterrupt:
-        print("interrupted; --resume goes on", flush=True)
-        return 130
-    except DeviceLostError as error:
-        print(f"{error}; --resume tries the cell again", flush=True)
-        return 3
-    print(f"wrote {options.output / 'tables.md'}", flush=True)
-    return 0
+    return run(PROGRAM, options, cases_of(options))
 
 
 if __name__ == "__main__":

@@ -1,207 +1,299 @@
-"""One report of many measurements: runs a named suite of the programs here, and makes one page of what they found.
+"""Many benchmarks, and one page of their tables and plots.
 
-    python benchmarks/report.py                                   # the quick suite, on a GPU where there is one
-    python benchmarks/report.py --suite 2025 --dry-run            # its commands, and what each would measure
-    python benchmarks/report.py --suite 2025 --minutes 10         # begins no part after ten minutes; then, until done:
-    python benchmarks/report.py --suite 2025 --minutes 10 --resume
-    python benchmarks/report.py --only-assemble results/report    # makes the page again
+    python benchmarks/report.py                                   # `quick`: a few minutes, with a GPU or without one
+    python benchmarks/report.py --preset 2025 --dry-run           # the commands, and the cases of each
+    python benchmarks/report.py --preset 2025 --out results/2025 --stop-after 600
+    python benchmarks/report.py --preset 2025 --out results/2025 --stop-after 600 --resume    # until all is measured
+    python benchmarks/report.py --redraw results/2025             # make the page again
 
-Each part is a process with a folder of its own in --output. What is not there, fails, or runs out of time has a status
-on the page, and the others go on. The page is report.html, which needs no other file and no network, and report.md.
-Several of these may work on one --output, each with a --filter and a GPU of its own.
+A part of a preset is a run of a benchmark, in a process, with a folder in --out. One that fails or exceeds --timeout
+has that status on the page, and the others go on. Several reports may work on one --out, each with a --filter and a
+GPU. The page is report.html, which needs no other file and no network, and report.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
+import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.cell_filter import check_filter
+from benchmarks import flags
+from benchmarks.harness import default_folder
 from benchmarks.isolation import termination_as_interruption
-from benchmarks.report_page import assemble
-from benchmarks.report_parts import (
-    FOLDER,
-    INTERRUPTED,
-    NOT_STARTED,
-    NOT_THERE,
-    OK,
-    Outcome,
-    State,
-    arguments_of,
-    command_of,
-    forget,
-    run,
-)
-from benchmarks.report_suites import PROGRAMS, SUITES, Part
-from cs336_systems.devices import choose_device
-from cs336_systems.profiling.progress import readable_seconds
+from benchmarks.page import LOG, OUTCOME, write_page
+from benchmarks.results import JOURNAL
+from cs336_systems.files import write_text
+
+PROGRAMS = Path(__file__).resolve().parent
+OK, FAILED, TIMED_OUT, INTERRUPTED, NOT_STARTED = "ok", "failed", "timed out", "interrupted", "not started"
+
+_QUICK_GPU = """
+precision
+attention --preset quick --lengths 1024 4096 --head-dims 64
+transformer --models small --lengths 512 --modes forward step --compile none whole
+transformer-warmup = transformer --models small --lengths 512 --modes step --warmup-steps 0 5
+breakdown --models small --lengths 512
+memory --models small --lengths 512
+training_step --models small --lengths 1024 --providers flash torch
+generation --models small --batches 1 --lengths 512 --modes eager graph
+host_overhead
+leaderboard
+"""
+_QUICK_CPU = """
+precision --dtypes fp32 bf16 --lengths 128
+attention --preset course --lengths 128 256 --head-dims 32 --dtypes fp32 --rounds 3 --providers naive tiled torch-math
+transformer --models tiny --lengths 64 --modes step --steps 3 --warmup-steps 0 1
+breakdown --models tiny --lengths 64 --steps 3 --warmup-steps 1
+memory --models tiny --lengths 64 128 --modes forward step --recompute-every 2 --steps 1
+training_step --models tiny --lengths 64 --tokens 128 --compile none --steps 3 --providers flash torch naive
+generation --layers 2 --lengths 32 --steps 2
+host_overhead --lengths 64 --heads 2 --calls 5 --rounds 3
+leaderboard
+"""
+_YEAR_GPU = """
+{passes}
+transformer-backward = transformer --suite {year} --models {models} --lengths 512 --modes forward+backward
+transformer-warmup = transformer --suite {year} --models small --lengths 512 --warmup-steps 0 1 2 5
+transformer-compile = transformer --models {small_models} --compile none whole
+attention --preset course
+attention-causal = attention --preset course-causal {causal}
+breakdown --suite {year} --models {breakdown} --lengths 128 512 1024
+{memory}
+precision
+training_step --suite {year} --models {breakdown} --lengths 1024 --compile blocks
+generation
+host_overhead
+leaderboard
+"""
+_YEAR_CPU = """
+transformer --suite {year} --models small --lengths 128 --batches 1 --steps 3 --dtypes fp32 --modes forward step
+transformer-warmup = transformer --models tiny --lengths 64 --steps 5 --warmup-steps 0 1 2 5
+transformer-compile = transformer --models 4-256-256-4-8 --compile none whole --steps 3
+attention --preset course --lengths 256 1024 --head-dims 16 64 --dtypes fp32
+breakdown --suite {year} --models small --lengths 128
+memory --suite {year} --models small --lengths 128
+precision
+training_step
+generation
+host_overhead
+leaderboard
+"""
+_MORE_GPU = """
+transformer-2026 = transformer --suite 2026 --models xl 10B --lengths 512 1024
+transformer-wide = transformer --models wide --lengths 512
+attention-paper = attention --preset paper
+generation-attention = generation --attention
+"""
+_MORE_CPU = """
+attention-causal = attention --preset course-causal --lengths 128 512 --head-dims 64
+generation-attention = generation --attention
+"""
+_LONG = "--lengths 128 512 2048 8192 32768 65536 --providers naive flash sdpa --rounds 3"
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser."""
-    suites = "\n".join(f"  {name:8}{suite.about}" for name, suite in SUITES.items())
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=f"suites:\n{suites}", formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _year(year: str, models: str, breakdown: str, memory: str, causal: str = _LONG) -> tuple[str, str]:
+    """The parts of a year of the course, with a GPU and without one."""
+    # A part for each model, a few minutes each, for several GPUs to share.
+    each = "--lengths 128 256 512 1024 --modes forward step --compile none blocks"
+    passes = [f"transformer-{m} = transformer --suite {year} --models {m} {each}" for m in models.split()]
+    each = "--lengths 128 256 512 --modes forward step"
+    of_memory = [f"memory-{m} = memory --suite {year} --models {m} {each}" for m in memory.split()]
+    values = {"year": year, "models": models, "breakdown": breakdown, "causal": causal}
+    values |= {"small_models": "4-256-256-4-8 4-512-512-6-8 8-256-768-6-12 8-512-768-12-12"}
+    gpu = _YEAR_GPU.format(passes="\n".join(passes), memory="\n".join(of_memory), **values)
+    return gpu, _YEAR_CPU.format(year=year)
+
+
+_OF_2025 = ("2025", "small medium large xl 2.7B", "small medium large", "small 2.7B")
+PRESETS = {
+    "quick": (_QUICK_GPU, _QUICK_CPU),
+    "2025": _year(*_OF_2025),
+    "2026": _year("2026", "small medium large xl 10B", "small large xl", "small xl"),
+    "full": tuple(a + b for a, b in zip(_year(*_OF_2025, causal=""), (_MORE_GPU, _MORE_CPU), strict=True)),
+}
+"""Parts by the name of a preset, with a GPU and without one: `quick` takes a few minutes, a year has the tables of
+Stanford's CS336, and `full` is 2025, the models of 2026 that it lacks, and the other sweeps of attention. A line is the
+program and its flags, and before them the name of the part if it is not the program's."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One run of a program. ``name`` is that of its folder."""
+
+    name: str
+    program: str
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a part ended: a status, the reason unless it is `OK`, the seconds of its last run, and its arguments."""
+
+    status: str
+    reason: str = ""
+    seconds: float | None = None
+    arguments: tuple[str, ...] = ()
+
+
+def parts_of(preset: str, *, gpu: bool) -> list[Part]:
+    """The parts of a preset."""
+    parts = []
+    for line in filter(None, PRESETS[preset][0 if gpu else 1].splitlines()):
+        before, _, after = line.rpartition(" = ")
+        program, *arguments = after.split()
+        parts.append(Part(before or program, program, tuple(arguments)))
+    return parts
+
+
+def command_of(part: Part, options: argparse.Namespace) -> list[str]:
+    """The command of a part. It continues with the rows that its folder has if --resume is given."""
+    command = [sys.executable, str(PROGRAMS / f"{part.program}.py"), *part.arguments]
+    command += ["--device", str(options.device), "--seed", str(options.seed), "--out", str(options.out / part.name)]
+    command += ["--commit", options.commit] if options.commit else []
+    return command + ["--resume"] * options.resume + ["--no-plots"] * (not options.plots)
+
+
+def run_part(command: Sequence[str], folder: Path, limit: float, grace: float = 30.0) -> Outcome:
+    """Run a program, with its output in a file of its folder, and interrupt it after ``limit`` seconds.
+
+    Raises:
+        KeyboardInterrupt: this process was interrupted, and the program with it.
+    """
+    begin, outcome = time.monotonic(), Outcome(TIMED_OUT, f"took longer than {limit:g} s")
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with (folder / LOG).open("wb") as log:
+        # In a session that can be killed as a whole. Ctrl-C reaches the program through `_stop` alone.
+        output: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, **output, env=environment, start_new_session=True)
+        try:
+            status = process.wait(limit)
+            outcome = Outcome(FAILED, f"exit status {status}: {_last_line(folder / LOG)}") if status else Outcome(OK)
+        except subprocess.TimeoutExpired:
+            _stop(process, grace)
+        except KeyboardInterrupt:
+            _stop(process, grace)
+            raise
+    return dataclasses.replace(outcome, seconds=round(time.monotonic() - begin, 1))
+
+
+def _stop(process: subprocess.Popen[bytes], grace: float) -> None:
+    """Interrupt a program, wait ``grace`` seconds for it to write its tables, and kill what is left of it."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(grace)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1].strip()[:300] if lines else "no output"
+
+
+def run_all(parts: Sequence[Part], options: argparse.Namespace) -> list[Outcome]:
+    """Run the parts one after the other, and make the page after each. A part that is complete is not run again."""
+    begin, outcomes = time.monotonic(), []
+    for number, part in enumerate(parts, 1):
+        folder, asked = options.out / part.name, (part.program, *part.arguments, f"--seed={options.seed}")
+        outcome = read_outcome(folder)
+        complete = outcome.status == OK and outcome.arguments == asked
+        if not complete and (options.stop_after is None or time.monotonic() - begin < options.stop_after):
+            write_outcome(folder, Outcome(INTERRUPTED, "the report ended, or the part still runs", arguments=asked))
+            outcome = run_part(command_of(part, options), folder, options.timeout)
+            write_outcome(folder, dataclasses.replace(outcome, arguments=asked))
+            write_page(options.out)
+        outcomes.append(outcome)
+        print(f"[{number}/{len(parts)}] {part.name}: {outcome.status} {outcome.reason}", file=sys.stderr, flush=True)
+    return outcomes
+
+
+def read_outcome(folder: Path) -> Outcome:
+    """How the part of a folder ended."""
+    if not (folder / OUTCOME).exists():
+        return Outcome(NOT_STARTED)
+    stored = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
+    return Outcome(**stored | {"arguments": tuple(stored["arguments"])})
+
+
+def write_outcome(folder: Path, outcome: Outcome) -> None:
+    """Store how the part of a folder ended."""
+    write_text(folder / OUTCOME, json.dumps(dataclasses.asdict(outcome), indent=2) + "\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = flags.make_parser(__doc__, timeout=5400.0, preset="quick")
     add = parser.add_argument
-    add("--suite", choices=SUITES, default="quick", help="default: %(default)s")
-    add("--device", default="auto", help="cuda, cuda:1, mps or cpu (default: a GPU where there is one)")
-    add("--output", type=Path, default=Path("results/report"), metavar="FOLDER", help="default: %(default)s")
-    add("--resume", action="store_true", help="run what the output folder does not have yet")
-    add("--filter", metavar="REGEX", help="run only parts in whose names it is found")
-    add("--dry-run", action="store_true", help="list the commands, and what each would measure")
-    add("--minutes", type=float, metavar="N", help="begin no part after so many minutes")
-    add("--part-minutes", type=float, metavar="N", help="stop a part after so many minutes (default: each its own)")
-    add("--only-assemble", type=Path, metavar="FOLDER", help="make the page again of what is in a folder")
-    add("--commit", help="the commit to record where the checkout is not in a git repository")
+    add("--stop-after", type=flags.seconds, metavar="S", help="start no part after this many seconds")
     return parser
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line. Ends the program with a message for what cannot be done."""
-    parser = build_parser()
-    options = parser.parse_args(arguments)
-    try:
-        options.device = choose_device(options.device)
-    except ValueError as error:
-        parser.error(str(error))
-    check_filter(parser, options)
-    for name in ("minutes", "part_minutes"):
-        value = getattr(options, name)
-        if value is not None and value < 0:
-            parser.error(f"--{name.replace('_', '-')} must be at least 0; got {value:g}")
+    """The options. Ends the program with a message if they are invalid."""
+    parser = make_parser()
+    options = flags.parse(parser, arguments)
+    if options.preset not in PRESETS:
+        parser.error(f"--preset must be one of {', '.join(PRESETS)}; got {options.preset}")
     return options
 
 
-def parts_of(options: argparse.Namespace) -> list[Part]:
-    """The parts of the suite that --filter leaves."""
-    parts = SUITES[options.suite].parts(options.device.type == "cuda")
-    return [part for part in parts if options.filter is None or options.filter.search(part.name)]
-
-
-def dry_run(options: argparse.Namespace, programs: Path = FOLDER) -> None:
-    """Print each command, and below it what the program says it would measure."""
-    for part in parts_of(options):
-        arguments = arguments_of(part, options.output, str(options.device))
-        command = command_of(part, arguments, programs)
-        print(f"{part.name}: {shlex.join(command)}", flush=True)
-        if not Path(command[1]).exists():
-            print(f"  {NOT_THERE}: {command[1]}", flush=True)
-        elif PROGRAMS[part.program].lists:
-            listed = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, check=False)
-            said = listed.stdout if listed.returncode == 0 else listed.stderr
-            print("\n".join(f"  {line}" for line in said.splitlines()), flush=True)
-
-
-def opened(options: argparse.Namespace) -> State:
-    """The record of the output folder, with every part of the suite in it.
-
-    Raises:
-        ValueError: the folder has the record of another suite or device, and --resume is to go on with it.
-    """
-    suite = SUITES[options.suite]
-    parts = suite.parts(options.device.type == "cuda")
-    facts = {"suite": options.suite, "about": suite.about, "device": str(options.device)}
-    before = State.read(options.output)
-    if before is not None:
-        differing = [
-            f"{name} was {before.facts.get(name)} and is now {facts[name]}"
-            for name in ("suite", "device")
-            if before.facts.get(name) != facts[name]
-        ]
-        if differing and options.resume:
-            raise ValueError(f"{options.output} has another report: {'; '.join(differing)}. Choose another folder")
-        if differing:
-            before.forget()
-    state = State(options.output, facts | {"programs": {part.name: part.program for part in parts}}, {})
-    state.write()
-    return State.read(options.output) or state
-
-
-def run_all(state: State, options: argparse.Namespace, programs: Path = FOLDER) -> None:
-    """Run the parts one after another, and make the page after each.
-
-    Raises:
-        KeyboardInterrupt: the run was told to stop; what there is by then is kept, and on the page.
-    """
-    parts = parts_of(options)
-    deadline = time.monotonic() + (float("inf") if options.minutes is None else 60 * options.minutes)
-    for number, part in enumerate(parts, 1):
-        before = state.outcomes[part.name]
-        same = options.resume and before.command == measurement(part)
-        if same and before.status == OK:
-            _say(number, parts, part, "kept")
-            continue
-        outcome = _run_part(part, options, programs, state, deadline, go_on=same)
-        state.set(part.name, outcome)
-        assemble(options.output)
-        took = "" if outcome.seconds is None else f", {readable_seconds(outcome.seconds)}"
-        _say(number, parts, part, f"{outcome.status}{took}{f' ({outcome.reason})' if outcome.reason else ''}")
-
-
-def measurement(part: Part) -> tuple[str, ...]:
-    """What a part measures, wherever its results go: runs with another are not gone on with."""
-    return (PROGRAMS[part.program].file, *part.arguments)
-
-
-def _run_part(
-    part: Part, options: argparse.Namespace, programs: Path, state: State, deadline: float, *, go_on: bool
-) -> Outcome:
-    """Run one part, if it is there and there is time for it."""
-    asked = measurement(part)
-    if not (programs / asked[0]).exists():
-        return Outcome(NOT_THERE, f"there is no benchmarks/{asked[0]}")
-    if time.monotonic() >= deadline:
-        # What an earlier run began stays what it is: it can still be gone on with.
-        before = state.outcomes[part.name]
-        return before if go_on else Outcome(NOT_STARTED, f"the {options.minutes:g} minutes were over")
-    folder = options.output / part.name
-    if not go_on:
-        forget(folder)
-    arguments = arguments_of(part, options.output, str(options.device), resume=go_on, commit=options.commit)
-    minutes = part.minutes if options.part_minutes is None else options.part_minutes
-    state.set(part.name, Outcome(INTERRUPTED, "the report was stopped while it ran, or it runs still", command=asked))
-    outcome = run(command_of(part, arguments, programs), folder, 60 * minutes)
-    return Outcome(outcome.status, outcome.reason, outcome.seconds, asked)
-
-
-def _say(number: int, parts: Sequence[Part], part: Part, what: str) -> None:
-    print(f"[{number}/{len(parts)}] {part.name}: {what}", file=sys.stderr, flush=True)
+def chosen_parts(options: argparse.Namespace) -> list[Part]:
+    """The parts that --filter leaves. Raises ValueError if there are none, or one has rows and --resume is missing."""
+    every = parts_of(options.preset, gpu=options.device.type == "cuda")
+    parts = [part for part in every if options.filter is None or options.filter.search(part.name)]
+    if not parts:
+        names = ", ".join(part.name for part in every)
+        raise ValueError(f"--filter must match one of {names}; got {options.filter.pattern!r}")
+    begun = [part.name for part in parts if (options.out / part.name / JOURNAL).exists()]
+    if begun and not options.resume and not options.dry_run:
+        raise ValueError(f"{options.out} has rows of {begun[0]}: add --resume to continue, or choose another --out")
+    return parts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run; the exit status is 0, 1 where a part failed or took too long, 2 for what cannot be, 130 interrupted."""
+    """Run the parts; the exit status is 0, 1 if one failed, 2 for invalid input, or 130 when interrupted."""
     options = parse(arguments)
-    if options.dry_run:
-        dry_run(options)
-        return 0
-    folder = options.only_assemble or options.output
+    options.out = options.out or default_folder("report", str(options.device))
     try:
-        if options.only_assemble is not None:
-            ran = []
-        else:
-            state = opened(options)
-            with termination_as_interruption():
-                run_all(state, options)
-            ran = [state.outcomes[part.name] for part in parts_of(options)]
-        written = assemble(folder)
-    except (ValueError, FileNotFoundError) as error:
+        if options.redraw is not None:
+            print(*(f"wrote {path}" for path in write_page(options.redraw)), sep="\n")
+            return 0
+        parts = chosen_parts(options)
+    except ValueError as error:
         print(f"report.py: error: {error}", file=sys.stderr)
         return 2
+    if options.dry_run:
+        for part in parts:
+            print(f"{part.name}: {shlex.join(command_of(part, options))}", flush=True)
+            subprocess.run([*command_of(part, options), "--dry-run"], check=False)
+        return 0
+    for part in parts:
+        write_outcome(options.out / part.name, read_outcome(options.out / part.name))
+    try:
+        with termination_as_interruption():
+            outcomes = run_all(parts, options)
     except KeyboardInterrupt:
-        assemble(folder)
-        print("interrupted; the same command with --resume goes on", file=sys.stderr)
+        print(f"interrupted; the same command with --out {options.out} --resume continues", file=sys.stderr)
         return 130
-    print("\n".join(f"wrote {path}" for path in written))
-    return int(any(outcome.status not in (OK, NOT_THERE, NOT_STARTED) for outcome in ran))
+    finally:
+        print(*(f"wrote {path}" for path in write_page(options.out)), sep="\n")
+    return int(any(outcome.status in (FAILED, TIMED_OUT) for outcome in outcomes))
 
 
 if __name__ == "__main__":

@@ -1,25 +1,20 @@
-"""Search tile configurations of the portable kernels on this GPU, and print rows for `kernels/tuning.py`.
+"""Search tile configurations of the portable Triton kernels on this GPU, and print rows for their tables.
 
-    python benchmarks/tune.py                                        # every pass and dimension, 16-bit inputs
-    python benchmarks/tune.py --passes dq dkdv --dims 128 --arithmetic float32 --length 4096 --time-limit 500
-    python benchmarks/tune.py --length 512 --batch 8 --heads 1       # a grid for half of the GPU's SMs or fewer
-    python benchmarks/tune.py --with-rules --dims 64 128             # the rows for masks and scores with rules
+    python benchmarks/tune.py                                        # every kernel and head dimension, 16-bit inputs
+    python benchmarks/tune.py --kernels dq dkdv --head-dims 128 --dtypes fp32 --timeout 500
+    python benchmarks/tune.py --lengths 512 --batch 8 --heads 1      # a grid for half of the GPU's SMs or fewer
+    python benchmarks/tune.py --with-mods --head-dims 64 128         # the rows for masks and score changes
 
-Candidates that cannot fit are left out. The others are compiled in parallel processes and their results held to the
-tests' error budget there, so that none that fails, hangs or breaks its process harms the search. Those that are right
-are timed once, and the best few again in rotation beside the row of the table, since a GPU's clocks fall under load and
-would favour whichever came first. A configuration's score is the geometric mean of its times with a causal and with a
-full mask, or --with-rules those with a window, slopes, a bias and documents; the winner also has to be right on lengths
-that no tile divides. Every measurement is written to
-measurements.csv in the output folder as it is made.
+Candidates that may fit are compiled in --jobs processes, where results must be within the tests' error budget. The
+right ones are timed once, and the best again in turns with the table's row. The score is the geometric mean of the
+times with a causal and a full mask, or with --with-mods a window, slopes, a bias and documents. The winner is right at
+lengths that are multiples of no tile, too. A row takes about --timeout seconds.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
-import datetime
 import functools
 import itertools
 import math
@@ -32,269 +27,265 @@ from typing import Any
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import pandas as pd
 import torch
-import triton
+from torch import Tensor
 
-from benchmarks.processes import run_jobs
-from benchmarks.tune_candidates import Row, candidates
-from benchmarks.tune_trial import Problem, Trial, check, check_ragged, inputs_of, milliseconds
-from cs336_systems.kernels import tuning
-from cs336_systems.kernels.tuning import TileConfig
-from cs336_systems.profiling.environment import collect_environment
-from cs336_systems.profiling.sweep import outcome_of
-from cs336_systems.profiling.timing import RoundTimes, TimingMethod, interleave
+from benchmarks import flags, harness
+from benchmarks.harness import Comparison, Context, Program, Row
+from benchmarks.isolation import map_isolated, run_isolated
+from benchmarks.results import error
+from benchmarks.tables import markdown
+from benchmarks.tune_candidates import KERNELS, TableRow, TileConfig, candidates, tiles
+from cs336_systems.attention import attention, variants
+from cs336_systems.profiling.timing import TimingMethod, measure_ms
+from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs
 
-COLUMNS = (
-    *(
-        "pass",
-        "arithmetic",
-        "head_dim",
-        "batch",
-        "heads",
-        "length",
-        "tile_q",
-        "tile_k",
-        "num_warps",
-        "num_stages",
-        "ahead",
-    ),
-    *("programs", "stage", "mask", "milliseconds", "status"),
-)
+Others = Mapping[str, TileConfig]
+"""Configurations of the other kernel of the backward pass, which runs with the one that is tried."""
+MASKS, MODS = ("causal", "full"), ("window", "slopes", "bias", "documents")
+MODS_TABLE = "WITH_RULES"
+RAGGED = (1, 2, 333, 405)
+"""Batch, heads, and lengths of q and k that are multiples of no tile."""
 FIRST = TimingMethod(rounds=1, warmup_ms=3.0, repetitions_ms=10.0, pause_ms=20.0)
-# The part of a row's time that compiling may take; the rest is for measuring.
-_COMPILING_SHARE = 0.7
-
-Times = dict[str, RoundTimes]
-"""The times of one configuration by mask."""
+_COMPILING_SHARE = 0.7  # of a row's time; the rest is for measuring
+_HEAD_DIMS = [16, 32, 64, 128, 256]
 
 
-class Log:
-    """The CSV file of the measurements, a line at a time."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        if not path.exists():
-            self._append(COLUMNS)
-
-    def add(self, trial: Trial, stage: str, *, mask: str = "", ms: float | None = None, status: str = "ok") -> None:
-        """One measurement, or what kept it from being made."""
-        problem, row = trial.problem, trial.problem.row
-        grid = trial.config.programs(row.name, *problem.work)
-        shape = (problem.batch, problem.heads, problem.length)
-        tiles = dataclasses.astuple(trial.config)
-        time_or_nothing = "" if ms is None else f"{ms:.6f}"
-        self._append(
-            (row.name, row.arithmetic, row.head_dim, *shape, *tiles, grid, stage, mask, time_or_nothing, status)
-        )
-
-    def _append(self, line: Sequence[object]) -> None:
-        with self._path.open("a", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerow(line)
+def arguments_of(mask: str, q: Tensor, k_len: int) -> tuple[bool | str, dict[str, Any]]:
+    """``causal`` and the further arguments of `attention` for one of `MASKS` or `MODS`."""
+    *_, heads, q_len, _ = q.shape
+    if mask in MASKS:
+        return (mask == "causal" and "bottom_right"), {}
+    if mask == "window":
+        return True, {"window": (k_len // 4, None)}
+    if mask == "slopes":
+        return True, {"alibi_slopes": torch.logspace(-1, -8, heads, 2.0, device=q.device)}
+    if mask == "bias":
+        return True, {"bias": torch.randn(heads, q_len, k_len, device=q.device, dtype=q.dtype)}
+    documents = [(torch.arange(length, device=q.device) * 5 // length)[None] for length in (q_len, k_len)]
+    return True, {"mask": variants.document(*documents).with_blocks(q_len, k_len, causal=True)}
 
 
-def score(times: Mapping[str, RoundTimes]) -> float:
-    """The geometric mean over the cases of the median times: a gain of a tenth counts the same with each."""
-    return math.prod(rounds.median for rounds in times.values()) ** (1 / len(times))
+def check(
+    config: TileConfig, row: TableRow, others: Others, sizes: tuple[int, int, int, int], device: torch.device
+) -> None:
+    """Raise AssertionError if results exceed the error budget, or what the compiler or the launch raises.
+
+    Args:
+        sizes: batch, heads, and lengths of q and k.
+    """
+    torch.set_float32_matmul_precision("highest")
+    batch, heads, q_len, k_len = sizes
+    shapes = Shapes.of(batch, q_len=q_len, k_len=k_len, d=row.head_dim, q_heads=heads)
+    generator = torch.Generator(device).manual_seed(0)
+    inputs = make_inputs(shapes, dtype=row.dtype, device=device, generator=generator)
+    with tiles().pin(**others, **{row.kernel: config}):
+        for mask in MODS if row.mods else MASKS:
+            causal, features = arguments_of(mask, inputs.q, k_len)
+            results = evaluate(functools.partial(attention, impl="flash", causal=causal), inputs, features)
+            assert_within_budget(results, inputs, causal=causal, features=features)
 
 
-def right_ones(trials: Sequence[Trial], log: Log, options: argparse.Namespace, deadline: float) -> list[Trial]:
-    """The trials that compile, run and compute what they should, as far as there was time to find out."""
-    right = []
-    jobs = {"processes": options.jobs, "seconds_each": options.seconds_each, "deadline": deadline}
-    for finished in run_jobs(check, trials, **jobs):
-        reason = finished.failure or finished.result
-        log.add(finished.job, "check", status=" ".join(reason.split()) or "ok")
-        if not reason:
-            right.append(finished.job)
-    return sorted(right, key=trials.index)
+def reduced(size: int, enough: int) -> int:
+    """About ``enough``, at most ``size``, with the same code from Triton, which distinguishes 1 and multiples of 16."""
+    return size if size <= enough else enough + size % 16
 
 
-def timed(
-    trials: Sequence[Trial], stage: str, method: TimingMethod, log: Log, deadline: float = math.inf
-) -> dict[TileConfig, Times]:
-    """Times of the trials by configuration, interleaved; whoever fails or comes after the deadline is left out."""
-    if not trials:
-        return {}
-    tensors = inputs_of(trials[0].problem, trials[0].device)
+def run_of(row: TableRow, mask: str, tensors: Sequence[Tensor]) -> Callable[[], object]:
+    """A function that runs the kernel once: the forward pass, or the backward pass, which runs both others."""
+    q, k, v, gradient = tensors
+    causal, features = arguments_of(mask, q, row.length)
+    attend = functools.partial(attention, causal=causal, impl="flash", **features)
+    if row.kernel == "forward":
+        return lambda: attend(q, k, v)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    return functools.partial(torch.autograd.grad, attend(*leaves), leaves, gradient, retain_graph=True)
 
-    def measure(trial: Trial, mask: str) -> float:
+
+def time_candidates(
+    row: TableRow,
+    configs: Sequence[TileConfig],
+    others: Others,
+    method: TimingMethod,
+    deadline: float,
+    context: Context,
+) -> list[Row]:
+    """A row for each configuration and mask, timed in turns; the first configuration is the baseline."""
+    device, comparison = context.options.device, Comparison(context)
+    shape = (row.batch, row.heads, row.length, row.head_dim)
+    tensors = [torch.randn(shape, device=device, dtype=row.dtype) for _ in range(4)]
+
+    def measure_one(config: TileConfig, mask: str) -> float:
         if time.monotonic() > deadline:
             raise TimeoutError("no time was left")
-        ms = milliseconds(trial, tensors, mask, method)
-        log.add(trial, stage, mask=mask, ms=ms)
-        return ms
+        with tiles().pin(**others, **{row.kernel: config}):
+            call = run_of(row, mask, tensors)
+            call()
+            return measure_ms(call, device=device, method=method)
 
-    cases = trials[0].problem.cases
-    named = {f"{trial.config}, {case}": (trial, case) for trial in trials for case in cases}
-
-    def failed(name: str, error: Exception) -> None:
-        log.add(named[name][0], stage, mask=named[name][1], status=str(outcome_of(error)))
-
-    measurements = {name: functools.partial(measure, *pair) for name, pair in named.items()}
-    times = interleave(measurements, method=method, on_error=failed)
-    by_config: dict[TileConfig, Times] = {}
-    for name, rounds in times.items():
-        trial, mask = named[name]
-        by_config.setdefault(trial.config, {})[mask] = rounds
-    return {config: found for config, found in by_config.items() if len(found) == len(cases)}
-
-
-def search(
-    problem: Problem, others: Mapping[str, TileConfig], options: argparse.Namespace, log: Log, deadline: float
-) -> TileConfig | None:
-    """The best configuration of one row on one problem, with the best few printed; None if nothing was measured."""
-    row, device = problem.row, torch.device("cuda", torch.cuda.current_device())
-    now = tuning.lookup(row.name, row.arithmetic, row.head_dim, device, *problem.work, problem.with_rules)
-    limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    like = [now]
-    if problem.with_rules:  # the row for plain calls was searched, so what is like it comes first too
-        like.append(tuning.lookup(row.name, row.arithmetic, row.head_dim, device))
-    both = zip(*[candidates(row, one, torch.cuda.get_device_capability(device), limit) for one in like], strict=False)
-    distinct = dict.fromkeys(itertools.chain.from_iterable(both))
-    configs = [config for config in distinct if not (config.ahead and problem.with_rules)][: options.most]
-    trials = [Trial(problem, config, dict(others)) for config in configs]
-    compiling = time.monotonic() + (deadline - time.monotonic()) * _COMPILING_SHARE
-    right = right_ones(trials, log, options, compiling)
-    print(f"# {row} on {problem.shape}: {len(right)} of {len(trials)} candidates compiled and are right", flush=True)
-    first = timed(right, "first", FIRST, log, deadline)
-    if not first:
-        print(f"# {row}: nothing was measured", flush=True)
-        return None
-    # The finals take seconds, and without them what came before was for nothing: they may end after the deadline.
-    best = sorted(first, key=lambda config: score(first[config]))[: options.finalists]
-    finalists = [trial for trial in right if trial.config in {*best, now}]
-    method = dataclasses.replace(FIRST, rounds=options.rounds, repetitions_ms=15.0)
-    final = timed(finalists, "final", method, log)
-    ranked = sorted(final, key=lambda config: score(final[config]))
-    for config in ranked:
-        print(line(problem, config, final, now))
-    for config in ranked:
-        wrong = _verdict(Trial(problem, config, dict(others)), log, options)
-        if not wrong:
-            print(f"# for {table_of(problem, device)}:")
-            print(f"{row}: TileConfig{dataclasses.astuple(config)},", flush=True)
-            return config
-        print(f"# {dataclasses.astuple(config)} is out: {wrong}", flush=True)
-    return None
-
-
-def _verdict(trial: Trial, log: Log, options: argparse.Namespace) -> str:
-    (finished,) = run_jobs(check_ragged, [trial], processes=1, seconds_each=2 * options.seconds_each)
-    reason = str(finished.failure or finished.result)
-    log.add(trial, "check ragged", status=" ".join(reason.split()) or "ok")
-    return reason
-
-
-def table_of(problem: Problem, device: torch.device) -> str:
-    """The table that a row found on this problem belongs to: small grids get rows of their own."""
-    row = problem.row
-    if problem.with_rules:
-        return "WITH_RULES"
-    usual = tuning.lookup(row.name, row.arithmetic, row.head_dim, device)
-    few = tuning.leaves_half_idle(usual.programs(row.name, *problem.work), device)
-    return "SMALL_GRIDS" if few else "TABLES"
-
-
-def line(problem: Problem, config: TileConfig, final: Mapping[TileConfig, Times], now: TileConfig) -> str:
-    """A finalist for people: configuration, times, programs, and its speed-up over the table's row."""
-    times = final[config]
-    grid = config.programs(problem.row.name, *problem.work)
-    text = f"#   {dataclasses.astuple(config)!s:26} {grid:6} programs"
-    text += "".join(f"  {case} {times[case].median:.4f} ms" for case in times)
-    if now in final:
-        gains = [times[case].speedup_over(final[now][case]) for case in times]
-        text += f"  {math.prod(gains) ** (1 / len(gains)):.3f} × the table's row"
-    return text + ("  (now)" if config == now else "")
-
-
-def rows_of(options: argparse.Namespace) -> list[Row]:
-    """The rows asked for: by arithmetic and dimension, the passes of one dimension together."""
+    named = {
+        f"{config} {mask}": (config, mask) for config, mask in itertools.product(configs, (MODS if row.mods else MASKS))
+    }
+    for name in named:
+        comparison.attempt(name, "start", lambda: None)  # an excluded one fails
+    comparison.interleave({name: functools.partial(measure_one, *pair) for name, pair in named.items()}, method)
     return [
-        Row(name, arithmetic, head_dim)
-        for arithmetic, head_dim, name in itertools.product(options.arithmetic, options.dims, options.passes)
+        {"mask": mask, **vars_of(config, row), **comparison.columns(name, f"{configs[0]} {mask}")}
+        for name, (config, mask) in named.items()
     ]
 
 
-def problem_of(row: Row, options: argparse.Namespace) -> Problem:
-    """What a row is tried on."""
-    batch = options.batch or max(1, options.tokens // options.length)
-    heads = options.heads or max(1, options.channels // row.head_dim)
-    return Problem(row, batch, heads, options.length, options.with_rules)
+def vars_of(config: TileConfig, row: TableRow) -> Row:
+    """The columns of a configuration, with the number of programs of its grid."""
+    programs = config.programs(row.kernel, row.length, row.batch * row.heads)
+    return {"tiles": str(dataclasses.astuple(config)), **dataclasses.asdict(config), "programs": programs}
 
 
-def search_all(
-    options: argparse.Namespace,
-    log: Log,
-    search_one: Callable[..., TileConfig | None] = search,
-) -> dict[Row, TileConfig]:
-    """Search every row, each with an equal share of the time that is left. The best by row."""
-    deadline = time.monotonic() + options.time_limit
-    rows, found = rows_of(options), dict[Row, TileConfig]()
-    for position, row in enumerate(rows):
-        left = deadline - time.monotonic()
-        if left <= 0:
-            print(f"# no time was left for {', '.join(map(str, rows[position:]))}")
+def timed(*arguments: Any, context: Context) -> list[Row]:
+    """`time_candidates` in a process, again without a candidate that ends it. Raises RuntimeError if that fails."""
+    while True:
+        finished = run_isolated(time_candidates, *arguments, context)
+        if not finished.failure:
+            rows: list[Row] = finished.result
+            return rows
+        if not finished.provider or finished.provider in context.excluded:
+            raise RuntimeError(finished.failure)
+        context = dataclasses.replace(context, excluded={**context.excluded, finished.provider: finished.failure})
+
+
+def scores(rows: Sequence[Row]) -> dict[str, float]:
+    """By tiles, the geometric mean of the times over the masks, of those that have them all; the best first."""
+    by_tiles: dict[str, list[float | None]] = {}
+    for row in rows:
+        by_tiles.setdefault(row["tiles"], []).append(row["median_ms"])
+    means = {name: math.prod(ms) ** (1 / len(ms)) for name, ms in by_tiles.items() if all(ms)}  # type: ignore[arg-type]
+    return dict(sorted(means.items(), key=lambda pair: pair[1]))
+
+
+def measure(row: TableRow, context: Context) -> list[Row]:
+    """All checks and times of a row's candidates, and the winner. Raises RuntimeError if none could be measured."""
+    options, begin = context.options, time.monotonic()
+    device = options.device
+    others = {
+        r["kernel"]: tiles().TileConfig(*(r[field.name] for field in dataclasses.fields(tiles().TileConfig)))
+        for r in context.rows
+        if r.get("stage") == "winner" and TableRow(**{n: r[n] for n in row.columns} | {"kernel": row.kernel}) == row
+    }
+    now = tiles().lookup(row.kernel, row.precision, row.head_dim, device, row.length, row.batch * row.heads, row.mods)
+    limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    tried = candidates(row, now, torch.cuda.get_device_capability(device), limit)[: options.candidates]
+    sizes = (reduced(row.batch, 16), reduced(row.heads, 16), *[reduced(row.length, 512)] * 2)
+    jobs = [(config, row, others, sizes, device) for config in tried]
+    rows, right = [], []
+    for (config, *_), finished in map_isolated(check, jobs, processes=options.jobs, limit=options.candidate_timeout):
+        if finished.failure:
+            rows.append({"stage": "check", **vars_of(config, row), **error(finished.failure).columns})
+        else:
+            right.append(config)
+        if time.monotonic() > begin + options.timeout * _COMPILING_SHARE:
             break
-        # Both passes of the backward are timed together: each beside the best that was found for the other.
-        same = {r.name: c for r, c in found.items() if dataclasses.replace(r, name=row.name) == row}
-        until = time.monotonic() + left / (len(rows) - position)
-        best = search_one(problem_of(row, options), same, options, log, until)
-        if best is not None:
-            found[row] = best
-    return found
+    right.sort(key=tried.index)
+    if not right:
+        return rows
+    first = timed(row, right, others, FIRST, begin + options.timeout, context=context)
+    best = [*scores(first)][: options.finalists]
+    finalists = [now, *(config for config in right if config != now and vars_of(config, row)["tiles"] in best)]
+    # These take seconds, and without them all before would be in vain: they may end after the deadline.
+    method = dataclasses.replace(FIRST, rounds=options.rounds, repetitions_ms=15.0)
+    final = timed(row, finalists, others, method, math.inf, context=context)
+    rows += [{"stage": "first", **r} for r in first] + [{"stage": "final", **r} for r in final]
+    by_tiles = {vars_of(config, row)["tiles"]: config for config in finalists}
+    for config in (by_tiles[name] for name in scores(final)):
+        seconds = 2 * options.candidate_timeout
+        failure = run_isolated(check, config, row, others, RAGGED, device, limit=seconds).failure
+        if not failure:
+            return [*rows, {"stage": "winner", **vars_of(config, row), "table": table_of(row, device)}]
+        rows.append({"stage": "ragged check", **vars_of(config, row), **error(failure).columns})
+    return rows
+
+
+def table_of(row: TableRow, device: torch.device) -> str:
+    """The table that a row belongs to: grids for half of the SMs or fewer have their own."""
+    usual = tiles().lookup(row.kernel, row.precision, row.head_dim, device)
+    programs = usual.programs(row.kernel, row.length, row.batch * row.heads)
+    few = 2 * programs <= torch.cuda.get_device_properties(device).multi_processor_count
+    return MODS_TABLE if row.mods else "SMALL_GRIDS" if few else "TABLES"
+
+
+def tables(frame: pd.DataFrame) -> str:
+    """For each row of a table the line to paste, and its finalists with their speed-up over the present row."""
+    parts = []
+    for name, rows in frame.groupby("case", sort=False):
+        parts.append(f"## {name}")
+        stages = rows.get("stage", pd.Series(index=rows.index, dtype=object))
+        for winner in rows[stages == "winner"].to_dict("records"):
+            row = TableRow(**{field.name: winner[field.name] for field in dataclasses.fields(TableRow)})
+            parts.append(f"For `{winner['table']}`:\n\n```\n{row.key}: TileConfig{winner['tiles']},\n```")
+        final = rows[(stages == "final") & (rows["status"] == "ok")]
+        if len(final):
+            final = final.rename(columns={"median_ms": "ms", "speedup": "× the present row"})
+            parts.append(markdown(final[["tiles", "programs", "mask", "ms", "× the present row"]]))
+    return "\n\n".join(parts)
+
+
+def drive(sweep: harness.Sweep[TableRow], cases: Sequence[TableRow]) -> None:
+    """Search one row after the other, and print each result."""
+    for case in cases:
+        sweep.note(tables(pd.DataFrame(sweep.rows(case))))
+
+
+PROGRAM = Program(
+    "tune",
+    "Tile configurations",
+    measure,
+    tables,
+    settings=("seed", "rounds", "candidates", "finalists"),
+    preload=("triton",),
+    isolated=False,
+)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-    def add(name: str, value: Any, text: str, **fields: Any) -> None:
-        fields.setdefault("type", type(value))
-        parser.add_argument(f"--{name}", default=value, help=f"{text} (default: %(default)s)", **fields)
-
-    names = ["forward", "dq", "dkdv"]
-    add("passes", names, "passes", nargs="+", choices=names, type=str)
-    add("arithmetic", ["half"], "arithmetic", nargs="+", choices=["half", "float32"], type=str)
-    add("dims", [16, 32, 64, 128, 256], "padded head dimensions", nargs="+", type=int, choices=[16, 32, 64, 128, 256])
-    add("length", 4096, "rows of q and k in each sequence")
-    add("tokens", 16384, "rows over the whole batch")
-    add("channels", 2048, "heads times head dimension")
-    parser.add_argument("--batch", type=int, help="sequences, in place of tokens / length")
-    parser.add_argument("--heads", type=int, help="heads, in place of channels / head dimension")
-    parser.add_argument("--with-rules", action="store_true", help="search the rows for masks and scores with rules")
-    add("finalists", 6, "configurations that are timed again, beside the table's row")
-    add("rounds", 5, "rotations in which they are")
-    add("most", 400, "candidates of a row, those most like the table's row first")
-    add("jobs", 12, "processes that compile and check")
-    add("seconds-each", 90.0, "what a candidate may take to compile and run")
-    add("time-limit", 3600.0, "seconds for everything; rows share what is left equally")
-    parser.add_argument("--output", type=Path, help="folder for the measurements (default: results/tune/<date>)")
-    options = parser.parse_args(arguments)
-    for name in ("length", "tokens", "channels", "finalists", "rounds", "most", "jobs", "seconds_each", "time_limit"):
-        if getattr(options, name) <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be positive; got {getattr(options, name)}")
+    """The options."""
+    sizes: dict[str, Any] = {"lengths": [4096], "head_dims": _HEAD_DIMS, "dtypes": ["bfloat16"], "kernels": [*KERNELS]}
+    work: dict[str, Any] = {"tokens": 16384, "channels": 2048, "batch": None, "heads": None, "rounds": 5, "jobs": 12}
+    parser = flags.make_parser(__doc__, timeout=900.0, **sizes, **work)
+    add, count = parser.add_argument, flags.positive
+    add("--with-mods", action="store_true", help="search the rows for masks and score changes")
+    add("--candidates", type=count, default=400, metavar="N", help="candidates of a row (default: %(default)s)")
+    add(
+        "--finalists", type=count, default=6, metavar="N", help="candidates that are timed again (default: %(default)s)"
+    )
+    text = "seconds that a candidate may take to compile and run (default: %(default)g)"
+    add("--candidate-timeout", type=flags.seconds, default=90.0, metavar="S", help=text)
+    options = flags.parse(parser, arguments)
+    flags.restrict(parser, options, kernels=KERNELS, head_dims=_HEAD_DIMS)
+    if options.jobs == 0:
+        parser.error("--jobs must be at least 1; got 0")
     return options
 
 
+def rows_of(options: argparse.Namespace) -> list[TableRow]:
+    """The rows, the kernels of one head dimension one after the other."""
+    precisions = dict.fromkeys("float32" if dtype == "float32" else "half" for dtype in options.dtypes)
+    axes = itertools.product(precisions, options.head_dims, options.lengths, options.kernels)
+    return [
+        TableRow(
+            *(kernel, precision, dim, options.batch or max(1, options.tokens // length)),
+            *(options.heads or max(1, options.channels // dim), length, options.with_mods),
+        )
+        for precision, dim, length, kernel in axes
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Search, print and write; the exit status."""
+    """Search; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
     options = parse(arguments)
-    if not torch.cuda.is_available():
-        print("tune.py: error: tuning needs a CUDA GPU; torch sees none", file=sys.stderr)
+    if options.device.type != "cuda" and not options.dry_run:
+        print(f"tune.py: error: --device must be a CUDA GPU; got {options.device}", file=sys.stderr)
         return 2
-    torch.set_float32_matmul_precision("highest")
-    folder = options.output or Path("results") / "tune" / f"{datetime.datetime.now():%Y-%m-%d-%H%M%S}"
-    folder.mkdir(parents=True, exist_ok=True)
-    collect_environment("cuda").write(folder / "environment.json")
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    print(f"# {properties.name}, {properties.multi_processor_count} SMs, torch {torch.__version__}", end=", ")
-    print(f"triton {triton.__version__}; measurements: {folder}", flush=True)
-    try:
-        search_all(options, Log(folder / "measurements.csv"))
-    except KeyboardInterrupt:
-        print("# interrupted; what was measured is written")
-        return 130
-    return 0
+    return harness.run(PROGRAM, options, rows_of(options), drive)
 
 
 if __name__ == "__main__":

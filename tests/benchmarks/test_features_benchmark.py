@@ -1,158 +1,130 @@
-"""The benchmark of features: every case runs, rows and tables say what was measured, and failures are rows too."""
+"""The benchmark of features: every library computes the same, and what was measured is in rows and tables."""
 
 from __future__ import annotations
 
-import csv
-import functools
+import dataclasses
 import importlib.util
 import os
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks import feature_cells, feature_flex, feature_peers, features
-from benchmarks.comparison import DeviceLostError, relative_difference
-from benchmarks.feature_cases import CASES, OURS, PEERS
-from benchmarks.feature_cells import PASSES, Cell, CellRun, Conditions, first_call, prepared
-from benchmarks.feature_report import COLUMNS, lines_of, report
-from benchmarks.feature_setting import Sizes, lengths_of, sequence_starts
+from benchmarks import feature_providers, features
+from benchmarks.attention_providers import add_peers
+from benchmarks.comparison import Context, relative_difference
+from benchmarks.feature_cases import FEATURES, Feature, Sizes, sequence_lengths
+from benchmarks.feature_providers import PEERS, bind, block_mask
+from benchmarks.features import PLAIN, FeatureCase, cases_of, first_call, measure, parse, tables
 from cs336_systems.kernels.torch_names import without_donated_buffers
-from cs336_systems.profiling.sweep import Outcome, Status
-from cs336_systems.profiling.timing import TimingMethod
 
-SMALL = Conditions(torch.device("cpu"), torch.float32, "naive", rounds=1)
-SIZES = Sizes(2, 2, 96, 16)
-
-
-@pytest.fixture(autouse=True)
-def short_measurements(monkeypatch):
-    quick = functools.partial(TimingMethod, warmup_ms=0, repetitions_ms=0, pause_ms=0)
-    monkeypatch.setattr(feature_cells, "TimingMethod", quick)
+CPU = torch.device("cpu")
+SIZES = Sizes(2, 2, 96, 16, torch.float32, CPU)
+CASE = FeatureCase("causal", "forward", "float32", *dataclasses.astuple(SIZES)[:4])
+QUICK = ["--device", "cpu", "--rounds", "1", "--warmup", "0", "--rep", "0"]
+PASSES = ("forward", "backward")
 
 
-@pytest.fixture
-def eager_flex(monkeypatch):
-    """FlexAttention as plain PyTorch, which is what its kernels are held to."""
-    # It would refuse the backward pass on a CPU, where only its kernels have none.
-    monkeypatch.setattr(
-        sys.modules[flex_attention.__module__], "_validate_device", lambda *tensors: None, raising=False
-    )
-    torch.compiler.reset()  # it is traced, once for each case, which would be too often
-    monkeypatch.setattr(feature_flex, "compiled", lambda: flex_attention)
-    monkeypatch.setattr(feature_flex, "compiled_with_sinks", lambda: feature_flex.with_sinks)
+def results(provider, name, sizes, which):
+    torch.manual_seed(0)
+    shape = (sizes.batch, sizes.heads, sizes.length, sizes.head_dim)
+    tensors = [sizes.random(*shape, dtype=sizes.dtype) for _ in range(4)]
+    feature = FEATURES[name](sizes)
+    if feature.random or provider in feature.refusals:
+        pytest.skip("there is nothing to compare")
+    return first_call(provider, feature, sizes, which, tensors).results
 
 
-@pytest.fixture
-def benchmark(tmp_path):
-    """Runs the command with these arguments; returns the rows of the CSV file and the text of the tables."""
-
-    def run(*arguments):
-        common = ("--device", "cpu", "--rounds", "1", "--heads", "2", "--batch", "1", "--dtype", "fp32", "--jobs", "0")
-        assert features.main([*common, "--against", "sdpa", "--output", str(tmp_path), *arguments]) == 0
-        with (tmp_path / "results.csv").open() as file:
-            return [*csv.DictReader(file)], (tmp_path / "tables.md").read_text()
-
-    return run
+def rows_of(case, *arguments):
+    return {row["provider"]: row for row in measure(case, Context(parse([*QUICK, *arguments])))}
 
 
-def test_every_case_is_measured(benchmark):
-    rows, tables = benchmark("--length", "48", "--dims", "8", "--impl", "tiled")
-    ours = [row for row in rows if row["implementation"] == OURS]
-    assert [(row["case"], row["pass"]) for row in ours] == [(case, which) for case in CASES for which in PASSES]
-    assert {row["status"] for row in ours} == {"ok"}
-    assert all(float(row["median_ms"]) > 0 for row in ours)
-    assert not [row for row in rows if row["warning"]]
-    assert {row["implementation"] for row in rows if row["case"] == "window_4096"} == {OURS, "sdpa", "plain"}
-    refused = {row["case"] for row in rows if row["status"] == "unsupported"}
-    assert refused == {"softcap", "alibi", "relative_bias", "sinks"}
-    for case in CASES:
-        assert f"| {case}, forward" in tables
+def test_every_feature_is_measured(tmp_path):
+    sizes = ["--lengths", "48", "--head-dims", "8", "--passes", "backward", "--out", str(tmp_path)]
+    assert features.main([*QUICK, *sizes, "--providers", "tiled", "torch", "flex"]) == 0
+    frame = pd.read_csv(tmp_path / "results.csv")
+    ours = frame[frame["provider"] == "tiled"]
+    assert list(ours["feature"]) == [*FEATURES]
+    assert set(ours["status"]) == {"ok"}
+    assert (ours["median_ms"] > 0).all()
+    assert frame["warning"].isna().all()
+    refused = frame[frame["status"] == "unsupported"]
+    assert set(refused["feature"]) == {"document_unlisted", "softcap", "alibi", "relative_bias", "sinks"}
+    assert set(frame[frame["feature"] == "sinks"]["provider"]) == {"tiled", "torch", PLAIN}
+    text = (tmp_path / "tables.md").read_text()
+    assert all(f"| {name} " in text for name in FEATURES)
+    assert "- not measured: flex (measured on a CUDA device only)" in text
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("which", PASSES)
-@pytest.mark.parametrize("name", ["flex", "sdpa"])
-@pytest.mark.parametrize("case", CASES)
-def test_peers_compute_the_same(eager_flex, case, name, which):
-    """Documents and packed sequences above all, which each library describes in another way."""
-    if not callable(CASES[case].makers.get(name)) or CASES[case].random:
-        pytest.skip("there is nothing to compare")
-    cell = Cell(case, SIZES, which)
-    expected = prepared(cell, OURS, SMALL).results()
-    assert relative_difference(prepared(cell, name, SMALL).results(), expected) < 1e-5
+@pytest.mark.parametrize("provider", ["flex", "torch"])
+@pytest.mark.parametrize("name", FEATURES)
+def test_peers_compute_the_same(monkeypatch, name, provider, which):
+    """FlexAttention as plain PyTorch: on a CPU its kernels have no backward pass, which it would refuse."""
+    monkeypatch.setattr(sys.modules[flex_attention.__module__], "_validate_device", lambda *x: None, raising=False)
+    monkeypatch.setattr(feature_providers, "compiled_flex", lambda: feature_providers.flex)
+    torch.compiler.reset()  # it is traced, once for each feature, which would be too often
+    expected = results("naive", name, SIZES, which)
+    assert relative_difference(results(provider, name, SIZES, which), expected) < 1e-5
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore")  # other libraries' compilers have much to say
+@pytest.mark.filterwarnings("ignore")  # of other libraries' compilers
 @pytest.mark.parametrize("which", PASSES)
-@pytest.mark.parametrize("name", PEERS)
-@pytest.mark.parametrize("case", CASES)
-def test_peers_compute_the_same_on_a_gpu(case, name, which):
-    """What is compared in time is one and the same function."""
-    if not callable(CASES[case].makers.get(name)) or CASES[case].random:
-        pytest.skip("there is nothing to compare")
-    if folder := os.environ.get("PEERS"):  # as for the benchmark's --peers
-        feature_cells.add_peers(Path(folder))
-    if name == "fa4" and importlib.util.find_spec("flash_attn") is None:
+@pytest.mark.parametrize("provider", PEERS)
+@pytest.mark.parametrize("name", FEATURES)
+def test_peers_compute_the_same_on_a_gpu(name, provider, which):
+    if folder := os.environ.get("PEERS"):  # as for --peers
+        add_peers(Path(folder))
+    if provider == "fa4" and importlib.util.find_spec("flash_attn") is None:
         pytest.skip("FlashAttention-4 is not installed")
-    cell = Cell(case, Sizes(2, 2, 512, 64), which)
-    conditions = Conditions(torch.device("cuda"), torch.bfloat16, "flash")
+    sizes = Sizes(2, 2, 512, 64, torch.bfloat16, torch.device("cuda"))
+    torch.compiler.reset()
     with without_donated_buffers():
-        expected = prepared(cell, OURS, conditions).results()
+        expected = results("flash", name, sizes, which)
         try:
-            found = prepared(cell, name, conditions).results()
+            found = results(provider, name, sizes, which)
         except RuntimeError as error:
             if "No valid triton configs" in str(error):
-                pytest.skip("FlexAttention finds no tile for this case that fits")
+                pytest.skip("FlexAttention finds no tile for this feature that fits")
             raise
         assert relative_difference(found, expected) < 0.03
 
 
-def test_the_visible_share_is_what_the_masks_show():
-    """Counted in what torch's function is given as a mask, or as lengths."""
-    setting = SMALL.setting(SIZES)
-    for case in ("window_quarter", "window_sixteenth", "document"):
-        attend: Any = CASES[case].makers["sdpa"](setting).attend
-        mask = attend.keywords["attn_mask"]
-        assert CASES[case].visible(SIZES) == pytest.approx(mask.float().mean().item())
-    lengths = lengths_of(sequence_starts(SIZES))
+@pytest.mark.parametrize("name", ["causal", "window_4096", "window_quarter", "window_sixteenth", "document"])
+def test_the_visible_share_is_that_of_the_mask(name):
+    feature, index = FEATURES[name](SIZES), torch.arange(SIZES.length)
+    mask = feature.mask(index[:, None], index) if feature.mask else torch.ones(96, 96).tril()
+    assert feature.visible(SIZES) == pytest.approx(mask.float().mean().item())
+
+
+def test_packed_sequences_fill_the_batch():
+    lengths = sequence_lengths(SIZES)
     assert sum(lengths) == SIZES.tokens
     assert max(lengths) <= SIZES.length
     pairs = sum(torch.ones(length, length).tril().sum().item() for length in lengths)
-    assert CASES["packed"].visible(SIZES) == pytest.approx(pairs / (SIZES.batch * SIZES.length**2))
-    assert CASES["window_4096"].visible(SIZES) == CASES["causal"].visible(SIZES) == pytest.approx(0.5 + 0.5 / 96)
+    assert FEATURES["packed"](SIZES).visible(SIZES) == pytest.approx(pairs / (SIZES.batch * SIZES.length**2))
 
 
 @pytest.mark.parametrize("length", [512, 500])
-def test_block_masks_are_made_in_strips_of_rows(monkeypatch, length):
-    """Of what `create_block_mask` makes, nothing differs."""
-    monkeypatch.setattr(feature_flex, "_ROWS", 256)
+def test_block_masks_made_in_strips_equal_torchs(length):
+    def mask(query, key):
+        return (query >= key) & (key >= query - 130)
 
-    def visible(batch, head, row, column):
-        return (row >= column) & (column >= row - 130)
-
-    mask = feature_flex.block_mask(visible, length, SMALL.device)
-    expected = create_block_mask(visible, None, None, length, length, device="cpu")
-    assert mask.shape == expected.shape
+    found = block_mask(mask, length, CPU, rows=256)
+    expected = create_block_mask(lambda b, h, q, k: mask(q, k), None, None, length, length, device="cpu")
+    assert found.shape == expected.shape
     for part in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
         for name in (part, part.replace("kv", "q")):
-            assert torch.equal(getattr(mask, name), getattr(expected, name)), name
-    assert torch.equal(mask.to_dense(), expected.to_dense())
+            assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
-def test_the_backward_reaches_what_was_learned():
-    """Else a bias with a gradient would cost what one without does."""
-    gradients = prepared(Cell("learned_bias", SIZES, "backward"), OURS, SMALL).call()
-    assert [tuple(x.shape) for x in gradients] == [tuple(SIZES)] * 3 + [(2, 96, 96)]
-
-
-def test_flash_attention_4_is_given_its_own_arguments(monkeypatch):
-    """Length first, or packed, with a window and with sinks; it returns the log-sum-exp too."""
+def test_flash_attention_4_takes_its_own_arguments(monkeypatch):
     calls = []
 
     def fake(q, k, v, **named):
@@ -162,10 +134,10 @@ def test_flash_attention_4_is_given_its_own_arguments(monkeypatch):
     module = types.SimpleNamespace(flash_attn_func=fake, flash_attn_varlen_func=fake)
     monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(cute=module))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
-    for case in ("causal", "window_quarter", "softcap", "sinks", "packed", "document"):
-        (result,) = prepared(Cell(case, SIZES, "forward"), "fa4", SMALL).results()
-        assert result.shape == (SIZES.tokens, 2, 16)
-    shapes, named = zip(*calls, strict=True)
+    for name in ("causal", "window_quarter", "softcap", "sinks", "packed", "document"):
+        (output,) = results("fa4", name, SIZES, "forward")
+        assert output.shape == (SIZES.tokens, 2, 16)
+    shapes, named = zip(*calls[::2], strict=True)
     assert shapes == ((2, 96, 2, 16),) * 4 + ((192, 2, 16),) * 2
     assert all(keywords.pop("causal") is True for keywords in named)
     assert named[:3] == ({}, {"window_size": (24, 0)}, {"softcap": 30.0})
@@ -176,124 +148,73 @@ def test_flash_attention_4_is_given_its_own_arguments(monkeypatch):
         assert keywords["max_seqlen_k"] == keywords["cu_seqlens_k"].diff().max()
 
 
-def test_what_cannot_be_measured_is_a_row_with_the_reason(benchmark, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    rows, tables = benchmark(
-        *("--cases", "softcap", "--passes", "forward", "--length", "16", "--impl", "flash", "--against")
-    )
-    assert [(row["implementation"], row["median_ms"], row["status"]) for row in rows] == [
-        (OURS, "", "error"),
-        ("plain", "", "error"),
-    ]
-    assert "impl='flash' cannot compute this call" in rows[0]["reason"]
-    assert "- ours softcap, forward, d 64, length 16: error: ValueError: impl='flash' cannot compute" in tables
+def test_the_backward_pass_reaches_what_is_learned():
+    feature = FEATURES["learned_bias"](SIZES)
+    tensors = [SIZES.random(2, 2, 96, 16) for _ in range(4)]
+    gradients = first_call("naive", feature, SIZES, "backward", tensors).call()
+    assert [tuple(x.shape) for x in gradients] == [(2, 2, 96, 16)] * 3 + [(2, 96, 96)]
 
 
-def test_slow_ones_and_those_that_ran_out_of_memory_are_rows(monkeypatch):
-    def exhausted(setting):
+def test_what_fails_or_is_slow_is_a_row_and_the_others_are_measured(monkeypatch):
+    def exhausted(feature, sizes):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    makers = {**CASES["causal"].makers, "flex": exhausted}
-    monkeypatch.setitem(CASES, "causal", CASES["causal"]._replace(makers=makers))
-    cell = Cell("causal", SIZES, "forward")
-    measured = CellRun(cell, SMALL).measure([OURS, "flex", "sdpa"])
-    assert [(name, m.outcome.status) for name, m in measured.items()] == [
-        (OURS, Status.OK),
-        ("flex", Status.OUT_OF_MEMORY),
-        ("sdpa", Status.OK),
-    ]
-    late = Conditions(SMALL.device, SMALL.dtype, SMALL.impl, rounds=1, limit=0)
-    outcome = CellRun(cell, late).measure([OURS])[OURS].outcome
-    assert outcome.status is Status.SKIPPED
-    assert "its first call took" in outcome.reason
-    slow = Conditions(SMALL.device, SMALL.dtype, SMALL.impl, rounds=1, max_seconds=0)
-    assert "one call takes" in CellRun(cell, slow).measure([OURS])[OURS].outcome.reason
-    known = {OURS: Outcome(Status.ERROR, "it ended its process")}
-    measured = CellRun(cell, SMALL, known=known).measure([OURS, "sdpa"])
-    assert measured[OURS].outcome == known[OURS]
-    assert measured["sdpa"].times is not None
+    monkeypatch.setattr(feature_providers, "_bind_flex", exhausted)
+    rows = rows_of(CASE, "--providers", "naive", "flex", "torch")
+    assert [row["status"] for row in rows.values()] == ["ok", "oom", "ok"]
+    assert rows["naive"]["of_plain"] == 1
+    assert rows["torch"]["speedup_of_first"] == pytest.approx(rows["torch"]["median_ms"] / rows["naive"]["median_ms"])
+    slow = rows_of(CASE, "--max-seconds", "1e-9")
+    assert {row["status"] for row in slow.values()} == {"skipped"}
+    assert "one call takes" in slow["tiled"]["reason"]
 
 
-def test_a_lost_device_ends_the_run_and_says_who_lost_it(monkeypatch, tmp_path, capsys):
-    def broken(setting):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+def test_results_that_differ_are_a_warning(monkeypatch):
+    def wrong(feature, sizes):
+        attend, layout = bind("naive", Feature(), sizes)
+        return lambda q, k, v: 1.5 * attend(q, k, v), layout
 
-    def lost(device, name):
-        raise DeviceLostError(f"the device no longer answered after {name} failed")
-
-    makers = {OURS: CASES["sinks"].makers[OURS], "sdpa": broken}
-    monkeypatch.setitem(CASES, "sinks", CASES["sinks"]._replace(makers=makers))
-    monkeypatch.setattr(feature_cells, "release_memory_of_failure", lost)
-    arguments = ["--device", "cpu", "--length", "16", "--cases", "sinks", "--passes", "forward", "--impl", "naive"]
-    arguments += ["--output", str(tmp_path), "--jobs", "0"]
-    assert features.main(arguments) == 3
-    with (tmp_path / "results.csv").open() as file:
-        rows = {row["implementation"]: (row["status"], row["reason"]) for row in csv.DictReader(file)}
-    assert [status for status, _ in rows.values()] == ["skipped", "error", "skipped"]
-    assert "illegal memory access" in rows["sdpa"][1]
-    assert "after sdpa failed" in rows[OURS][1]
-    capsys.readouterr()
-    assert features.main([*arguments, "--resume"]) == 0
-    assert "sinks forward" not in capsys.readouterr().out
+    monkeypatch.setattr(feature_providers, "_bind_torch", wrong)
+    row = rows_of(CASE)["torch"]
+    assert row["difference"] == pytest.approx(0.5)
+    assert row["warning"] == "results differ from tiled's by 0.5 of their norm"
 
 
-def test_first_calls_in_other_processes(capsys, tmp_path, monkeypatch):
-    """They say how long it took; what fails is tried again by the process that measures."""
-    assert first_call((Cell("causal", SIZES, "backward"), OURS, SMALL)) > 0
-    wrong = Conditions(SMALL.device, SMALL.dtype, "none", rounds=1)
-    assert str(first_call((Cell("causal", SIZES, "forward"), OURS, wrong))).startswith("error: ValueError")
-    arguments = ["--device", "cpu", "--length", "16", "--cases", "causal", "--passes", "forward", "--impl", "naive"]
-    assert features.main([*arguments, "--rounds", "1", "--jobs", "1", "--output", str(tmp_path)]) == 0
-    assert "[1/1, " in capsys.readouterr().out
+def test_kernels_are_compiled_beforehand(tmp_path, capsys):
+    sizes = ["--lengths", "16", "--features", "causal", "sinks", "--passes", "forward", "--out", str(tmp_path)]
+    assert features.main([*QUICK, *sizes, "--jobs", "2", "--filter", "causal"]) == 0
+    assert "compiled 1/1: feature=causal" in capsys.readouterr().err
+    assert features.main([*QUICK, *sizes, "--jobs", "2", "--resume"]) == 0
+    assert "compiled 1/1: feature=sinks" in capsys.readouterr().err
 
 
-def test_a_run_goes_on_where_it_stopped(benchmark, tmp_path, capsys):
-    arguments = ("--length", "16", "--impl", "naive", "--passes", "forward")
-    first, _ = benchmark(*arguments, "--cases", "causal")
-    both, tables = benchmark(*arguments, "--cases", "causal", "sinks", "--resume")
-    assert [row for row in both if row["case"] == "causal"] == first
-    assert "| sinks, forward" in tables
-    assert features.main(["--device", "cpu", "--impl", "tiled", "--resume", "--output", str(tmp_path)]) == 2
-    assert "impl was 'naive'" in capsys.readouterr().err
-    anew, _ = benchmark(*arguments, "--cases", "sinks")
-    assert {row["case"] for row in anew} == {"sinks"}
+def test_the_table_names_the_fastest_peer():
+    def row(name, median, speedup=None):
+        sizes = {"feature": "sinks", "which": "forward", "dtype": "bfloat16", "head_dim": 64, "batch": 1, "length": 8}
+        figures = {"median_ms": median, "speedup_of_first": speedup, "of_plain": 1.25, "visible": 0.5, "peak_mib": None}
+        return {**sizes, "provider": name, **figures}
+
+    rows = [row("flash", 2.0), row("flex", 6.0, 3.0), row("fa4", 4.0, 2.0), row("torch", None), row(PLAIN, 1.6)]
+    line = tables(pd.DataFrame(rows)).splitlines()[-1]
+    cells = [cell.strip() for cell in line.split("|")[1:-1]]
+    assert cells[6:] == ["50", "2.00", "6.00", "4.00", "–", "2.00", "fa4", "1.25", "–"]
+    assert tables(pd.DataFrame([{"feature": "sinks", "status": "oom"}])) == ""
 
 
-def test_what_ended_its_process_is_not_tried_again(benchmark, tmp_path):
-    arguments = ("--length", "16", "--impl", "naive", "--passes", "forward", "--cases", "causal")
-    rows, _ = benchmark(*arguments)
-    (tmp_path / "journal.jsonl").write_text("")
-    key = "causal forward batch 1 heads 2 length 16 d 64"
-    (tmp_path / "under-way.json").write_text(f'{{"under_way": "{key}: sdpa", "deaths": {{}}}}')
-    rows, _ = benchmark(*arguments, "--resume")
-    assert [(row["implementation"], row["status"]) for row in rows] == [(OURS, "ok"), ("sdpa", "error")]
+def test_sizes_of_the_command_line(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    arguments = ["--features", "causal", "window_4096", "--head-dims", "64", "--passes", "forward"]
+    sizes = [(case.feature, case.batch, case.length) for case in cases_of(parse(arguments))]
+    assert sizes == [("causal", 2, 8192), ("window_4096", 1, 16384), ("window_4096", 1, 65536)]
+    given = cases_of(parse([*arguments, "--lengths", "32768", "--batch", "3"]))
+    assert [(case.batch, case.length) for case in given] == [(3, 32768)] * 2
 
 
-def test_the_table_names_the_best_peer():
-    def row(name, median, **more):
-        empty = dict.fromkeys(COLUMNS, "")
-        facts = {"case": "sinks", "pass": "forward", "head_dim": 64, "batch": 1, "length": 8, "visible": 0.5}
-        timed = {"status": "ok", "median_ms": median, "speedup_of_ours": None, "of_plain": 1.25}
-        return {**empty, **facts, "implementation": name, **timed, **more}
-
-    rows = [row("ours", 2.0), row("flex", 6.0, speedup_of_ours=3.0), row("fa4", 4.0, speedup_of_ours=2.0)]
-    rows += [row("sdpa", None, status="oom", reason="too much"), row("plain", 1.6)]
-    (line,) = lines_of(rows)
-    names = ("sinks, forward", "64", "1", "8", "50")
-    assert line == [*names, "2.00", "6.00", "4.00", "–", "2.00", "fa4", "1.25"]
-    assert "- sdpa sinks, forward, d 64, length 8: oom: too much" in report(rows, [])
-
-
-def test_sizes_of_the_command_line():
-    def lengths(*arguments):
-        cells = features.cells_of(features.parse(["--dims", "64", "--passes", "forward", *arguments]))
-        return [(cell.case, cell.sizes.batch, cell.sizes.length) for cell in cells]
-
-    options = features.parse(["--cases", "causal", "window_4096"])
-    options.length = options.batch = None
-    sizes = {(cell.case, *cell.sizes[::2]) for cell in features.cells_of(options)}
-    assert sizes == {("causal", 2, 8192), ("window_4096", 1, 16384), ("window_4096", 1, 65536)}
-    assert lengths("--cases", "window_4096", "--length", "32768", "--batch", "3") == [("window_4096", 3, 32768)]
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [("--features none", "--features must be"), ("--passes both", "--passes must be"), ("--providers flex", "begin")],
+)
+def test_invalid_flags(arguments, text, capsys):
     with pytest.raises(SystemExit):
-        features.parse(["--peers", "no/such/folder"])
-    assert feature_peers.why_no_fa4(torch.device("cpu")) is not None
+        parse(["--device", "cpu", *arguments.split()])
+    assert text in capsys.readouterr().err

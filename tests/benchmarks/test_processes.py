@@ -131,7 +131,7 @@ def modules_of_programs() -> dict[str, tuple[str, ...]]:
         module = importlib.import_module(f"benchmarks.{name}")
         options = module.parse(["--device", "cpu", *arguments.get(name, ())])
         modules[name] = (f"benchmarks.{name}", *module.tool_of(options).modules)
-    return modules | {"features": ("benchmarks.feature_cells",), "tune": ("benchmarks.tune_trial",)}
+    return modules
 
 
 PRELOADS = """

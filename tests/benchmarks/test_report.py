@@ -1,343 +1,255 @@
-"""The report's suites, and how their parts are run: those that are missing, fail, or take too long, and --resume."""
+"""The report: parts are run, resumed and stopped, and their tables and plots are on one page."""
 
 from __future__ import annotations
 
 import importlib
-import itertools
-import json
 import os
-import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-import torch
 
-from benchmarks import report, report_parts, suite, transformer
-from benchmarks.report import dry_run, opened, parse, run_all
-from benchmarks.report_parts import FOLDER, OK, Outcome, State, arguments_of
-from benchmarks.report_suites import PROGRAMS, SUITES, Part, Suite
+from benchmarks import report
+from benchmarks.page import write_page
+from benchmarks.report import PRESETS, parse, parts_of, read_outcome, run_part
+from cs336_systems.profiling.environment import collect_environment
+from cs336_systems.profiling.report import environment_lines
 
+ROOT = Path(__file__).resolve().parents[2]
+PIXEL = bytes.fromhex("89504e470d0a1a0a0000000d49484452")
 PROGRAM = """
 import argparse, signal, sys, time
 from pathlib import Path
 parser = argparse.ArgumentParser()
-parser.add_argument("--output", type=Path)
-for name in ("--device", "--commit", "--seconds", "--status"):
+parser.add_argument("--out", type=Path)
+for name in ("--device", "--commit", "--seconds", "--status", "--seed"):
     parser.add_argument(name)
-for name in ("--resume", "--dry-run"):
+for name in ("--resume", "--dry-run", "--no-plots"):
     parser.add_argument(name, action="store_true")
 options = parser.parse_args()
 if options.dry_run:
-    sys.exit(print("one row of " + options.device))
-options.output.mkdir(parents=True, exist_ok=True)
-with open(options.output / "calls", "a") as calls:
+    sys.exit(print("one case of " + options.device))
+with open(options.out / "calls", "a") as calls:
     calls.write(" ".join(sys.argv[1:]) + "\\n")
-def write():
-    (options.output / "tables.md").write_text("# Title\\n\\n| a | b |\\n|:--|--:|\\n| x | 1 |\\n")
-    (options.output / "results.csv").write_text("status,kind\\nok,x\\n")
-write()
+(options.out / "tables.md").write_text("# Title\\n\\n| a | b |\\n|:--|--:|\\n| x | 1 |\\n")
+(options.out / "journal.jsonl").touch()
 try:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    print("measuring")
+    print("measuring", flush=True)
     time.sleep(float(options.seconds or 0))
 except KeyboardInterrupt:
-    (options.output / "told").touch()
+    (options.out / "interrupted").touch()
     sys.exit(130)
 if options.status:
-    print("the last words", file=sys.stderr)
+    print("the last line", file=sys.stderr)
     sys.exit(int(options.status))
 """
-PRINTS = """
-print("What a call takes")
-print("| who | ms |")
-print("|:----|---:|")
-print("| me  | 12 |")
-"""
-FINE = Part("fine", "precision")
-PARTS = (
-    FINE,
-    Part("absent", "breakdown"),
-    Part("failing", "memory", ("--status", "3")),
-    Part("slow", "transformer", ("--seconds", "60"), minutes=2 / 60),
-    Part("printing", "host_overhead"),
-)
-
-
-@pytest.fixture
-def programs(tmp_path, monkeypatch) -> Path:
-    """A folder of programs that do as they are told, and the quick suite made of them."""
-    folder = tmp_path / "programs"
-    folder.mkdir()
-    for name in ("precision", "memory", "transformer"):
-        (folder / f"{name}.py").write_text(PROGRAM)
-    (folder / "host_overhead.py").write_text(PRINTS)
-    monkeypatch.setitem(PROGRAMS, "host_overhead", PROGRAMS["host_overhead"])
-    monkeypatch.setitem(SUITES, "quick", Suite("a trial", (), PARTS))
-    return folder
-
-
-def go(programs, output, *arguments):
-    options = parse(["--device", "cpu", "--output", str(output), *arguments])
-    state = opened(options)
-    run_all(state, options, programs)
-    return state
-
-
-def calls(output, name):
-    return (output / name / "calls").read_text().splitlines()
-
-
-@pytest.mark.parametrize("on_gpu", [False, True])
-@pytest.mark.parametrize("name", SUITES)
-def test_parts_have_names_of_their_own_and_programs_that_are_known(name, on_gpu):
-    parts = SUITES[name].parts(on_gpu)
-    assert len({part.name for part in parts}) == len(parts)
-    assert {part.program for part in parts} == {*PROGRAMS}
-    assert all(part.minutes > 0 for part in parts)
-
-
-def test_every_pass_of_a_years_presets_is_measured_eager_and_compiled(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(suite, "choose_device", torch.device)
-    found = [
-        (cell.name, cell.config.context_length, cell.arithmetic, cell.compile, cell.mode)
-        for part in SUITES["2025"].gpu
-        if part.program == "transformer" and part.name != "transformer-warmup"
-        for cell in transformer.parse([*part.arguments, "--device", "cuda"]).cells
-    ]
-    names = [f"{name} (2025)" for name in ("small", "medium", "large", "xl", "2.7B")]
-    dtypes, ways, modes = ("float32", "bfloat16"), ("none", "blocks"), ("forward", "step")
-    assert {*itertools.product(names, (128, 256, 512, 1024), dtypes, ways, modes)} <= {*found}
-    assert {*itertools.product(names, (512,), dtypes, ("none",), ("forward+backward",))} <= {*found}
-    assert len({*found}) == len(found)
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_a_program_takes_the_arguments_that_suites_give_it(program):
-    if not (FOLDER / PROGRAMS[program].file).exists():
-        pytest.skip("the program is not there")
-    module = importlib.import_module(f"benchmarks.{program}")
-    for known in SUITES.values():
-        for part in (*known.gpu, *known.cpu):
-            if part.program == program:
-                module.parse(arguments_of(part, Path("out"), "cpu", commit="abc"))
-    assert PROGRAMS[program].resumes == _takes(module, "--resume")
-    assert PROGRAMS[program].lists == _takes(module, "--dry-run")
-
-
-def _takes(module: ModuleType, *flag: str) -> bool:
-    try:
-        module.parse(["--device", "cpu", *flag])
-    except SystemExit:
-        return False
-    return True
-
-
-def test_each_part_has_its_status_and_the_others_go_on(programs, tmp_path):
-    output = tmp_path / "out"
-    state = go(programs, output, "--commit", "abc")
-    assert {name: outcome.status for name, outcome in state.outcomes.items()} == {
-        "fine": "ok",
-        "absent": "not there",
-        "failing": "failed",
-        "slow": "ran out of time",
-        "printing": "ok",
-    }
-    assert state.outcomes["absent"].reason == "there is no benchmarks/breakdown.py"
-    assert state.outcomes["failing"].reason == "exit status 3: the last words"
-    assert (output / "slow/told").exists()
-    assert 2 <= state.outcomes["slow"].seconds < 30
-    assert calls(output, "fine") == [f"--device cpu --output {output / 'fine'} --commit abc"]
-    page = (output / "report.md").read_text()
-    assert "**Ran out of time: its 0.0333 minutes were over.**" in page
-    assert "| me  | 12 |" in page
-    assert page.count("| x | 1 |") == 3
-
-
-def test_what_is_complete_is_kept_and_the_rest_gone_on_with(programs, tmp_path, capsys):
-    output = tmp_path / "out"
-    go(programs, output, "--filter", "fine|failing")
-    state = go(programs, output, "--filter", "fine|failing", "--resume")
-    assert len(calls(output, "fine")) == 1
-    assert [call.endswith("--resume") for call in calls(output, "failing")] == [False, True]
-    assert state.outcomes["slow"].status == "not started"
-    assert "[1/2] fine: kept" in capsys.readouterr().err
-
-
-def test_without_resume_everything_is_measured_anew(programs, tmp_path):
-    output = tmp_path / "out"
-    go(programs, output, "--filter", "fine")
-    (output / "fine/journal.jsonl").touch()
-    go(programs, output, "--filter", "fine")
-    assert len(calls(output, "fine")) == 2
-    assert not any("--resume" in call for call in calls(output, "fine"))
-    assert not (output / "fine/journal.jsonl").exists()
-
-
-def test_other_arguments_are_another_measurement(programs, tmp_path, monkeypatch):
-    output = tmp_path / "out"
-    go(programs, output, "--filter", "fine")
-    monkeypatch.setitem(SUITES, "quick", Suite("a trial", (), (Part("fine", "precision", ("--seconds", "0")),)))
-    go(programs, output, "--resume")
-    assert [("--seconds" in call, "--resume" in call) for call in calls(output, "fine")] == [
-        (False, False),
-        (True, False),
-    ]
-
-
-def test_after_its_minutes_no_part_is_begun(programs, tmp_path):
-    output = tmp_path / "out"
-    go(programs, output, "--filter", "fine|failing")
-    state = go(programs, output, "--resume", "--minutes", "0")
-    assert {name: outcome.status for name, outcome in state.outcomes.items()} == {
-        "fine": "ok",
-        "absent": "not there",
-        "failing": "failed",
-        "slow": "not started",
-        "printing": "not started",
-    }
-    assert state.outcomes["slow"].reason == "the 0 minutes were over"
-    assert len(calls(output, "failing")) == 1
-
-
-def test_the_record_of_another_suite_is_not_gone_on_with(programs, tmp_path, capsys):
-    output = tmp_path / "out"
-    go(programs, output, "--filter", "fine")
-    arguments = ["--device", "cpu", "--output", str(output), "--suite", "2025"]
-    assert report.main([*arguments, "--resume"]) == 2
-    assert "suite was quick and is now 2025" in capsys.readouterr().err
-    stored = State.read(output)
-    assert stored is not None
-    assert stored.outcomes["fine"].status == OK
-
-
-def test_an_interruption_stops_the_part_and_keeps_what_there_is(programs, tmp_path):
-    output = tmp_path / "out"
-    script = (
-        "import sys; from pathlib import Path; from benchmarks import report; "
-        "from benchmarks.report_suites import SUITES, Part, Suite; "
-        "parts = (Part('fine', 'precision'), Part('slow', 'transformer', ('--seconds', '60'))); "
-        "SUITES['quick'] = Suite('a trial', (), parts); "
-        f"report.run_all.__defaults__ = (Path({str(programs)!r}),); sys.exit(report.main(sys.argv[1:]))"
-    )
-    arguments = [sys.executable, "-c", script, "--device", "cpu", "--output", str(output)]
-    process = subprocess.Popen(arguments, cwd=FOLDER.parent, env=os.environ | {"PYTHONPATH": str(FOLDER.parent)})
-    try:
-        deadline = time.monotonic() + 100
-        while "measuring" not in _printed(output / "slow") and time.monotonic() < deadline:
-            time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 130
-    finally:
-        process.kill()
-        process.wait()
-    assert (output / "slow/told").exists()
-    stored = [json.loads((output / name / "outcome.json").read_text())["status"] for name in ("fine", "slow")]
-    assert stored == ["ok", "interrupted"]
-    assert "| x | 1 |" in (output / "report.md").read_text()
-
-
+PARTS = "good\nfailing = good --status 3\nslow = good --seconds 60\nabsent"
 SCRIPT = """
 import sys
 from pathlib import Path
 from benchmarks import report
-from benchmarks.report_suites import SUITES, Part, Suite
-parts = [Part(name, "transformer", ("--seconds", seconds)) for name, seconds in zip("abcd", ("2", "0.1", "0.1", "2"))]
-SUITES["quick"] = Suite("a trial", (), (*parts, Part("failing", "memory", ("--status", "3"))))
-report.run_all.__defaults__ = (Path(sys.argv[1]),)
+report.PROGRAMS = Path(sys.argv[1])
+parts = ("slow = good --seconds 60", "a = good", "b = good --seconds 2", "c = good")
+report.PRESETS["quick"] = ("", chr(10).join(parts))
 sys.exit(report.main(sys.argv[2:]))
 """
 
 
-def test_two_reports_share_the_parts_of_a_folder(programs, tmp_path):
-    output = tmp_path / "out"
-    environment = os.environ | {"PYTHONPATH": str(FOLDER.parent)}
-    shared = [sys.executable, "-c", SCRIPT, str(programs), "--device", "cpu", "--output", str(output)]
-    both = [
-        subprocess.Popen([*shared, "--filter", which], env=environment | {"CUDA_VISIBLE_DEVICES": gpu})
-        for which, gpu in (("^[ab]$", "0"), ("^[cd]$", "1"))
-    ]
-    assert [process.wait(100) for process in both] == [0, 0]
-    stored = State.read(output)
-    assert stored is not None
-    assert {name: outcome.status for name, outcome in stored.outcomes.items()} == {
-        **dict.fromkeys("abcd", "ok"),
-        "failing": "not started",
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    (folder / "good.py").write_text(PROGRAM)
+    monkeypatch.setattr(report, "PROGRAMS", folder)
+    monkeypatch.setitem(PRESETS, "quick", ("", PARTS))
+    return folder
+
+
+@pytest.fixture
+def run(programs, tmp_path):
+    """Run a report in the same folder each time; the exit status, and the status of each part."""
+
+    def run(*arguments):
+        out = tmp_path / "out"
+        status = report.main(["--device", "cpu", "--timeout", "2", "--out", str(out), *arguments])
+        return status, {name: read_outcome(out / name) for name in ("good", "failing", "slow", "absent")}
+
+    return run
+
+
+def calls(folder):
+    return (folder / "calls").read_text().splitlines()
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_parts_have_distinct_names_and_known_programs(preset, gpu):
+    parts = parts_of(preset, gpu=gpu)
+    assert len({part.name for part in parts}) == len(parts)
+    programs = "transformer attention breakdown memory precision training_step generation host_overhead leaderboard"
+    assert {part.program for part in parts} == set(programs.split())
+
+
+def test_every_pass_of_a_years_models_is_measured_eager_and_compiled():
+    parts = {part.name: " ".join(part.arguments) for part in parts_of("2025", gpu=True)}
+    for name in ("small", "medium", "large", "xl", "2.7B"):
+        assert parts[f"transformer-{name}"] == (
+            f"--suite 2025 --models {name} --lengths 128 256 512 1024 --modes forward step --compile none blocks"
+        )
+
+
+@pytest.mark.parametrize("program", sorted({part.program for name in PRESETS for part in parts_of(name, gpu=True)}))
+def test_a_program_takes_the_flags_of_its_parts(program, tmp_path):
+    module = importlib.import_module(f"benchmarks.{program}")
+    if not hasattr(module, "PROGRAM"):
+        pytest.skip("the program is not on the harness yet")
+    options = parse(["--device", "cpu", "--out", str(tmp_path), "--commit", "abc", "--resume", "--no-plots"])
+    every = {part for name in PRESETS for gpu in (False, True) for part in parts_of(name, gpu=gpu)}
+    for part in every:
+        if part.program == program:
+            assert module.main([*report.command_of(part, options)[2:], "--dry-run"]) == 0, part
+
+
+def test_each_part_has_its_status_and_the_others_go_on(run, tmp_path):
+    status, outcomes = run("--commit", "abc")
+    assert status == 1
+    assert {name: (outcome.status, outcome.reason) for name, outcome in list(outcomes.items())[:3]} == {
+        "good": ("ok", ""),
+        "failing": ("failed", "exit status 3: the last line"),
+        "slow": ("timed out", "took longer than 2 s"),
     }
-    assert [len(calls(output, name)) for name in "abcd"] == [1] * 4
-    assert report.main(["--device", "cpu", "--only-assemble", str(output)]) == 0
-    page = (output / "report.md").read_text()
-    assert "4 of 5 parts are complete" in page
-    assert page.count("| x | 1 |") == 4
-    # What one of them finds wrong is its own affair; a third goes on with what both left.
-    assert subprocess.run([*shared, "--filter", "failing"], env=environment, check=False).returncode == 1
-    assert subprocess.run([*shared, "--filter", "^[ad]$", "--resume"], env=environment, check=False).returncode == 0
-    assert [len(calls(output, name)) for name in "abcd"] == [1] * 4
+    assert "absent.py" in outcomes["absent"].reason
+    out = tmp_path / "out"
+    assert (out / "slow/interrupted").exists()
+    assert calls(out / "good") == [f"--device cpu --seed 0 --out {out / 'good'} --commit abc"]
+    page = (out / "report.md").read_text()
+    assert "**timed out: took longer than 2 s**" in page
+    assert page.count("| x | 1 |") == 3
 
 
-def test_the_record_of_another_suite_is_forgotten_without_resume(programs, tmp_path):
-    output = tmp_path / "out"
-    go(programs, output, "--filter", "fine")
-    state = opened(parse(["--device", "cpu", "--output", str(output), "--suite", "2025"]))
-    assert {outcome.status for outcome in state.outcomes.values()} == {"not started"}
-    assert {outcome.status for outcome in go(programs, output, "--filter", "none").outcomes.values()} == {"not started"}
+def test_what_is_complete_is_not_run_again(run, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    chosen = ["--filter", "good|failing"]
+    run(*chosen)
+    assert run(*chosen)[0] == 2
+    assert "add --resume" in capsys.readouterr().err
+    assert run(*chosen, "--resume")[0] == 1
+    assert [len(calls(out / name)) for name in ("good", "failing")] == [1, 2]
+    assert "--resume" in calls(out / "failing")[1]
+    monkeypatch.setitem(PRESETS, "quick", ("", "good --seconds 0"))
+    assert run("--resume")[0] == 0
+    assert [("--seconds" in call, "--resume" in call) for call in calls(out / "good")] == [(False, False), (True, True)]
 
 
-def _printed(folder: Path) -> str:
-    path = folder / report_parts.PRINTED
-    return path.read_text() if path.exists() else ""
+def test_no_part_starts_after_the_limit(run, tmp_path):
+    status, outcomes = run("--stop-after", "1e-9")
+    assert status == 0
+    assert {outcome.status for outcome in outcomes.values()} == {"not started"}
+    assert "| good " in (tmp_path / "out/report.md").read_text()
 
 
-def test_a_program_that_does_not_stop_is_ended(tmp_path):
+def test_reports_share_a_folder_and_an_interruption_keeps_what_there_is(programs, tmp_path):
+    out, environment = tmp_path / "out", os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SCRIPT, str(programs), "--device", "cpu", "--out", str(out)]
+    three = [
+        subprocess.Popen([*command, "--filter", f"^({names})$"], env=environment) for names in ("slow", "a|b", "c")
+    ]
+    try:
+        assert [process.wait(100) for process in three[1:]] == [0, 0]
+        deadline = time.monotonic() + 100
+        while not (out / "slow/calls").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(0.5)
+        assert read_outcome(out / "slow").status == "interrupted"
+        three[0].send_signal(signal.SIGTERM)
+        assert three[0].wait(60) == 130
+    finally:
+        for process in three:
+            process.kill()
+            process.wait()
+    assert (out / "slow/interrupted").exists()
+    assert {name: read_outcome(out / name).status for name in "abc"} == dict.fromkeys("abc", "ok")
+    assert [len(calls(out / name)) for name in "abc"] == [1, 1, 1]
+    assert (out / "report.md").read_text().count("| x | 1 |") == 4
+
+
+def test_a_program_that_does_not_stop_is_killed(tmp_path):
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
-    outcome = report_parts.run([sys.executable, "-c", deaf], tmp_path, 2, grace=0.5)
-    assert outcome.status == "ran out of time"
+    outcome = run_part([sys.executable, "-c", deaf], tmp_path, 2, grace=0.5)
+    assert outcome.status == "timed out"
     assert outcome.seconds < 30
 
 
-def test_a_dry_run_lists_commands_and_what_each_would_measure(programs, tmp_path, capfd):
-    options = parse(
-        ["--device", "cpu", "--output", str(tmp_path / "out"), "--dry-run", "--filter", "fine|absent|print"]
-    )
-    dry_run(options, programs)
-    lines = capfd.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["fine", "  one row of cpu", "absent", "  not there", "printing"]
-    assert shlex.split(lines[0].removeprefix("fine: "))[1:] == [
-        str(programs / "precision.py"),
-        *("--device", "cpu", "--output", str(tmp_path / "out/fine")),
-    ]
+def test_a_dry_run_lists_commands_and_cases(run, tmp_path, capfd):
+    assert run("--dry-run", "--filter", "good")[0] == 0
+    command, cases = capfd.readouterr().out.splitlines()
+    assert command.startswith("good: ")
+    assert command.endswith(f"good.py --device cpu --seed 0 --out {tmp_path / 'out/good'}")
+    assert cases == "one case of cpu"
     assert not (tmp_path / "out").exists()
-
-
-def test_attention_goes_on_by_its_folder_alone():
-    part = next(part for part in SUITES["quick"].cpu if part.program == "attention")
-    assert "--resume" not in arguments_of(part, Path("out"), "cpu", resume=True)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--filter", "("], "--filter must be a regular expression"),
-        (["--minutes", "-1"], "--minutes must be at least 0; got -1"),
-        (["--device", "toaster"], "toaster"),
-    ],
-)
-def test_options_that_mean_nothing_end_the_program(arguments, said, capsys):
+    assert run("--filter", "none")[0] == 2
     with pytest.raises(SystemExit):
-        parse(arguments)
-    assert said in capsys.readouterr().err
+        parse(["--preset", "2024"])
 
 
-def test_the_exit_status_tells_of_a_part_that_failed(programs, tmp_path, monkeypatch):
-    def run_none(state, options):
-        state.set("fine", outcomes.pop(0))
+@pytest.fixture
+def folder(tmp_path):
+    """Two parts with results, one of which failed."""
+    environment = collect_environment("cpu", commit="abc")
+    columns = "status,provider,pass,speedup_over_naive\n"
+    rows = "ok,flash,forward,2\nok,flash,forward,8\nok,naive,forward,1\noom,flash,forward,\n"
+    for name in ("attention", "memory"):
+        (tmp_path / name / "plots").mkdir(parents=True)
+        environment.write(tmp_path / name / "environment.json")
+        lines = "\n".join(environment_lines(environment))
+        table = "## float32 <b>\n\n| a | ms |\n|:--|--:|\n| x\\|y | 2.5 |\n"
+        (tmp_path / name / "tables.md").write_text(f"# Attention\n\n{lines}\n\n- by hand & <by> heart\n\n{table}")
+    (tmp_path / "attention/results.csv").write_text(columns + rows)
+    (tmp_path / "attention/plots/time-forward.png").write_bytes(PIXEL)
+    report.write_outcome(tmp_path / "memory", report.Outcome("failed", "exit status 1: <no> memory", 3.0))
+    return tmp_path
 
-    monkeypatch.setattr(report, "run_all", run_none)
-    outcomes = [Outcome(OK), Outcome("not there"), Outcome("failed"), Outcome("ran out of time")]
-    arguments = ["--device", "cpu", "--output", str(tmp_path / "out")]
-    assert [report.main(arguments) for _ in range(4)] == [0, 0, 1, 1]
+
+def test_the_page_as_markdown(folder):
+    text = write_page(folder)[0].read_text()
+    assert "| attention |      – |                          – |       – |            3 of 4 |" in text
+    assert text.count("- device: ") == 0
+    assert text.count(" abc | ") == 2
+    assert "# Attention" not in text
+    assert "### float32 <b>" in text
+    assert text.count("- by hand & <by> heart") == 2
+    assert "![attention: time-forward](attention/plots/time-forward.png)" in text
+    assert "[results.csv](attention/results.csv)" in text
+    (line,) = [line for line in text.splitlines() if "| flash forward |" in line]
+    assert [cell.strip() for cell in line.split("|")[3:6]] == ["speedup over naive", "4.00", "2"]
+
+
+def test_the_page_as_one_file_of_html(folder):
+    html = write_page(folder)[1].read_text()
+    assert "<b>" not in html
+    assert "&lt;no&gt; memory" in html
+    assert '<td style="text-align:right">2.5</td>' in html
+    assert '<td style="text-align:left">x|y</td>' in html
+    assert html.count('<div class="scroll"') == html.count("</table></div>") > 3
+    assert "<figcaption>attention: time-forward</figcaption></figure>" in html
+    assert 'src="data:image/png;base64,' in html
+    assert '<a class="level-3"' in html
+    for anchor in (part.split('"')[0] for part in html.split('href="#')[1:]):
+        assert f'id="{anchor}"' in html
+    (folder / "attention/tables.md").write_text("![gone](gone.png)\n")
+    assert "gone: there is no such file." in write_page(folder)[1].read_text()
+
+
+def test_the_page_is_made_again_of_any_folders(folder, capsys):
+    shutil.rmtree(folder / "memory")
+    (folder / "attention/tables.md").write_text("# A\n\nchanged\n")
+    assert report.main(["--redraw", str(folder)]) == 0
+    assert capsys.readouterr().out == f"wrote {folder / 'report.md'}\nwrote {folder / 'report.html'}\n"
+    assert "<p>changed</p>" in (folder / "report.html").read_text()
+    assert report.main(["--redraw", str(folder / "attention")]) == 2
+    assert "must have folders with one of outcome.json" in capsys.readouterr().err

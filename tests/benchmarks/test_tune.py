@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-import csv
-import math
+import dataclasses
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 import torch
 
-from benchmarks import tune, tune_trial
-from benchmarks.processes import Finished
-from benchmarks.tune_candidates import Row, candidates, numbers_a_thread, shared_bytes_at_least
-from benchmarks.tune_trial import MASKS, RULES, Problem, Trial, check, check_ragged
-from cs336_systems.kernels import tuning
+from benchmarks import tune
+from benchmarks.comparison import Context
+from benchmarks.isolation import Finished
+from benchmarks.tune import RAGGED, check, measure, parse, rows_of, scores, table_of, tables, time_candidates
+from benchmarks.tune_candidates import TableRow, candidates, tiles
 from cs336_systems.kernels.launching import INTERPRETED
-from cs336_systems.kernels.tuning import TABLES, TileConfig
-from cs336_systems.profiling.timing import RoundTimes
+from cs336_systems.profiling.timing import TimingMethod
 
-HOPPER, KIB = (9, 0), 1024
-ROW = Row("forward", "half", 64)
-NOW = TileConfig(64, 64, 4, 3)
+HOPPER, KIB, CPU = (9, 0), 1024, torch.device("cpu")
+TileConfig, TABLE = tiles().TileConfig, tiles().TABLES["sm_90"]
+ROW = TableRow("forward", "half", 64, batch=4, heads=32, length=4096)
+SMALL = TableRow("forward", "float32", 16, batch=1, heads=2, length=48)  # Triton interprets no bfloat16
+NOW, TILE = TileConfig(64, 64, 4, 3), TileConfig(32, 16, 4, 1)
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="the kernels are not interpreted")
+
+
+def row_of(kernel, precision, head_dim):
+    return dataclasses.replace(ROW, kernel=kernel, precision=precision, head_dim=head_dim)
 
 
 @pytest.mark.parametrize(
-    ("row", "tiles", "compiled_kib"),
+    ("key", "config", "compiled_kib"),
     [  # what Triton 3.7 takes for sm_90
         (("forward", "half", 128), (128, 128, 8, 2), 160),
         (("forward", "half", 128), (64, 128, 4, 3), 208),
@@ -42,229 +48,221 @@ NOW = TileConfig(64, 64, 4, 3)
         (("dkdv", "float32", 128), (64, 64, 8, 1), 132),
     ],
 )
-def test_the_bound_of_shared_memory_is_one(row, tiles, compiled_kib):
-    bound = shared_bytes_at_least(Row(*row), TileConfig(*tiles), HOPPER)
+def test_the_bound_of_shared_memory(key, config, compiled_kib):
+    bound = row_of(*key).shared_bytes(TileConfig(*config), HOPPER)
     assert bound <= compiled_kib * KIB
-    if tiles[3] > 1 and tiles[2] >= 4 and row[0] == "forward":
-        assert bound >= 0.9 * compiled_kib * KIB  # and close, where the tile is Hopper's
+    if config[3] > 1 and config[2] >= 4 and key[0] == "forward":
+        assert bound >= 0.9 * compiled_kib * KIB
 
 
-@pytest.mark.parametrize("key", TABLES["sm_90"])
-def test_the_tables_row_comes_first_and_each_candidate_may_fit(key):
-    row, now = Row(*key), TABLES["sm_90"][key]
-    configs = candidates(row, now, HOPPER, 227 * KIB)
-    assert configs[0] == now
-    assert len(set(configs)) == len(configs) > 20
-    assert shared_bytes_at_least(row, now, HOPPER) <= 227 * KIB
-    for config in configs[1:]:
-        assert shared_bytes_at_least(row, config, HOPPER) <= 227 * KIB
-        assert numbers_a_thread(row, config) <= 288
-    # Small tiles are there for grids that would otherwise leave multiprocessors idle.
-    assert any(row.kept(config) == 16 for config in configs)
+@pytest.mark.parametrize("key", TABLE)
+def test_candidates(key):
+    row, now = row_of(*key), TABLE[key]
+    found = candidates(row, now, HOPPER, 227 * KIB)
+    assert found[0] == now
+    assert len(set(found)) == len(found) > 20
+    less = candidates(row, now, HOPPER, 32 * KIB)
+    assert set(less[1:]) < set(found)
+    assert all(row.shared_bytes(config, HOPPER) <= 32 * KIB for config in less[1:])
+    for config in found:
+        assert row.shared_bytes(config, HOPPER) <= 227 * KIB
+        assert row.numbers_per_thread(config) <= 288
+    assert any(row.kept(config) == 16 for config in found)  # for grids that would leave SMs idle
+    forward = row.kernel == "forward"
+    assert any(config.num_stages == 1 for config in found[1:]) != forward
+    assert {config.ahead for config in found} == ({False, True} if forward else {False})
+    assert not any(c.ahead for c in candidates(dataclasses.replace(row, mods=True), now, HOPPER, 227 * KIB)[1:])
 
 
-def test_less_shared_memory_leaves_fewer():
-    row = Row("dq", "half", 256)
-    assert len(candidates(row, NOW, (8, 6), 99 * KIB)) < len(candidates(row, NOW, HOPPER, 227 * KIB))
+def test_scores_one_step_ahead_take_registers():
+    ahead = dataclasses.replace(NOW, ahead=True)
+    assert ROW.numbers_per_thread(ahead) - ROW.numbers_per_thread(NOW) == 64 * 64 / 128
 
 
-def test_the_forward_is_tried_with_a_pipeline_alone_on_hopper():
-    stages = {
-        (name, capability): {
-            config.num_stages for config in candidates(Row(name, "half", 64), NOW, capability, 160 * KIB)
-        }
-        for name in ("forward", "dq")
-        for capability in (HOPPER, (8, 0))
-    }
-    assert 1 not in stages["forward", HOPPER]
-    assert all(1 in found for key, found in stages.items() if key != ("forward", HOPPER))
+@interpreted
+@pytest.mark.parametrize("row", [SMALL, dataclasses.replace(SMALL, kernel="dkdv", mods=True)])
+def test_a_right_configuration(row):
+    check(TILE, row, {}, (1, 2, 48, 48), CPU)
 
 
-def test_scores_a_step_ahead_are_tried_in_the_forward_alone():
-    assert {config.ahead for config in candidates(ROW, NOW, HOPPER, 227 * KIB)} == {False, True}
-    assert not any(config.ahead for config in candidates(Row("dq", "half", 64), NOW, HOPPER, 227 * KIB))
-    usual, ahead = TileConfig(64, 128, 4, 2), TileConfig(64, 128, 4, 2, ahead=True)
-    assert numbers_a_thread(ROW, ahead) - numbers_a_thread(ROW, usual) == 64 * 128 / 128
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="the kernels are not interpreted")
-@pytest.mark.parametrize("name", ["forward", "dkdv"])
-def test_a_configuration_that_is_right(name):
-    problem = Problem(Row(name, "float32", 16), batch=1, heads=1, length=48)  # Triton interprets no bfloat16
-    assert check(Trial(problem, TileConfig(32, 16, 4, 1), device="cpu")) == ""
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="the kernels are not interpreted")
-def test_a_configuration_for_rules_that_is_right():
-    problem = Problem(Row("dq", "float32", 16), batch=1, heads=2, length=48, with_rules=True)
-    assert problem.cases == RULES
-    assert check(Trial(problem, TileConfig(32, 16, 4, 1), device="cpu")) == ""
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="the kernels are not interpreted")
-def test_wrong_results_are_told(monkeypatch):
+@interpreted
+def test_wrong_results_are_an_error_of_the_configuration_that_is_tried(monkeypatch):
     used = []
 
     def wrong(q, k, v, causal, impl):
-        used.append(tuning.lookup("forward", "half", 16, torch.device("cpu")))
+        used.append([tiles().lookup(kernel, "float32", 16, CPU) for kernel in ("forward", "dq")])
         return 1.1 * torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=bool(causal))
 
-    monkeypatch.setattr(tune_trial, "attention", wrong)
-    trial = Trial(Problem(Row("forward", "half", 16), 1, 1, 32), TileConfig(32, 16, 4, 1), device="cpu")
-    assert "wrong results: " in check(trial)
-    assert used == [trial.config]
+    monkeypatch.setattr(tune, "attention", wrong)
+    with pytest.raises(AssertionError, match="beyond the budget"):
+        check(TILE, SMALL, {"dq": NOW}, (1, 2, 48, 48), CPU)
+    assert used == [[TILE, NOW]]
 
 
-@pytest.mark.parametrize("message", ["an illegal memory access was encountered", "PassManager::run failed"])
-def test_what_breaks_the_device_breaks_the_process(monkeypatch, message):
-    def broken(q, k, v, causal, impl):
-        raise RuntimeError(message)
-
-    monkeypatch.setattr(tune_trial, "attention", broken)
-    trial = Trial(Problem(Row("forward", "half", 16), 1, 1, 32), NOW, device="cpu")
-    if message.startswith("Pass"):
-        assert check_ragged(trial) == f"RuntimeError: {message}"
-    else:
-        with pytest.raises(RuntimeError, match=message):
-            check(trial)
+@pytest.mark.parametrize("size", [16384, 1000, 100, 128, 25, 1])
+def test_checked_sizes_compile_like_timed_ones(size):
+    for enough in (512, 16):
+        found = tune.reduced(size, enough)
+        assert found % 16 == size % 16
+        assert found <= size
+        assert (found == 1) == (size == 1)
 
 
-def test_checked_sizes_are_compiled_as_timed_ones_are():
-    for size, enough in ((16384, 512), (1000, 512), (100, 512), (128, 16), (25, 16), (1, 16)):
-        reduced = tune_trial._reduced(size, enough)
-        assert reduced % 16 == size % 16
-        assert reduced <= size
-        assert (reduced == 1) == (size == 1)
-
-
-def test_a_batch_of_many_is_checked_as_a_batch(monkeypatch):
-    sizes = []
-    monkeypatch.setattr(tune_trial, "_wrong", lambda trial, *given: sizes.append(given) or "")
-    check(Trial(Problem(Row("forward", "half", 16), batch=8, heads=1, length=1024), NOW, device="cpu"))
-    assert sizes == [(8, 1, 512, 512)]
+@interpreted
+def test_candidates_are_timed_in_turns():
+    options = SimpleNamespace(device=CPU)
+    method = TimingMethod(rounds=1, warmup_ms=0, repetitions_ms=0, pause_ms=0)
+    context = Context(options, excluded={f"{NOW} full": "crashed"})
+    for row in (SMALL, dataclasses.replace(SMALL, kernel="dq")):
+        rows = time_candidates(row, [TILE, NOW], {}, method, float("inf"), context)
+        assert [(r["mask"], r["status"]) for r in rows] == [
+            *(("causal", "ok"), ("full", "ok"), ("causal", "ok"), ("full", "error"))
+        ]
+        assert [*scores(rows)] == [str(dataclasses.astuple(TILE))]
+    rows = time_candidates(SMALL, [TILE], {}, method, -1.0, context)
+    assert {r["reason"].partition(" (")[0] for r in rows} == {"TimeoutError: no time was left"}
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU on which tile_q decides the time, and on which some configurations fail."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    """A GPU on which tile_q is the time; `wrong` and `ragged` say why a check fails, `times` what a time is."""
+    properties = SimpleNamespace(shared_memory_per_block_optin=227 * KIB, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: HOPPER)
-    properties = SimpleNamespace(shared_memory_per_block_optin=227 * KIB, name="NVIDIA H200", multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(tuning, "lookup", lambda *row: NOW)
-    monkeypatch.setattr(tuning, "processors_of", lambda device: properties.multi_processor_count)
-    monkeypatch.setattr(tune, "inputs_of", lambda problem, device: ())
-    monkeypatch.setattr(tune.time, "sleep", lambda seconds: None)
-    state = SimpleNamespace(checks=lambda trial: "", ragged=lambda trial: "", times=lambda trial: trial.config.tile_q)
+    monkeypatch.setattr(tiles(), "lookup", lambda *row: NOW)
+    state = SimpleNamespace(wrong=lambda config: "", ragged=lambda config: "", times=lambda config: config.tile_q)
+    state.others, state.sizes = [], []
 
-    def run_jobs(function, trials, **options):
-        for trial in trials:
-            answer = state.ragged(trial) if function is check_ragged else state.checks(trial)
-            yield Finished(trial, answer, "")
+    def map_isolated(function, jobs, **limits):
+        for job in jobs:
+            state.sizes.append(job[3])
+            yield job, Finished(failure=state.wrong(job[0]))
 
-    monkeypatch.setattr(tune, "run_jobs", run_jobs)
-    monkeypatch.setattr(tune, "milliseconds", lambda trial, tensors, mask, method: state.times(trial))
+    def run_isolated(function, *arguments, **limits):
+        if function is check:
+            return Finished(failure=state.ragged(arguments[0]))
+        row, configs, others, *_, context = arguments
+        state.others.append(dict(others))
+        return state.timing(row, configs, context)
+
+    def timing(row, configs, context):
+        crashing = [c for c in configs if state.times(c) is None and f"{c} full" not in context.excluded]
+        if crashing:
+            return Finished(failure="the process crashed", provider=f"{crashing[0]} full")
+        return Finished(
+            [
+                {
+                    "mask": mask,
+                    **tune.vars_of(c, row),
+                    "status": "ok",
+                    "median_ms": state.times(c),
+                    "speedup": 64 / c.tile_q,
+                }
+                for c in configs
+                for mask in ("causal", "full")
+                if state.times(c) is not None
+            ]
+        )
+
+    state.timing = timing
+    monkeypatch.setattr(tune, "map_isolated", map_isolated)
+    monkeypatch.setattr(tune, "run_isolated", run_isolated)
     return state
 
 
-def searched(tmp_path, *arguments: str, deadline: float = math.inf):
-    options = tune.parse(["--rounds", "2", "--most", "40", "--finalists", "3", *arguments])
-    log = tune.Log(tmp_path / "measurements.csv")
-    best = tune.search(tune.problem_of(ROW, options), {}, options, log, deadline)
-    with (tmp_path / "measurements.csv").open(newline="") as file:
-        return best, list(csv.DictReader(file))
+def search(row=ROW, rows=(), *arguments):
+    options = parse(["--device", "cpu", "--candidates", "40", "--finalists", "3", *arguments])
+    return pd.DataFrame(
+        [{"case": row.name, **row.columns, "status": "ok", **r} for r in measure(row, Context(options, rows))]
+    )
 
 
-def test_the_fastest_right_configuration_wins(tmp_path, gpu, capsys):
-    gpu.checks = lambda trial: "wrong results: out" if trial.config.tile_q == 16 else ""
-    best, rows = searched(tmp_path, deadline=tune.time.monotonic() + 600)
-    assert best is not None
-    assert best.tile_q == 32
-    printed = capsys.readouterr().out
-    assert f'("forward", "half", 64): TileConfig(32, {best.tile_k}, ' in printed
-    assert "2.000 × the table's row" in printed
-    assert "(now)" in printed
-    by_stage = {stage: [row for row in rows if row["stage"] == stage] for stage in ("check", "first", "final")}
-    assert {row["status"] for row in by_stage["check"]} == {"ok", "wrong results: out"}
-    assert not any(row["tile_q"] == "16" for row in by_stage["first"])
-    assert len(by_stage["final"]) == (3 + 1) * len(MASKS) * 2
-    assert float(by_stage["final"][0]["milliseconds"]) > 0
+def test_the_fastest_right_configuration_wins(gpu):
+    gpu.wrong = lambda config: "AssertionError: beyond the budget" if config.tile_q == 16 else ""
+    frame = search()
+    (winner,) = frame[frame["stage"] == "winner"].to_dict("records")
+    assert winner["tile_q"] == 32
+    assert winner["table"] == "TABLES"
+    assert set(frame[frame["stage"] == "check"]["tile_q"]) == {16}
+    assert 16 not in set(frame[frame["stage"] == "first"]["tile_q"])
+    final = frame[frame["stage"] == "final"]
+    assert len(final) == (3 + 1) * 2
+    assert str(dataclasses.astuple(NOW)) in set(final["tiles"])
+    assert set(gpu.sizes) == {(4, 16, 512, 512)}
+    text = tables(frame)
+    assert f'("forward", "half", 64): TileConfig{winner["tiles"]},' in text
+    assert [line.split("|")[-2].strip() for line in text.splitlines()[-2:]] == ["2.00"] * 2
 
 
-def test_a_winner_that_is_wrong_on_ragged_lengths_is_out(tmp_path, gpu, capsys):
-    gpu.ragged = lambda trial: "wrong results: dq" if trial.config.tile_q != 64 else ""
-    best, rows = searched(tmp_path, deadline=tune.time.monotonic() + 600)
-    assert best == NOW
-    assert "is out: wrong results: dq" in capsys.readouterr().out
-    assert [row["status"] for row in rows if row["stage"] == "check ragged"][-1] == "ok"
+def test_a_winner_is_right_at_ragged_lengths(gpu):
+    gpu.ragged = lambda config: "AssertionError: dq" if config.tile_q != 64 else ""
+    frame = search()
+    assert set(frame[frame["stage"] == "winner"]["tile_q"]) == {64}
+    assert "AssertionError: dq" in set(frame[frame["stage"] == "ragged check"]["reason"])
+    assert RAGGED[2] % 16
+    assert RAGGED[2] != RAGGED[3]
 
 
-def test_a_configuration_that_fails_while_it_is_timed_is_left_out(tmp_path, gpu):
-    def times(trial):
-        if trial.config.tile_q < 64:
-            raise RuntimeError("Triton Error [CUDA]: misaligned address")
-        return trial.config.tile_q
-
-    gpu.times = times
-    best, rows = searched(tmp_path, deadline=tune.time.monotonic() + 600)
-    assert best is not None
-    assert best.tile_q == 64
-    assert any("misaligned" in row["status"] for row in rows)
+def test_a_candidate_that_ends_the_process_is_excluded(gpu):
+    gpu.times = lambda config: None if config.tile_q == 16 else config.tile_q
+    frame = search()
+    assert set(frame[frame["stage"] == "winner"]["tile_q"]) == {32}
+    gpu.timing = lambda row, configs, context: Finished(failure="the driver is gone")
+    with pytest.raises(RuntimeError, match="the driver is gone"):
+        search()
 
 
-def test_no_time_and_nothing_right(tmp_path, gpu):
-    assert searched(tmp_path, deadline=tune.time.monotonic() - 1)[0] is None
-    gpu.checks = lambda trial: "OutOfResources: shared memory"
-    assert searched(tmp_path, deadline=tune.time.monotonic() + 600)[0] is None
+def test_nothing_right_and_no_time_left(gpu, monkeypatch):
+    monkeypatch.setattr(tune.time, "monotonic", iter(range(0, 10**6, 400)).__next__)
+    assert search(ROW, (), "--timeout", "900")["stage"].iloc[-1] == "winner"
+    assert len(gpu.sizes) == 2
+    gpu.wrong = lambda config: "OutOfResources: shared memory"
+    frame = search()
+    assert set(frame["stage"]) == {"check"}
+    assert tables(frame) == f"## {ROW.name}"
 
 
-def test_rows_share_the_time_and_stop_with_it(monkeypatch, capsys):
-    options = tune.parse(["--dims", "64", "128", "--passes", "dq", "dkdv", "--time-limit", "40"])
-    clock, seen = [0.0], []
-    monkeypatch.setattr(tune.time, "monotonic", lambda: clock[0])
-
-    def search_one(problem, others, options, log, deadline):
-        seen.append((problem.row.name, problem.row.head_dim, problem.heads, dict(others), deadline))
-        clock[0] += 25
-        return NOW
-
-    found = tune.search_all(options, None, search_one)
-    assert seen == [("dq", 64, 32, {}, 10.0), ("dkdv", 64, 32, {"dq": NOW}, 30.0)]
-    assert list(found) == [Row("dq", "half", 64), Row("dkdv", "half", 64)]
-    assert 'no time was left for ("dq", "half", 128), ("dkdv", "half", 128)' in capsys.readouterr().out
-
-
-def test_the_problem_follows_tokens_and_channels_or_is_given():
-    assert tune.problem_of(ROW, tune.parse([])).shape == (4, 32, 4096, 64)
-    given = tune.parse(["--length", "512", "--batch", "8", "--heads", "1"])
-    assert tune.problem_of(ROW, given).shape == (8, 1, 512, 64)
-
-
-def test_a_score_counts_both_masks_alike():
-    assert tune.score({"bottom_right": RoundTimes((1.0,)), "none": RoundTimes((4.0,))}) == 2.0
-
-
-def test_what_cannot_be_searched(capsys):
-    with pytest.raises(SystemExit):
-        tune.parse(["--rounds", "0"])
-    assert "--rounds must be positive; got 0" in capsys.readouterr().err
-    if not torch.cuda.is_available():
-        assert tune.main([]) == 2
-        assert "needs a CUDA GPU" in capsys.readouterr().err
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_a_small_search_on_a_gpu(tmp_path, capsys):
-    shape = ["--length", "256", "--batch", "1", "--heads", "2", "--dims", "64", "--passes", "forward", "dkdv"]
-    assert tune.main([*shape, "--most", "4", "--jobs", "2", "--time-limit", "300", "--output", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    assert '("forward", "half", 64): TileConfig(' in printed
-    assert '("dkdv", "half", 64): TileConfig(' in printed
-    assert (tmp_path / "measurements.csv").read_text().count(",final,") >= 2 * len(MASKS)
+def test_the_other_kernel_of_the_backward_runs_with_its_best_tiles(gpu):
+    dq, dkdv = (dataclasses.replace(ROW, kernel=name) for name in ("dq", "dkdv"))
+    found = search(dq).to_dict("records")
+    search(dkdv, found)
+    search(dataclasses.replace(dkdv, length=512), found)
+    best = TileConfig(*(found[-1][name] for name in ("tile_q", "tile_k", "num_warps", "num_stages", "ahead")))
+    assert gpu.others == [{}, {}, {"dq": best}, {"dq": best}, {}, {}]
+    assert best.tile_q == 16
 
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("length", "table"), [(64 * 6, "TABLES"), (64 * 5, "SMALL_GRIDS")])
-def test_rows_found_on_few_programs_are_for_small_grids(length, table):
-    assert tune.table_of(Problem(ROW, batch=3, heads=4, length=length), torch.device("cuda", 0)) == table
+def test_rows_of_few_programs_are_for_small_grids(length, table):
+    assert table_of(dataclasses.replace(ROW, batch=3, heads=4, length=length), torch.device("cuda")) == table
+
+
+def test_rows_of_the_command_line(capsys):
+    def shapes(*arguments):
+        return [
+            dataclasses.astuple(row) for row in rows_of(parse(["--device", "cpu", "--head-dims", "64", *arguments]))
+        ]
+
+    assert shapes("--kernels", "dq", "dkdv") == [
+        ("dq", "half", 64, 4, 32, 4096, False),
+        ("dkdv", "half", 64, 4, 32, 4096, False),
+    ]
+    given = ["--lengths", "512", "--batch", "8", "--heads", "1", "--kernels", "dq", "--dtypes", "fp32", "--with-mods"]
+    assert shapes(*given) == [("dq", "float32", 64, 8, 1, 512, True)]
+    for flag in ("--rounds", "--jobs", "--head-dims", "--kernels"):
+        with pytest.raises(SystemExit):
+            parse(["--device", "cpu", flag, "0"])
+        assert flag in capsys.readouterr().err
+    assert tune.main(["--device", "cpu"]) == 2
+    assert "--device must be a CUDA GPU; got cpu" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_small_search_on_a_gpu(tmp_path):
+    shape = ["--lengths", "256", "--batch", "1", "--heads", "2", "--head-dims", "64", "--kernels", "forward", "dkdv"]
+    assert tune.main([*shape, "--candidates", "4", "--jobs", "2", "--timeout", "150", "--out", str(tmp_path)]) == 0
+    text = (tmp_path / "tables.md").read_text()
+    assert '("forward", "half", 64): TileConfig(' in text
+    assert '("dkdv", "half", 64): TileConfig(' in text
