@@ -203,7 +203,7 @@ def tool_of(options: argparse.Namespace) -> Tool[Cell]:
 def _seconds(cell: Cell, options: argparse.Namespace) -> float | None:
     """At the part of the peak that training usually reaches; None where the peak is not known."""
     peak = device_peak(device_name(options.device))
-    limit = None if peak is None else peak.of(cell.dtype_name, tf32=cell.arithmetic == TF32)
+    limit = None if peak is None else peak.rate(cell.dtype_name, tf32=cell.arithmetic == TF32)
     if limit is None:
         return None
     passes = 1 if cell.mode == MODES[0] else 3

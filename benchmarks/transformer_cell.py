@@ -207,7 +207,7 @@ def rates_of(cell: Cell, row: Mapping[str, Any], device_name: str) -> Row:
     if row.get("status") == Status.OK.value and row.get("last_loss") is None:
         warnings.append("the last loss is not finite: no scaler was used")
     peak = device_peak(device_name)
-    limit = None if peak is None else peak.of(dtype, tf32=tf32)
+    limit = None if peak is None else peak.rate(dtype, tf32=tf32)
     rate, median = rates[f"{STEP}_tflops"], row.get(f"{STEP}_median_ms")
     mfu = rate / limit if rate and limit else None
     return {

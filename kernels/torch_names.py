@@ -237,9 +237,8 @@ def _tell(module: ToldOfCasts, arguments: Any) -> None:
 
 # --- What only measurements need. There are no public names for it, but where one is given.
 
-# Every allocation on a GPU with its stack. `torch.cuda.memory.memory_snapshot` has what is allocated at one time.
-record_memory_history: Any = _measured_by("torch.cuda.memory:_record_memory_history")
-memory_history: Any = _measured_by("torch.cuda.memory:_snapshot")
+# A memory snapshot as an interactive page.
+trace_plot: Any = _measured_by("torch.cuda._memory_viz:trace_plot")
 
 # The node of autograd that is computed in this thread, None outside of a backward pass.
 current_node: Callable[[], Any] = _measured_by("torch:_C._current_autograd_node")

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..kernels.torch_names import exporting, recompiled
-from ..parts import part
+from ..ranges import named_range
 from .pairs import Extras, Pairs, by_group, changed_scores, kept_pairs, seen_pairs
 from .precision import without_autocast
 from .spec import AttentionSpec, Causal
@@ -46,11 +46,11 @@ def _naive(
     q_len, k_len = q.shape[-2], k.shape[-2]
     # Each key and value head serves a group of query heads; einsum broadcasts it without a copy.
     grouped = rearrange(q, "... (kv group) row d -> ... kv group row d", kv=max(1, k.shape[-3]))
-    with part("attention: scores"):
+    with named_range("attention: scores"):
         scores = einsum(grouped, k, "... kv group row d, ... kv column d -> ... kv group row column") * spec.scale
         pairs = Pairs.of(spec, extras, q, k, slice(0, q_len), slice(0, k_len))
         scores = changed_scores(spec, scores, pairs, extras.by_scores)
-    with part("attention: mask"):
+    with named_range("attention: mask"):
         seen = seen_pairs(spec, pairs, spec.band(q_len, k_len), extras)
         if seen is not None:
             scores = scores.masked_fill(~seen, float("-inf"))
@@ -65,14 +65,14 @@ def _naive(
         # A softmax over nothing is NaN, and so would be its gradient: such rows get scores of 0 and weights of 0.
         blind = (scores == float("-inf")).all(-1, keepdim=True)
         scores = scores.masked_fill(blind, 0.0)
-    with part("attention: softmax"):
+    with named_range("attention: softmax"):
         weights = torch.softmax(scores, dim=-1) if scores.shape[-1] > 0 else scores
     weights = weights if blind is None else weights.masked_fill(blind, 0.0)
     weights = weights[..., :k_len]
     if extras.seed is not None:
         kept = kept_pairs(spec, pairs, extras.seed)
         weights = weights.masked_fill(~kept, 0.0) * spec.as_settings.kept_scale
-    with part("attention: values"):
+    with named_range("attention: values"):
         out = einsum(weights, v, "... kv group row column, ... kv column d -> ... kv group row d")
     out = rearrange(out, "... kv group row d -> ... (kv group) row d")
     if not return_lse:

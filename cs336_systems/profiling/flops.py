@@ -1,21 +1,34 @@
-"""Floating-point operations counted from shapes, and the rates that devices can reach.
+"""FLOP counts, bytes and peak rates: what attention computes, moves and saves by formula, and what GPUs reach.
 
-Counts follow the convention of the FlashAttention papers, so that figures can be compared with published ones: only
-the two matrix products of attention are counted, a causal mask halves them, and the backward pass, which recomputes
-the scores, counts as five products where the forward counts two.
+Attention's FLOPs are counted as in the FlashAttention papers: the two matrix products, halved by a causal mask; the
+backward, which recomputes the scores, has five products.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from torch.utils.flop_counter import FlopCounterMode
+
 Pass = Literal["forward", "backward", "both"]
-"""Which part of a training step: the forward pass, the backward pass, or one after the other."""
+"""The forward pass, the backward pass, or both together."""
 
 PASSES: tuple[Pass, ...] = ("forward", "backward", "both")
 
 _PASS_FACTOR: dict[Pass, float] = {"forward": 1.0, "backward": 2.5, "both": 3.5}
+
+
+def count_flops(function: Callable[[], object]) -> int:
+    """FLOPs of the matrix products, convolutions and torch attention that ``function()`` runs, by `FlopCounterMode`.
+
+    Masked query-key pairs count too. Custom kernels, such as this library's attention, count 0: count a model with
+    ``impl="naive"`` or ``"sdpa"`` instead.
+    """
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return int(counter.get_total_flops())
 
 
 def attention_flops(
@@ -29,29 +42,22 @@ def attention_flops(
     causal: bool = False,
     which: Pass = "forward",
 ) -> float:
-    """Operations of one attention call: 4·batch·heads·query_length·key_length·head_dim forward, half of it when causal.
+    """FLOPs of attention: 4 · batch · heads · query_length · key_length · head_dim forward, half of it if causal.
 
-    `heads` counts query heads; grouped key heads do not change the count. `value_dim` is the width of the values where
-    it differs from `head_dim`. The backward pass counts 2.5 times the forward, both together 3.5 times.
+    The backward counts 2.5 times the forward, both together 3.5 times. ``heads`` are query heads, and ``value_dim`` is
+    the head dimension of the values if it differs.
 
-    Raises ValueError when a size is negative or `which` is not a pass.
+    Raises:
+        ValueError: a size is negative, or ``which`` is unknown.
     """
-    sizes = {
-        "batch": batch,
-        "heads": heads,
-        "query_length": query_length,
-        "key_length": key_length,
-        "head_dim": head_dim,
-        "value_dim": head_dim if value_dim is None else value_dim,
-    }
+    _check_pass(which)
+    sizes = {"batch": batch, "heads": heads, "query_length": query_length, "key_length": key_length}
+    sizes |= {"head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim}
     for name, size in sizes.items():
         if size < 0:
             raise ValueError(f"{name} must not be negative; got {size}")
-    if which not in _PASS_FACTOR:
-        raise ValueError(f"which must be one of {', '.join(PASSES)}; got {which!r}")
-    pairs = batch * heads * query_length * key_length
-    visible = 0.5 if causal else 1.0
-    return 2.0 * pairs * (head_dim + sizes["value_dim"]) * visible * _PASS_FACTOR[which]
+    pairs = batch * heads * query_length * key_length * (0.5 if causal else 1.0)
+    return 2.0 * pairs * (head_dim + sizes["value_dim"]) * _PASS_FACTOR[which]
 
 
 def attention_bytes(
@@ -64,23 +70,48 @@ def attention_bytes(
     itemsize: int,
     which: Pass = "forward",
 ) -> int:
-    """Bytes of memory that one attention call has to move at the least, if nothing of it is kept on the chip.
+    """The least bytes that attention reads and writes in device memory, the log-sum-exp left out.
 
-    The forward pass reads q, k and v and writes the output; the backward pass reads these and the output's gradient,
-    and writes three gradients. A number for each query, the log-sum-exp, is left out. `itemsize` is in bytes.
+    The forward reads q, k and v and writes the output; the backward reads these and the output's gradient, and writes
+    three gradients. ``itemsize`` is in bytes.
 
-    Raises ValueError when `which` is not a pass.
+    Raises:
+        ValueError: ``which`` is unknown.
     """
-    if which not in _PASS_FACTOR:
-        raise ValueError(f"which must be one of {', '.join(PASSES)}; got {which!r}")
-    q, k = heads * query_length, kv_heads * key_length
-    moved = {"forward": 2 * q + 2 * k, "backward": 4 * q + 4 * k}
-    rows = sum(moved.values()) if which == "both" else moved[which]
+    _check_pass(which)
+    forward = 2 * heads * query_length + 2 * kv_heads * key_length
+    rows = {"forward": forward, "backward": 2 * forward, "both": 3 * forward}[which]
     return batch * head_dim * itemsize * rows
 
 
+def _check_pass(which: str) -> None:
+    if which not in PASSES:
+        raise ValueError(f"which must be one of {', '.join(PASSES)}; got {which!r}")
+
+
+def naive_attention_flops(
+    batch: int, heads: int, query_length: int, key_length: int, head_dim: int, *, which: Pass = "forward"
+) -> dict[str, float]:
+    """FLOPs of the scores, mask, softmax and values of naive attention, for n query-key pairs, masked ones included.
+
+    Forward: 2 n head_dim for each product; n for the mask; 5 n for the softmax (maximum, difference, exponential, sum,
+    quotient). Backward: 4 n head_dim for each product, which has two gradients; n for the mask; 4 n for the softmax's
+    gradient P ⊙ (dP − rowsum(P ⊙ dP)). The scale of the scores does not count.
+
+    Raises:
+        ValueError: a size is negative, or ``which`` is unknown.
+    """
+    _check_pass(which)
+    product = attention_flops(batch, heads, query_length, key_length, head_dim) / 2
+    pairs = float(batch * heads * query_length * key_length)
+    forward, backward = which != "backward", which != "forward"
+    product *= forward + 2 * backward
+    softmax = pairs * (5 * forward + 4 * backward)
+    return {"scores": product, "mask": pairs * (forward + backward), "softmax": softmax, "values": product}
+
+
 def teraflops_per_second(flops: float, milliseconds: float) -> float:
-    """The rate in TFLOP/s of `flops` operations in `milliseconds`. Raises ValueError unless the time is positive."""
+    """The rate in TFLOP/s. Raises ValueError unless the time is positive."""
     if milliseconds <= 0:
         raise ValueError(f"milliseconds must be positive; got {milliseconds}")
     return flops / milliseconds * 1e-9
@@ -88,26 +119,23 @@ def teraflops_per_second(flops: float, milliseconds: float) -> float:
 
 @dataclass(frozen=True)
 class DevicePeak:
-    """Vendor's dense peak rates of one device in TFLOP/s: 16-bit and TF32 on its matrix units, and plain float32.
-
-    The bandwidth is that of its memory, in GB/s.
-    """
+    """The vendor's dense peak rates: TFLOP/s of 16-bit, TF32 and float32 arithmetic, and GB/s of device memory."""
 
     half: float
     tf32: float
     float32: float
     bandwidth: float
 
-    def of(self, dtype: str, *, tf32: bool) -> float | None:
-        """The peak for a dtype by name (`bfloat16`, `float16`, `float32`); None for any other dtype."""
-        if dtype in ("bfloat16", "float16"):
-            return self.half
-        if dtype == "float32":
-            return self.tf32 if tf32 else self.float32
-        return None
+    def rate(self, dtype: str, *, tf32: bool) -> float | None:
+        """TFLOP/s for ``bfloat16``, ``float16`` or ``float32`` (with or without TF32); None for other dtypes.
+
+        Model FLOPs utilisation (MFU; Chowdhery et al., "PaLM", 2022) is `teraflops_per_second` over this rate.
+        """
+        float32 = self.tf32 if tf32 else self.float32
+        return {"bfloat16": self.half, "float16": self.half, "float32": float32}.get(dtype)
 
 
-# The first entry whose words all occur in the device's name is taken, so the narrower names come first.
+# The first entry whose words all occur in the device's name counts, so variants come first.
 _PEAKS: tuple[tuple[tuple[str, ...], DevicePeak], ...] = (
     (("H200", "NVL"), DevicePeak(half=835.5, tf32=417.5, float32=60.0, bandwidth=4800)),
     (("H200",), DevicePeak(half=989.5, tf32=494.5, float32=67.0, bandwidth=4800)),
@@ -121,65 +149,42 @@ _PEAKS: tuple[tuple[tuple[str, ...], DevicePeak], ...] = (
 
 
 def device_peak(device_name: str) -> DevicePeak | None:
-    """The vendor's peak rates of a device by its name, or None for a device that is not in the table."""
-    for words, peak in _PEAKS:
-        if all(word in device_name for word in words):
-            return peak
-    return None
+    """The vendor's peak rates of a GPU by its name; None if unknown."""
+    return next((peak for words, peak in _PEAKS if all(word in device_name for word in words)), None)
 
 
 def implausible_rate(rate: float, device_name: str, dtype: str, *, tf32: bool) -> str | None:
-    """A sentence when `rate` (TFLOP/s) is above the device's peak for the dtype; None when it is not, or none is known.
+    """A warning if ``rate`` in TFLOP/s is above the device's peak for the dtype; None if not, or if no peak is known.
 
-    Such a rate means that the time is wrong, that something else was computed, or that the arithmetic was not what the
-    dtype says. Float32 products made of several products of narrower numbers pass the plain float32 peak honestly.
+    Either the time is wrong, or less was computed, or in another precision. float32 products made of several 16-bit or
+    TF32 products exceed the plain float32 peak legitimately.
     """
     peak = device_peak(device_name)
-    limit = None if peak is None else peak.of(dtype, tf32=tf32)
+    limit = None if peak is None else peak.rate(dtype, tf32=tf32)
     if limit is None or rate <= limit:
         return None
-    arithmetic = f"{dtype} with TF32" if dtype == "float32" and tf32 else dtype
-    sentence = f"{rate:.0f} TFLOP/s is above the {limit:.0f} TFLOP/s that {device_name} can reach in {arithmetic}"
-    if dtype == "float32" and not tf32:
-        sentence += " outside its matrix units: the products ran on these, in narrower numbers, one or several for each"
-    return sentence
+    warning = f"{rate:.0f} TFLOP/s is above the {limit:.0f} TFLOP/s peak of {device_name} in {dtype}"
+    if dtype != "float32":
+        return warning
+    return warning + (" with TF32" if tf32 else ": the products ran on tensor cores, in a narrower format")
 
 
-@dataclass(frozen=True)
-class AttentionParts:
-    """Operations of the parts of attention, where each part is computed for every pair of a query and a key."""
+def attention_memory(batch: int, heads: int, length: int, head_dim: int, itemsize: int) -> dict[str, int]:
+    """Bytes of attention's tensors, with as many queries as keys, and of what it saves for the backward.
 
-    scores: float
-    mask: float
-    softmax: float
-    values: float
+    With B, H (1 without a head axis), N and d, and s = ``itemsize`` bytes per element: inputs 3·B·H·N·d·s, output
+    B·H·N·d·s, scores and probabilities B·H·N²·s each. "saved with n" is the output and n tensors of the scores' size;
+    with 0, as in FlashAttention, the output and the float32 log-sum-exp, 4·B·H·N.
 
-    @property
-    def softmax_over_products(self) -> float:
-        """The softmax's operations over those of the two products; NaN where there are none."""
-        products = self.scores + self.values
-        return self.softmax / products if products else float("nan")
-
-
-def attention_parts_flops(
-    batch: int, heads: int, query_length: int, key_length: int, head_dim: int, *, which: Pass = "forward"
-) -> AttentionParts:
-    """What naive attention computes, part by part, for n = batch·heads·query_length·key_length pairs.
-
-    Forward: each product is 2·n·head_dim; a mask chooses once a pair: n; softmax takes five operations a pair: the
-    maximum, the difference to it, the exponential, the sum and the quotient: 5·n. Backward: each product has two for
-    its gradients, 4·n·head_dim; the mask chooses again: n; the softmax's gradient P ⊙ (dP − sum(P ⊙ dP)) takes four: a
-    product, the sum, a difference and a product: 4·n. A causal mask halves nothing, since naive attention computes the
-    pairs that it hides, and scaling the scores does not count.
-
-    Raises ValueError when a size is negative or `which` is not a pass.
+    Raises:
+        ValueError: a size is below 1.
     """
-    products = attention_flops(batch, heads, query_length, key_length, head_dim) / 2
-    if which not in _PASS_FACTOR:
-        raise ValueError(f"which must be one of {', '.join(PASSES)}; got {which!r}")
-    pairs = float(batch * heads * query_length * key_length)
-    forward, backward = (float(which in (name, "both")) for name in ("forward", "backward"))
-    product = products * (forward + 2 * backward)
-    return AttentionParts(
-        scores=product, mask=pairs * (forward + backward), softmax=pairs * (5 * forward + 4 * backward), values=product
-    )
+    sizes = {"batch": batch, "heads": heads, "length": length, "head_dim": head_dim, "itemsize": itemsize}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1; got {value}")
+    rows = batch * heads * length
+    output, scores = rows * head_dim * itemsize, rows * length * itemsize
+    tensors = {"inputs": 3 * output, "scores": scores, "probabilities": scores, "output": output}
+    saved = {f"saved with {count}": output + count * scores for count in (3, 2, 1)}
+    return tensors | saved | {"saved with 0": output + 4 * rows}

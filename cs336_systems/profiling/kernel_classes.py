@@ -1,9 +1,8 @@
-"""What a kernel, or an operator of PyTorch on a CPU, is for, told by its name.
+"""Classes of kernels, and of PyTorch operators on a CPU, by name: matrix products, softmax, norm and so on.
 
-Names are those that libraries give: cuBLAS, CUTLASS, cuDNN, ATen, NCCL, Triton kernels that Inductor writes, and this
-library's own. The first rule of `RULES` that finds its pattern in the name decides; a name that none knows is OTHER,
-and reports list it. Kernels that Inductor makes of many operators count as the most telling of them: a product before
-softmax, softmax before a norm, a norm before what is done with single elements.
+The first of `RULES` whose pattern is found in the name decides. The names are those of cuBLAS, CUTLASS, cuDNN, ATen,
+NCCL, Inductor's Triton kernels, and this library's own. A fused Inductor kernel counts as its costliest operator: a
+product before softmax, softmax before a norm, a norm before elementwise operators.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import functools
 import re
 
 MATMUL = "matrix products"
-ATTENTION = "attention"
+ATTENTION = "attention"  # fused kernels, which have products and softmax in one
 SOFTMAX = "softmax"
 LOSS = "loss"
 NORM = "norm"
@@ -22,25 +21,13 @@ COPY = "copy"
 INDEX = "embedding and index"
 OPTIMIZER = "optimizer"
 COMMUNICATION = "communication"
-HOST = "host"
-OTHER = "other"
+HOST = "host"  # on a CPU: views, allocation, autograd itself
+OTHER = "other"  # no rule matches, as for the kernels that Inductor compiles for a CPU
 
-CLASSES = {
-    MATMUL: "products of matrices, of every library: cuBLAS, CUTLASS, cuDNN, Triton; addmm, bmm, mm, linear on a CPU",
-    ATTENTION: "fused attention, whose products and softmax are one kernel: this library's, FlashAttention, cuDNN's",
-    SOFTMAX: "softmax and log-softmax, forward and backward",
-    LOSS: "cross-entropy of log-probabilities",
-    NORM: "RMSNorm, LayerNorm and their like",
-    ELEMENTWISE: "what is done with each element by itself: sums, products, masks, activations",
-    REDUCTION: "sums, means and maxima",
-    COPY: "copies, casts, fills, what joins tensors",
-    INDEX: "embeddings, and what else reads or writes at indices",
-    OPTIMIZER: "the update of parameters, and operations over all gradients",
-    COMMUNICATION: "what processes exchange",
-    HOST: "on a CPU alone: views, allocation, and autograd's own work",
-    OTHER: "names that no rule knows, and what Inductor compiled for a CPU, which has one name for all its operators",
-}
-"""Every class, with what is in it."""
+CLASSES = (
+    *(MATMUL, ATTENTION, SOFTMAX, LOSS, NORM, ELEMENTWISE, REDUCTION, COPY, INDEX, OPTIMIZER, COMMUNICATION),
+    *(HOST, OTHER),
+)
 
 _OURS = "|".join(
     [
@@ -64,7 +51,7 @@ _COPIES = "_to_copy|copy|clone|view|transpose|permute|cat|stack|zeros|zeros_like
 
 RULES: tuple[tuple[str, str], ...] = (
     (COMMUNICATION, r"nccl|^c10d::|^_c10d_functional::|all_?reduce|all_?gather|reduce_scatter|record_param_comms"),
-    # Nodes of autograd are ranges around operators on the CPU; kernels with such words are templates of C++.
+    # Case-sensitive: C++ templates of kernels have "backward" in their names, too.
     (HOST, r"^autograd::|^torch::autograd::|^\w+(?-i:Backward)\d*$|^CompiledFunction|^Torch-Compiled|^detach_?$"),
     (HOST, r"^TorchDynamo |^AOTDispatcher |^Pregraph bytecode"),
     (HOST, rf"^aten::({_VIEWS})$|^ProfilerStep|^cuda(Launch|Memcpy|Memset|Device|Stream|Event)\w*$"),
@@ -99,12 +86,12 @@ RULES: tuple[tuple[str, str], ...] = (
         r"threshold_backward|sigmoid_backward|tanh_backward|native_dropout_backward|__\w+__)_?$",
     ),
 )
-"""Class and regular expression, which upper and lower case do not matter for."""
+"""Class and regular expression; case does not matter."""
 
-_COMPILED = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in RULES)
+_COMPILED = tuple((kernel_class, re.compile(pattern, re.IGNORECASE)) for kernel_class, pattern in RULES)
 
 
 @functools.lru_cache(maxsize=4096)
 def class_of(name: str) -> str:
-    """The class of `CLASSES` that a kernel's or an operator's name stands for."""
-    return next((found for found, pattern in _COMPILED if pattern.search(name)), OTHER)
+    """The class, one of `CLASSES`, of a kernel or operator."""
+    return next((kernel_class for kernel_class, pattern in _COMPILED if pattern.search(name)), OTHER)

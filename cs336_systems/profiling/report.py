@@ -1,57 +1,49 @@
-"""Markdown for results: numbers that can be read, tables, and the environment they were measured in."""
+"""Markdown for results: numbers, tables, and the environment of a measurement."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from cs336_systems.profiling.environment import Environment
+from .environment import Environment
 
 ABSENT = "–"
 
 
 def format_number(value: float | int | None, digits: int = 3) -> str:
-    """A number with `digits` significant digits and no exponent; a dash for None and for what is not finite.
-
-    Digits before the decimal point are never rounded away: 12345.6 is `12346` for any number of digits below five.
-    """
+    """``value`` with at least ``digits`` significant digits and no exponent; a dash for None, NaN and infinity."""
     if value is None or not math.isfinite(value):
         return ABSENT
     if value == 0:
         return "0"
-    decimals = digits - 1 - math.floor(math.log10(abs(value)))
-    return f"{value:.{max(0, decimals)}f}"
+    return f"{value:.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"
 
 
 def markdown_table(headers: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A Markdown table whose columns also line up as plain text: the first one to the left, the others to the right.
+    """A Markdown table with aligned columns: the first to the left, the others to the right.
 
-    Raises ValueError when a line has another number of cells than there are headers.
+    Raises:
+        ValueError: a line has not as many cells as there are headers.
     """
-    escaped = [[_escape(cell) for cell in line] for line in lines]
-    for line in escaped:
-        if len(line) != len(headers):
-            raise ValueError(f"lines must have {len(headers)} cells like the headers; got {len(line)}: {line}")
-    titles = [_escape(header) for header in headers]
-    widths = [max([3, len(title), *(len(line[i]) for line in escaped)]) for i, title in enumerate(titles)]
-
-    def aligned(cells: Sequence[str]) -> str:
-        padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
-        padded[0] = cells[0].ljust(widths[0])
-        return "| " + " | ".join(padded) + " |"
-
-    rules = ["-" * (width + 1) + ":" for width in widths]
-    rules[0] = ":" + "-" * (widths[0] + 1)
-    return "\n".join([aligned(titles), "|" + "|".join(rules) + "|", *(aligned(line) for line in escaped)])
-
-
-def _escape(cell: str) -> str:
-    return " ".join(cell.replace("|", "\\|").split())
+    rows = [[" ".join(cell.replace("|", "\\|").split()) for cell in line] for line in (headers, *lines)]
+    for row in rows:
+        if len(row) != len(headers):
+            raise ValueError(f"lines must have {len(headers)} cells like the headers; got {len(row)}: {row}")
+    widths = [max(3, *map(len, column)) for column in zip(*rows, strict=True)]
+    texts = []
+    for first, *others in rows:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
+        texts.append(f"| {' | '.join(cells)} |")
+    rules = [":" + "-" * (widths[0] + 1), *("-" * (width + 1) + ":" for width in widths[1:])]
+    return "\n".join([texts[0], f"|{'|'.join(rules)}|", *texts[1:]])
 
 
 def environment_lines(environment: Environment) -> list[str]:
-    """The environment as Markdown list items: device, versions, commit, date and command."""
+    """The environment as items of a Markdown list."""
+    on_cpu = environment.device_type == "cpu"
+    commit, changes = environment.commit, " with uncommitted changes" if environment.dirty else ""
     facts: Mapping[str, str | None] = {
         "device": environment.device,
         "torch": environment.torch,
@@ -60,9 +52,9 @@ def environment_lines(environment: Environment) -> list[str]:
         "cuDNN": environment.cudnn,
         "driver": environment.driver,
         "Python": environment.python,
-        "CPU threads": str(environment.cpu_threads) if environment.device_type == "cpu" else None,
-        "load average": format_number(environment.load_average) if environment.device_type == "cpu" else None,
-        "commit": _commit(environment),
+        "CPU threads": str(environment.cpu_threads) if on_cpu else None,
+        "load average": format_number(environment.load_average) if on_cpu else None,
+        "commit": commit + changes if commit else "unknown",
         "date": environment.date,
         "command": f"`{environment.command}`",
         **environment.packages,
@@ -74,46 +66,31 @@ def report_page(
     title: str,
     environment: Environment,
     method: Sequence[str],
-    parts: Sequence[str],
+    sections: Sequence[str],
     *,
     warned: Sequence[str] = (),
     reasons: Sequence[str] = (),
 ) -> str:
-    """A page of Markdown: the environment, how it was measured, the parts, warnings, and why some rows have no figure.
-
-    ``method``, ``warned`` and ``reasons`` are sentences; what is empty is left out.
-    """
-    page = [f"# {title}", "\n".join(environment_lines(environment)), _bullets(method), *parts]
-    closing = (("Warnings", warned), ("Without a figure", reasons))
-    page += [f"## {name}\n\n{_bullets(texts)}" for name, texts in closing if texts]
-    return "\n\n".join(part for part in page if part) + "\n"
+    """A Markdown page: environment, method, sections, warnings, reasons of failures; without those that are empty."""
+    lists = ["\n".join(environment_lines(environment)), "\n".join(f"- {text}" for text in method)]
+    page = [f"# {title}", *lists, *sections]
+    for heading, texts in (("Warnings", warned), ("Without a figure", reasons)):
+        page += ["\n".join([f"## {heading}\n", *(f"- {text}" for text in texts)])] if texts else []
+    return "\n\n".join(text for text in page if text) + "\n"
 
 
 def several_commits(rows: Iterable[Mapping[str, object]]) -> str:
-    """A sentence that names the commits of rows that were measured at more than one; else an empty one."""
+    """A sentence with the commits of rows that were measured at more than one; else ""."""
     commits = dict.fromkeys(str(row.get("commit") or "unknown") for row in rows)
     return f"The rows were measured at several commits: {', '.join(commits)}." if len(commits) > 1 else ""
 
 
-def _bullets(texts: Iterable[str]) -> str:
-    return "\n".join(f"- {text}" for text in texts)
-
-
 def collected(texts: Iterable[str]) -> list[str]:
-    """Texts with each kind said once: those that differ in their numbers alone are one, with the first's numbers.
-
-    A text that stands for more than itself ends in how many there were.
-    """
+    """The first of the texts that differ only in numbers, with their count if above 1."""
     first: dict[str, str] = {}
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for text in texts:
-        kind = re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", text)
-        first.setdefault(kind, text)
-        counts[kind] = counts.get(kind, 0) + 1
-    return [text if counts[kind] == 1 else f"{text} ({counts[kind]} times)" for kind, text in first.items()]
-
-
-def _commit(environment: Environment) -> str:
-    if environment.commit is None:
-        return "unknown"
-    return environment.commit + (" with uncommitted changes" if environment.dirty else "")
+        pattern = re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", text)
+        first.setdefault(pattern, text)
+        counts[pattern] += 1
+    return [text if counts[pattern] == 1 else f"{text} ({counts[pattern]} times)" for pattern, text in first.items()]

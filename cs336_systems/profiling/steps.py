@@ -1,17 +1,16 @@
-"""The time of each phase of a step of any model: forward, backward, update, each measured within one and the same step.
-
-A phase lies between two marks of one clock: see `clocks`. On CUDA the host may run ahead, as it does in training, so
-that its own time counts only where the device waits for it. No time is got from those of two measurements, one taken
-from the other, so none can be negative, and the phases of a step add up to it.
+"""The time of each phase of a training step (forward, backward, optimizer), for any model.
 
     times = time_model(lambda: model(x).square().mean(), model, mode="forward+backward", device=x.device)
     times.phases["backward"].median, times.step.median, times.memory.peak_bytes
+
+A phase lies between two marks of one clock (see `clocks`), so the phases add up to the step, and no time is the
+difference of two measurements. On CUDA marks are events and the host may run ahead, as in training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal
@@ -20,25 +19,27 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cs336_systems.profiling.clocks import clock_of
-from cs336_systems.profiling.memory import collection_paused
-from cs336_systems.profiling.timing import RoundTimes, call_milliseconds, synchronize
+from .clocks import Clock, clock_of
+from .memory import collection_paused
+from .timing import RoundTimes, call_milliseconds, synchronize
 
 Mode = Literal["forward", "forward+backward", "step"]
-"""Which phases a step has: the forward pass alone, under ``no_grad``; the backward pass too; and the update."""
+"""The forward alone, under ``no_grad``; forward and backward; or both and the optimizer's update."""
 
 MODES: tuple[Mode, ...] = ("forward", "forward+backward", "step")
 FORWARD, BACKWARD, OPTIMIZER = PHASES = ("forward", "backward", "optimizer")
 
+Phase = Callable[[], object]
+
 
 @dataclass(frozen=True)
-class AllocatorReading:
-    """What PyTorch's allocator had of a device's memory, in bytes; None where the device has no such count.
+class AllocatorStats:
+    """Bytes by PyTorch's caching allocator; None where the device does not count them (CPU; the peak on MPS).
 
     Attributes:
-        allocated_bytes: in tensors, after the last step.
-        reserved_bytes: from the driver: the most during the timed steps on CUDA, after them on MPS.
-        peak_bytes: the most in tensors during the timed steps. MPS has no such count, and a CPU none at all.
+        allocated_bytes: in tensors after the last step.
+        reserved_bytes: from the driver: the maximum over the timed steps on CUDA, after them on MPS.
+        peak_bytes: the maximum in tensors over the timed steps.
     """
 
     allocated_bytes: int | None = None
@@ -48,67 +49,77 @@ class AllocatorReading:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What was measured of steps, in milliseconds and in the order of the steps.
+    """Times of steps, in milliseconds.
 
     Attributes:
-        phases: by name, the time of each in every timed step.
-        step: the phases together, in every timed step.
-        warmup_ms: wall-clock time of each step before those, from an idle device to an idle device.
-        memory: of the device, in the timed steps.
-        host_ms: wall-clock time until the host was done with each timed step. A device that computes by itself may
-            have long been done, or be behind; a host far ahead of it has to wait, so that of several steps the least
-            is nearest to the host's own time. Where that is the step's time, the device waits for the host.
+        phases: by name, the time of each timed step.
+        step: the sum of the phases of each timed step.
+        warmup_ms: wall-clock time of each warm-up step, synchronized before and after.
+        memory: in the timed steps.
+        host_ms: wall-clock time that each timed step takes the host, which may run ahead of the device. Where the least
+            of them is the step's time, the device waits for the host.
     """
 
     phases: Mapping[str, RoundTimes]
     step: RoundTimes
     warmup_ms: tuple[float, ...]
-    memory: AllocatorReading
+    memory: AllocatorStats
     host_ms: tuple[float, ...]
 
     @property
     def first_ms(self) -> float:
-        """The time of the first step of all, which compiles and loads whatever is compiled and loaded once."""
+        """The time of the very first step, in which code is compiled and loaded."""
         return self.warmup_ms[0] if self.warmup_ms else self.step.milliseconds[0]
 
 
 def time_steps(
-    phases: Mapping[str, Callable[[], object]],
+    phases: Mapping[str, Phase],
     *,
     device: torch.device | str,
     steps: int = 10,
     warmup: int = 0,
-    between: Callable[[], object] | None = None,
+    between: Phase | None = None,
 ) -> StepTimes:
-    """Time the phases of steps that follow one another, as in a loop that does not wait for its device.
+    """Time the phases of consecutive steps, without synchronization between them.
 
     Args:
-        phases: by name and in order, what a step calls; what one leaves for the next they have to keep themselves.
-        device: where they compute.
-        steps: that are timed, at least 1.
-        warmup: steps before those. With 0 the first step is timed too, and what it compiles and loads with it.
-        between: is called before each step, outside of what is timed.
+        phases: by name, what a step calls, in order.
+        device: where they run.
+        steps: timed steps, at least 1.
+        warmup: steps before the timed ones.
+        between: called before each step, untimed.
 
     Raises:
-        ValueError: there is no phase, or a number of steps is too small.
-        Whatever a phase raises.
+        ValueError: there are no phases, or ``steps`` or ``warmup`` is too small.
     """
     if not phases:
         raise ValueError("phases must have at least one function; got none")
     for name, number, least in (("steps", steps, 1), ("warmup", warmup, 0)):
         if number < least:
             raise ValueError(f"{name} must be at least {least}; got {number}")
-    where, functions = torch.device(device), tuple(phases.values())
-    with _current(where):
-        warmup_ms = tuple(_warm(functions, between, where) for _ in range(warmup))
-        synchronize(where)
-        _forget_peak(where)
-        clock = clock_of(where, steps * (len(functions) + 1))
+    device, functions = torch.device(device), tuple(phases.values())
+    before_step = between or (lambda: None)
+
+    def run_phases() -> None:
+        for function in functions:
+            function()
+
+    def warmup_step() -> float:
+        before_step()
+        return call_milliseconds(run_phases, device)
+
+    # CUDA events are recorded in a stream of the current device.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        warmup_ms = tuple(warmup_step() for _ in range(warmup))
+        synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        clock = clock_of(device, steps * (len(functions) + 1))
         with collection_paused():
-            host_ms = _run(functions, steps, clock.mark, between)
+            host_ms = tuple(_timed_step(functions, clock, before_step) for _ in range(steps))
             intervals = clock.intervals()
-        memory = _memory_of(where)
-    # After the phases of a step comes the time to the next step, which belongs to neither.
+        memory = _allocator_stats(device)
+    # After the phases of a step comes the interval until the next step.
     rounds = [intervals[begin : begin + len(functions)] for begin in range(0, len(intervals), len(functions) + 1)]
     times = {name: RoundTimes(column) for name, column in zip(phases, zip(*rounds, strict=True), strict=True)}
     return StepTimes(times, RoundTimes(tuple(map(sum, rounds))), warmup_ms, memory, host_ms)
@@ -120,99 +131,53 @@ def time_model(
     *,
     device: torch.device | str,
     mode: Mode = "forward+backward",
-    update: Callable[[], object] | None = None,
+    update: Phase | None = None,
     steps: int = 10,
     warmup: int = 1,
 ) -> StepTimes:
-    """Time the passes of a model, each within the same step; see `time_steps`.
-
-    Gradients that the backward pass of one step left are dropped before the next, outside of what is timed, so that
-    none adds to earlier ones.
+    """Time the phases of a model's step; see `time_steps`.
 
     Args:
-        loss: the forward pass, up to a scalar; under autocast if that is to be measured. In the mode "forward" it is
-            called under ``torch.no_grad()``, so that no graph is kept.
-        model: whose gradients are dropped.
-        device: where it computes.
-        mode: which phases a step has.
-        update: the phase "optimizer": steps the optimizer, and drops the gradients. For the mode "step" alone.
-        steps, warmup: that are timed, and before those.
+        loss: the forward, up to a scalar; with autocast inside if wanted.
+        model: its gradients are set to None before each step of mode "forward+backward", untimed.
+        device: where it runs.
+        mode: "forward" calls ``loss`` under ``torch.no_grad()``; "forward+backward"; or "step".
+        update: the phase "optimizer" of mode "step": updates the parameters and clears the gradients.
+        steps, warmup: see `time_steps`.
 
     Raises:
-        ValueError: the mode is none, update is missing or not wanted, or a number of steps is too small.
-        Whatever the model raises.
+        ValueError: ``mode`` is unknown, ``update`` is missing or unexpected, or ``steps`` or ``warmup`` is too small.
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}; got {mode!r}")
     if (update is not None) != (mode == "step"):
-        wanted = "a function" if mode == "step" else "None"
-        raise ValueError(f"update must be {wanted} with mode={mode!r}; got {update!r}")
+        expected = "a function" if mode == "step" else "None"
+        raise ValueError(f"update must be {expected} with mode={mode!r}; got {update!r}")
     losses: list[Tensor] = []
-
-    def without_graph() -> None:
-        with torch.no_grad():
-            loss()
-
-    phases: dict[str, Callable[[], object]] = {FORWARD: without_graph}
-    if mode != "forward":
-        phases = {FORWARD: lambda: losses.append(loss()), BACKWARD: lambda: losses.pop().backward()}
+    phases: dict[str, Phase] = {FORWARD: lambda: losses.append(loss()), BACKWARD: lambda: losses.pop().backward()}
+    if mode == "forward":
+        phases = {FORWARD: torch.no_grad()(loss)}
     if update is not None:
         phases[OPTIMIZER] = update
-    # Of all parameters this takes longer than marks do, so it is left out where nothing has to be dropped.
     between = model.zero_grad if mode == "forward+backward" else None
     return time_steps(phases, device=device, steps=steps, warmup=warmup, between=between)
 
 
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Events are recorded in a stream of the current device, which need not be that of the model."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+def _timed_step(functions: tuple[Phase, ...], clock: Clock, before_step: Phase) -> float:
+    """Milliseconds of the host."""
+    before_step()
+    begin = perf_counter()
+    clock.mark()
+    for function in functions:
+        function()
+        clock.mark()
+    return 1e3 * (perf_counter() - begin)
 
 
-def _warm(
-    functions: tuple[Callable[[], object], ...], between: Callable[[], object] | None, device: torch.device
-) -> float:
-    if between is not None:
-        between()
-
-    def step() -> None:
-        for function in functions:
-            function()
-
-    return call_milliseconds(step, device)
-
-
-def _run(
-    functions: tuple[Callable[[], object], ...],
-    steps: int,
-    mark: Callable[[], None],
-    between: Callable[[], object] | None,
-) -> tuple[float, ...]:
-    """The host's milliseconds of each step."""
-    host_ms = []
-    for _ in range(steps):
-        if between is not None:
-            between()
-        begin = perf_counter()
-        mark()
-        for function in functions:
-            function()
-            mark()
-        host_ms.append(1e3 * (perf_counter() - begin))
-    return tuple(host_ms)
-
-
-def _forget_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def _memory_of(device: torch.device) -> AllocatorReading:
-    if device.type == "cuda":
-        return AllocatorReading(
-            torch.cuda.memory_allocated(device),
-            torch.cuda.max_memory_reserved(device),
-            torch.cuda.max_memory_allocated(device),
-        )
+def _allocator_stats(device: torch.device) -> AllocatorStats:
     if device.type == "mps":
-        return AllocatorReading(torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory())
-    return AllocatorReading()
+        return AllocatorStats(torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory())
+    if device.type != "cuda":
+        return AllocatorStats()
+    counters = (torch.cuda.memory_allocated, torch.cuda.max_memory_reserved, torch.cuda.max_memory_allocated)
+    return AllocatorStats(*(counter(device) for counter in counters))

@@ -1,13 +1,13 @@
-"""What ran in a function: torch.profiler's trace, read as a list of work, each with its pass and its region.
+"""Device time by kernel, phase and region, from the Chrome traces of torch.profiler.
 
     times = record_trace(step, path, device="cuda", steps=3)
-    for work in read_trace(path):
-        print(work.name, work.microseconds, work.of_pass, work.region)
+    calls = read_trace(path)  # a pandas DataFrame
+    time_by(calls, "name", steps=3).head(10)
+    time_by(calls, ["phase", "region"], steps=3)
 
-On a GPU a piece of work is a kernel, a copy or a fill, and its time that on the device; where it belongs follows from
-the operator that launched it, and from the ranges (`cs336_systems.profiling.regions`) in which that ran. Where a trace
-has no kernels it is an operator on the host, and its time what it took without the operators that it called. The file
-is Chrome's format: https://ui.perfetto.dev shows it.
+Phases and regions are those of `ModuleRanges`. On a GPU a call is a kernel, a copy or a fill, in
+the phase and region in which it was launched. A trace without kernels is that of a CPU, where a call is an operator.
+https://ui.perfetto.dev shows such a trace.
 """
 
 from __future__ import annotations
@@ -15,177 +15,167 @@ from __future__ import annotations
 import bisect
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from cs336_systems.profiling.regions import PASS, region_of_label
-from cs336_systems.profiling.timing import RoundTimes, consecutive_ms
+from .kernel_classes import class_of
+from .module_ranges import PHASE, parse_label
+from .timing import RoundTimes, consecutive_ms
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 ELSEWHERE = "elsewhere"
-"""The region of what ran in no range, and the pass of what ran in none."""
+"""The phase and the region of calls outside of all ranges."""
 
-_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _OPERATOR, _RANGE = "cpu_op", "user_annotation"
-_ENGINE = "autograd::engine::"
-"""What autograd does around its nodes, which includes the hooks that make ranges: no operator of the model."""
+_AUTOGRAD_ENGINE = "autograd::engine::"
 
 Event = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Work:
-    """A kernel, or an operator on the host.
-
-    Attributes:
-        name: as the trace has it.
-        microseconds: on the device, or on the host without the operators that it called.
-        of_pass: "forward", "backward", "optimizer", or whatever `Regions.during` was given; ELSEWHERE outside.
-        region: the innermost range; ELSEWHERE outside.
-        on_device: whether it is a kernel.
-    """
-
-    name: str
-    microseconds: float
-    of_pass: str
-    region: str
-    on_device: bool
 
 
 def record_trace(
     function: Callable[[], object], path: Path, *, device: torch.device | str, steps: int = 1
 ) -> RoundTimes:
-    """Profile so many calls, and write their trace to ``path``; the time of each, as `consecutive_ms` has it.
+    """Profile ``steps`` calls and write their Chrome trace to ``path``; returns the time of each profiled call.
 
-    One call before them starts the profiler and is not in the trace. What `function` compiles has to be compiled
-    already. The times are those of profiled calls: they are there to be held against unprofiled ones.
+    One more call before them warms up the profiler and is not in the trace. Whatever ``function`` compiles must be
+    compiled already.
     """
-    activities = [ProfilerActivity.CPU]
-    if torch.device(device).type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    profiler = profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=1, repeat=1))
-    with ExitStack() as running:
-        with warnings.catch_warnings():
-            # Torch 2.11 says it of every profiler; here no cycle has events that a later one could clear. The way out
-            # that it offers, acc_events, reads every event into Python at the end, which nothing here asks for.
-            warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
-            running.enter_context(profiler)
+    on_cuda = torch.device(device).type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+    with warnings.catch_warnings():
+        # Torch 2.11 gives it for every schedule; the events of one cycle are not cleared by another here.
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
+        profiler = profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=1, repeat=1))
+        profiler.start()
+    try:
         function()
-        if torch.device(device).type == "cuda":
+        if on_cuda:
             torch.cuda.synchronize(device)
         profiler.step()
         times = consecutive_ms(function, steps, device=device)
+    finally:
+        profiler.stop()
     profiler.export_chrome_trace(str(path))
     return times
 
 
-def read_trace(path: Path) -> list[Work]:
-    """The work in a trace that `record_trace` or torch.profiler wrote.
+def read_trace(path: Path, *, device: torch.device | str = "cpu") -> pd.DataFrame:
+    """The calls in a Chrome trace that `record_trace` or torch.profiler wrote, in the order of their launch.
+
+    Columns: ``name``; ``kernel_class``, see `kernel_classes`; ``phase`` and ``region``, `ELSEWHERE` outside of ranges;
+    ``microseconds``, on the GPU, or on the CPU without nested operators; ``on_device``, whether it ran on a GPU.
 
     Raises:
-        ValueError: the file is no trace.
+        ValueError: the file is no Chrome trace.
+        RuntimeError: ``device`` is a GPU, and the trace has no kernels.
     """
-    with path.open(encoding="utf-8") as file:
-        trace = json.load(file)
+    import pandas as pd
+
+    trace = json.loads(path.read_text(encoding="utf-8"))
     events = trace.get("traceEvents") if isinstance(trace, dict) else None
     if not isinstance(events, list):
-        raise ValueError(f"path must be a trace in Chrome's format, with traceEvents; got {path}")
-    return work_of([event for event in events if event.get("ph") == "X"])
-
-
-def require_kernels(work: Iterable[Work], device: torch.device | str) -> None:
-    """Raise RuntimeError when work of a GPU has no kernels: operators in their place would be another measurement."""
-    if torch.device(device).type == "cuda" and not any(one.on_device for one in work):
+        raise ValueError(f"path must be a Chrome trace with traceEvents; got {path}")
+    columns = ["name", "microseconds", "phase", "region", "on_device"]
+    calls = pd.DataFrame(_calls([event for event in events if event.get("ph") == "X"]), columns=columns)
+    if torch.device(device).type == "cuda" and not calls.on_device.any():
         raise RuntimeError(
-            f"the trace must have kernels of {device}; torch.profiler recorded none: another profiler may be there, "
-            "such as nsys, or the driver may keep its counters from users"
+            f"the trace must have kernels of {device}; torch.profiler recorded none. Another profiler may be active, "
+            "such as nsys, or the driver may restrict performance counters to administrators"
         )
+    return calls.assign(kernel_class=calls.name.map(class_of))
 
 
-def work_of(events: Iterable[Event]) -> list[Work]:
-    """The work among the complete events of a trace, in the order in which it began on the host."""
-    by_kind: dict[str, list[Event]] = {}
-    for event in events:
-        by_kind.setdefault(event.get("cat", ""), []).append(event)
-    ranges = [event for event in by_kind.get(_RANGE, []) if region_of_label(event["name"]) is not None]
-    passes = _Passes(event for event in ranges if region_of_label(event["name"]) == PASS)
-    ranges = [event for event in ranges if region_of_label(event["name"]) != PASS]
-    operators = by_kind.get(_OPERATOR, [])
-    kernels = [event for kind in _ON_DEVICE for event in by_kind.get(kind, [])]
+def time_by(calls: pd.DataFrame, columns: str | Sequence[str], *, steps: int) -> pd.DataFrame:
+    """Time by one or more columns of `read_trace`, longest first.
+
+    ``steps`` is the number of steps in the trace. Columns: ``milliseconds`` and ``instances`` per step; ``share`` of
+    the time of all calls; ``mean_us``, ``median_us``, ``min_us``, ``max_us`` and ``std_us`` of single calls.
+
+    Raises:
+        ValueError: ``steps`` is below 1.
+    """
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1; got {steps}")
+    groups = calls.groupby(columns if isinstance(columns, str) else list(columns)).microseconds
+    table = groups.agg(["mean", "median", "min", "max", "std"]).add_suffix("_us").fillna(0.0)  # std_us of one call is 0
+    total = groups.sum()
+    table.insert(0, "milliseconds", total / steps * 1e-3)
+    table.insert(1, "share", total / (total.sum() or 1.0))
+    table.insert(2, "instances", groups.count() / steps)
+    return table.sort_values("milliseconds", ascending=False, kind="stable")
+
+
+def _calls(events: Sequence[Event]) -> Iterator[tuple[str, float, str, str, bool]]:
+    """Name, microseconds, phase, region and whether it ran on a GPU."""
+    ranges = [(event, parse_label(event["name"])) for event in events if event.get("cat") == _RANGE]
+    spans = sorted((e["ts"], e["ts"] + e["dur"], label[1]) for e, label in ranges if label and label[0] == PHASE)
+    kernels = [event for event in events if event.get("cat") in _DEVICE_EVENTS]
+    host_categories = (_OPERATOR, *(_LAUNCHES if kernels else ()))
+    operators = [event for event in events if event.get("cat") in host_categories]
+    regions = [(event, label[0]) for event, label in ranges if label and label[0] != PHASE]
+
+    def phase_at(time: float) -> str:
+        """The phase at a time, on any thread: the caller of a backward waits for the thread that runs it."""
+        index = bisect.bisect_right(spans, time, key=lambda span: span[0]) - 1
+        return spans[index][2] if index >= 0 and time <= spans[index][1] else ELSEWHERE
+
+    nested = _nested(regions, operators)
     if not kernels:
-        return [
-            Work(event["name"], own, passes.at(event["ts"]), region, False)
-            for event, own, region in _nested(ranges, operators)
-            if not event["name"].startswith(_ENGINE)
-        ]
-    launches = [event for kind in _LAUNCHES for event in by_kind.get(kind, [])]
-    placed = list(_nested(ranges, [*operators, *launches]))
-    by_operator = {_argument(e, "External id"): (e["ts"], where) for e, _, where in placed if e["cat"] == _OPERATOR}
-    by_launch = {_argument(e, "correlation"): (e["ts"], where) for e, _, where in placed if e["cat"] in _LAUNCHES}
-    found = []
+        for event, self_time, region in nested:
+            if not event["name"].startswith(_AUTOGRAD_ENGINE):
+                yield event["name"], self_time, phase_at(event["ts"]), region, False
+        return
+    by_operator, by_launch = {}, {}
+    for event, _, region in nested:
+        if event["cat"] == _OPERATOR:
+            by_operator[_argument(event, "External id")] = event["ts"], region
+        else:
+            by_launch[_argument(event, "correlation")] = event["ts"], region
     for kernel in kernels:
-        # The operator is known by its number; a launch outside of operators, as of a Triton kernel, by its time.
-        start, region = by_operator.get(
-            _argument(kernel, "External id"), by_launch.get(_argument(kernel, "correlation"), (None, ELSEWHERE))
-        )
-        of_pass = ELSEWHERE if start is None else passes.at(start)
-        found.append(Work(kernel["name"], float(kernel["dur"]), of_pass, region, True))
-    return found
+        # A Triton kernel may be launched outside of any operator; then the time of its launch decides.
+        launch = by_launch.get(_argument(kernel, "correlation"), (None, ELSEWHERE))
+        start, region = by_operator.get(_argument(kernel, "External id"), launch)
+        yield kernel["name"], float(kernel["dur"]), ELSEWHERE if start is None else phase_at(start), region, True
 
 
 def _argument(event: Event, name: str) -> object:
-    # A key that no event has where the number is missing or 0, which stands for none.
+    # A missing number, or 0, which means none, becomes a key that equals no other.
     return event.get("args", {}).get(name) or object()
 
 
-class _Passes:
-    """The passes of a trace, which follow one another, by time."""
-
-    def __init__(self, ranges: Iterable[Event]) -> None:
-        self._spans = sorted((e["ts"], e["ts"] + e["dur"], e["name"].partition("] ")[2]) for e in ranges)
-        self._starts = [start for start, _, _ in self._spans]
-
-    def at(self, time: float) -> str:
-        """The pass at a time: on any thread, since a backward pass runs on others while its caller waits."""
-        index = bisect.bisect_right(self._starts, time) - 1
-        return self._spans[index][2] if index >= 0 and time <= self._spans[index][1] else ELSEWHERE
-
-
-def _nested(ranges: Iterable[Event], operators: Iterable[Event]) -> Iterator[tuple[Event, float, str]]:
-    """Each operator with its own microseconds and the region that it began in, thread by thread."""
-    threads: dict[tuple[object, object], list[Event]] = {}
-    for event in (*ranges, *operators):
-        threads.setdefault((event.get("pid"), event.get("tid")), []).append(event)
+def _nested(ranges: Iterable[tuple[Event, str]], operators: Iterable[Event]) -> Iterator[tuple[Event, float, str]]:
+    """Each operator with its microseconds outside of nested operators, and the innermost region around its start."""
+    threads: dict[tuple[object, object], list[tuple[Event, str | None]]] = {}
+    for event, region in (*ranges, *((event, None) for event in operators)):
+        threads.setdefault((event.get("pid"), event.get("tid")), []).append((event, region))
     for events in threads.values():
-        # Of two that begin together the longer one is around the other; sorting keeps ranges before operators.
-        events.sort(key=lambda event: (event["ts"], -event["dur"]))
-        yield from _nested_of_thread(events)
-
-
-def _nested_of_thread(events: Iterable[Event]) -> Iterator[tuple[Event, float, str]]:
-    regions: list[tuple[float, str]] = []
-    running: list[tuple[float, int]] = []
-    found: list[tuple[Event, str]] = []
-    own: list[float] = []
-    for event in events:
-        start, end = event["ts"], event["ts"] + event["dur"]
-        while regions and regions[-1][0] <= start:
-            regions.pop()
-        while running and running[-1][0] <= start:
-            running.pop()
-        if event["cat"] == _RANGE:
-            regions.append((end, region_of_label(event["name"]) or ELSEWHERE))
-            continue
-        if running:
-            own[running[-1][1]] -= event["dur"]
-        running.append((end, len(found)))
-        found.append((event, regions[-1][1] if regions else ELSEWHERE))
-        own.append(float(event["dur"]))
-    for (event, region), microseconds in zip(found, own, strict=True):
-        yield event, max(0.0, microseconds), region
+        # Of two that start together the longer one is the outer one; the stable sort keeps ranges before operators.
+        events.sort(key=lambda item: (item[0]["ts"], -item[0]["dur"]))
+        open_regions: list[tuple[float, str]] = []
+        open_operators: list[tuple[float, int]] = []
+        found: list[tuple[Event, str]] = []
+        self_times: list[float] = []
+        for event, region in events:
+            start, end = event["ts"], event["ts"] + event["dur"]
+            while open_regions and open_regions[-1][0] <= start:
+                open_regions.pop()
+            while open_operators and open_operators[-1][0] <= start:
+                open_operators.pop()
+            if region is not None:
+                open_regions.append((end, region))
+                continue
+            if open_operators:
+                self_times[open_operators[-1][1]] -= event["dur"]
+            open_operators.append((end, len(found)))
+            found.append((event, open_regions[-1][1] if open_regions else ELSEWHERE))
+            self_times.append(float(event["dur"]))
+        for (event, region), microseconds in zip(found, self_times, strict=True):
+            yield event, max(0.0, microseconds), region

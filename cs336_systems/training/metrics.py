@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 
 from ..files import write_text
-from ..profiling import Axes, Panel, Progress, Series, save_panels
 from ..profiling.memory import GIB
-from ..profiling.progress import readable_seconds
+from ..profiling.plots import Axes, Panel, Series, save_panels
+from ..profiling.progress import Progress, readable_seconds
 from ..profiling.sweep import Row
 
 METRICS = "metrics.jsonl"

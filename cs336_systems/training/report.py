@@ -30,7 +30,7 @@ class Rate:
         peak = device_peak(device_name(prepared.device)) if prepared.device.type == "cuda" else None
         dtype = "bfloat16" if prepared.autocast else "float32"
         tf32 = torch.get_float32_matmul_precision() != "highest"
-        self._peak = None if peak is None else peak.of(dtype, tf32=tf32)
+        self._peak = None if peak is None else peak.rate(dtype, tf32=tf32)
         self._since = time.perf_counter()
 
     def begin(self) -> None:

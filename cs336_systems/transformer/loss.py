@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..parts import part
+from ..ranges import named_range
 from .config import check_positive, check_size
 
 IGNORED = -100
@@ -48,7 +48,7 @@ def head_cross_entropy(
         raise ValueError(f"targets must have shape {tuple(hidden.shape[:-1])}; got {tuple(targets.shape)}")
     if chunk is not None:
         check_size("chunk", chunk)
-    with part("head and loss"):
+    with named_range("head and loss"):
         return _mean(head, hidden.flatten(0, -2), targets.flatten(), chunk, count)
 
 

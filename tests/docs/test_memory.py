@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from benchmarks import memory, memory_plots
 from benchmarks.memory_cell import DTYPES, MODELS, MODES, PICTURES, SNAPSHOTS
 from benchmarks.memory_report import COLUMNS
 from cs336_systems.profiling.memory import ALLOCATOR
 from cs336_systems.profiling.recording import TRACKED_TENSORS
 
-from .pages import examples, flags
+from .pages import flags
 
 PAGE = (Path(__file__).parents[2] / "docs/measuring/memory.md").read_text()
 
@@ -39,17 +37,3 @@ def test_names_and_files_are_those_of_the_program():
         assert f"`{name}`" in PAGE
     assert f"`{PICTURES}/*.html`" in PAGE
     assert f"`{SNAPSHOTS}/*.pickle`" in PAGE
-
-
-def test_the_examples_run(tmp_path, monkeypatch, capsys):
-    """One after another, as a reader would type them."""
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    found = examples(PAGE)
-    assert len(found) == 3
-    names: dict[str, object] = {}
-    for example in found:
-        exec(example, names)
-    assert "hidden layer" in (tmp_path / "timeline.html").read_text()
-    assert (tmp_path / "timeline.png").exists()
-    assert " bytes at event " in capsys.readouterr().out

@@ -12,20 +12,9 @@ from benchmarks.training_models import COMPILE
 from cs336_systems.attention.choose import NAMES
 from cs336_systems.profiling.steps import MODES
 
-from .pages import examples, flags
+from .pages import flags
 
 PAGE = (Path(__file__).parents[2] / "docs/measuring/steps.md").read_text()
-
-
-def test_the_example_runs(capsys):
-    names: dict[str, object] = {}
-    (example,) = examples(PAGE)
-    exec(example, names)
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[:3]] == [
-        "forward",
-        "backward",
-        "optimizer",
-    ]
 
 
 def test_every_flag_that_is_named_exists_and_every_axis_is_named():

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from cs336_systems.attention import attention, features, naive, ops, run
 from cs336_systems.kernels import torch_names
-from cs336_systems.profiling import AllocationRecorder, Regions, recording, regions
+from cs336_systems.profiling import MemoryRecorder, ModuleRanges, module_ranges, recording
 from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs
 from cs336_systems.transformer import RotaryEmbedding, SwiGLU, decoder, layers
 
@@ -192,8 +192,7 @@ def test_a_module_that_is_not_told_of_casts_looks_before_each_call(monkeypatch):
 
 
 MEASUREMENTS = {
-    "record_memory_history": "torch.cuda.memory:_record_memory_history",
-    "memory_history": "torch.cuda.memory:_snapshot",
+    "trace_plot": "torch.cuda._memory_viz:trace_plot",
     "current_node": "torch:_C._current_autograd_node",
     "next_node_number": "torch:_C._autograd._get_sequence_nr",
     "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
@@ -221,16 +220,16 @@ def test_a_recording_says_what_it_lacks(monkeypatch, own):
     module = without(monkeypatch, MEASUREMENTS[own])
     monkeypatch.setattr(recording, own, getattr(module, own))
     model = nn.Linear(2, 2)
-    with pytest.raises(RuntimeError, match="this measurement needs"), AllocationRecorder(model, "cpu"):
+    with pytest.raises(RuntimeError, match="this measurement needs"), MemoryRecorder(model, "cpu"):
         model(torch.ones(1, 2))
     assert model(torch.ones(1, 2)).shape == (1, 2)
 
 
 def test_regions_say_what_they_lack(monkeypatch):
     module = without(monkeypatch, MEASUREMENTS["next_node_number"])
-    monkeypatch.setattr(regions, "next_node_number", module.next_node_number)
+    monkeypatch.setattr(module_ranges, "next_node_number", module.next_node_number)
     model = nn.Linear(2, 2)
-    with pytest.raises(RuntimeError, match="this measurement needs"), Regions(model, nvtx=False):
+    with pytest.raises(RuntimeError, match="this measurement needs"), ModuleRanges(model, nvtx=False):
         model(torch.ones(1, 2))
     assert model(torch.ones(1, 2)).shape == (1, 2)
 

@@ -1,109 +1,101 @@
-"""Operation counts and peak rates."""
+"""FLOP counts, bytes by formula, and peak rates."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
+from cs336_systems.attention import attention
+from cs336_systems.profiling import measure_memory
 from cs336_systems.profiling.flops import (
     attention_bytes,
     attention_flops,
-    attention_parts_flops,
+    attention_memory,
+    count_flops,
     device_peak,
     implausible_rate,
+    naive_attention_flops,
     teraflops_per_second,
 )
 
 
-def test_the_forward_is_two_products():
-    assert attention_flops(2, 3, 5, 7, 11) == 4 * 2 * 3 * 5 * 7 * 11
-
-
-def test_the_forward_agrees_with_torchs_counter():
-    q, k, v = (torch.randn(2, 3, length, 16) for length in (32, 48, 48))
-    with FlopCounterMode(display=False) as counter:
-        torch.softmax(q @ k.transpose(-1, -2), -1) @ v
-    assert attention_flops(2, 3, 32, 48, 16) == counter.get_total_flops()
-
-
 @pytest.mark.parametrize(("which", "factor"), [("forward", 1), ("backward", 2.5), ("both", 3.5)])
 @pytest.mark.parametrize(("causal", "visible"), [(False, 1), (True, 0.5)])
-def test_masks_and_passes(which, factor, causal, visible):
-    flops = attention_flops(1, 16, 1024, 1024, 128, causal=causal, which=which)
-    assert flops == 4 * 16 * 1024**2 * 128 * factor * visible
+def test_attention_is_two_products(which, factor, causal, visible):
+    assert attention_flops(2, 3, 5, 7, 11, causal=causal, which=which) == 4 * 210 * 11 * factor * visible
+    expected = 2 * 210 * (11 + 24) * factor * visible
+    assert attention_flops(2, 3, 5, 7, 11, value_dim=24, causal=causal, which=which) == expected
 
 
-def test_values_of_another_width():
-    assert attention_flops(1, 1, 4, 4, 8, value_dim=24) == 2 * 16 * (8 + 24)
+def test_formulas_agree_with_torchs_counter():
+    q, k, v = (torch.randn(2, 3, length, 16, requires_grad=True) for length in (32, 48, 48))
+
+    def forward():
+        return attention(q, k, v, impl="naive")
+
+    counts = {"forward": count_flops(forward), "both": count_flops(lambda: forward().sum().backward())}
+    counts["backward"] = counts["both"] - counts["forward"]
+    assert attention_flops(2, 3, 32, 48, 16) == counts["forward"]
+    for which, count in counts.items():
+        steps = naive_attention_flops(2, 3, 32, 48, 16, which=which)
+        assert steps["scores"] + steps["values"] == count
 
 
-class TestParts:
-    def test_forward(self):
-        parts = attention_parts_flops(2, 3, 5, 7, 11)
-        pairs = 2 * 3 * 5 * 7
-        assert (parts.scores, parts.values) == (2 * pairs * 11, 2 * pairs * 11)
-        assert (parts.mask, parts.softmax) == (pairs, 5 * pairs)
-        assert parts.softmax_over_products == pytest.approx(5 / 44)
-
-    def test_products_agree_with_torchs_counter_in_both_passes(self):
-        q, k, v = (torch.randn(2, 3, 32, 16, requires_grad=True) for _ in range(3))
-        with FlopCounterMode(display=False) as counter:
-            out = torch.softmax(q @ k.transpose(-1, -2), -1) @ v
-            forward = counter.get_total_flops()
-            out.sum().backward()
-        for which, expected in {
-            "forward": forward,
-            "both": counter.get_total_flops(),
-            "backward": counter.get_total_flops() - forward,
-        }.items():
-            parts = attention_parts_flops(2, 3, 32, 32, 16, which=which)
-            assert parts.scores + parts.values == expected
-
-    def test_backward_and_both(self):
-        forward, backward, both = (
-            attention_parts_flops(1, 4, 8, 8, 16, which=which) for which in ("forward", "backward", "both")
-        )
-        assert backward.softmax == 4 * backward.mask == 4 * 4 * 64
-        for name in ("scores", "mask", "softmax", "values"):
-            assert getattr(forward, name) + getattr(backward, name) == getattr(both, name)
-
-    def test_impossible_sizes_and_passes_are_refused(self):
-        with pytest.raises(ValueError, match="batch must not be negative; got -1"):
-            attention_parts_flops(-1, 1, 4, 4, 8)
-        with pytest.raises(ValueError, match="which must be one of forward, backward, both; got 'up'"):
-            attention_parts_flops(1, 1, 4, 4, 8, which="up")
-
-    def test_without_pairs_there_is_no_ratio(self):
-        assert math.isnan(attention_parts_flops(1, 1, 0, 0, 8).softmax_over_products)
-
-
-def test_impossible_sizes_and_passes_are_refused():
-    with pytest.raises(ValueError, match="heads must not be negative; got -1"):
-        attention_flops(1, -1, 4, 4, 8)
-    with pytest.raises(ValueError, match="which must be one of forward, backward, both; got 'sideways'"):
-        attention_flops(1, 1, 4, 4, 8, which="sideways")
+@pytest.mark.parametrize(("which", "mask", "softmax"), [("forward", 1, 5), ("backward", 1, 4), ("both", 2, 9)])
+def test_mask_and_softmax_of_naive_attention(which, mask, softmax):
+    steps = naive_attention_flops(2, 3, 5, 7, 11, which=which)
+    assert (steps["mask"], steps["softmax"]) == (mask * 210, softmax * 210)
 
 
 def test_the_least_bytes_are_those_of_the_tensors():
-    sizes = {"batch": 2, "heads": 6, "query_length": 5, "key_length": 7, "head_dim": 8, "kv_heads": 3}
+    sizes = {"batch": 2, "heads": 6, "query_length": 5, "key_length": 7, "head_dim": 8, "kv_heads": 3, "itemsize": 2}
     q, k = torch.zeros(2, 6, 5, 8, dtype=torch.bfloat16), torch.zeros(2, 3, 7, 8, dtype=torch.bfloat16)
-    v, out = k, q
-    forward = sum(x.nbytes for x in (q, k, v, out))
-    backward = forward + sum(x.nbytes for x in (out, q, k, v))  # the gradients
-    assert attention_bytes(**sizes, itemsize=2) == forward
-    assert attention_bytes(**sizes, itemsize=2, which="backward") == backward
-    assert attention_bytes(**sizes, itemsize=2, which="both") == forward + backward
-    with pytest.raises(ValueError, match="which must be one of forward, backward, both; got 'step'"):
-        attention_bytes(**sizes, itemsize=2, which="step")
+    forward = 2 * q.nbytes + 2 * k.nbytes
+    assert [attention_bytes(**sizes, which=which) for which in ("forward", "backward", "both")] == [
+        forward,
+        2 * forward,
+        3 * forward,
+    ]
 
 
-def test_a_rate():
-    assert teraflops_per_second(5e12, 10.0) == pytest.approx(500.0)
-    with pytest.raises(ValueError, match="milliseconds must be positive; got 0"):
-        teraflops_per_second(1.0, 0)
+def test_memory_by_formula():
+    # 8 × 16384 × 64 × 4 bytes are 32 MiB; 8 × 16384 × 16384 × 4 bytes are 8 GiB; the log-sum-exp has 0.5 MiB.
+    sizes = attention_memory(batch=8, heads=1, length=16384, head_dim=64, itemsize=4)
+    tensors = {"inputs": 96, "scores": 8192, "probabilities": 8192, "output": 32}
+    saved = {f"saved with {count}": 32 + count * 8192 for count in (3, 2, 1)} | {"saved with 0": 32.5}
+    assert {name: size / 2**20 for name, size in sizes.items()} == tensors | saved
+    half = attention_memory(batch=2, heads=3, length=10, head_dim=5, itemsize=2)
+    assert (half["output"], half["scores"], half["saved with 0"]) == (600, 1200, 600 + 240)
+
+
+def test_measured_memory_agrees_with_the_formula():
+    q, k, v = (torch.randn(2, 3, 64, 16, requires_grad=True) for _ in range(3))
+    sizes = attention_memory(2, 3, 64, 16, 4)
+
+    def held(impl):
+        usage = measure_memory(lambda: attention(q, k, v, impl=impl), lambda out: None, inputs=[q, k, v], device="cpu")
+        return usage.held_bytes
+
+    assert held("tiled") == sizes["saved with 0"]
+    assert sizes["saved with 1"] <= held("naive") < sizes["saved with 3"] + sizes["scores"]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: attention_flops(1, -1, 4, 4, 8), "heads must not be negative; got -1"),
+        (lambda: attention_flops(1, 1, 4, 4, 8, value_dim=-2), "value_dim must not be negative; got -2"),
+        (lambda: attention_flops(1, 1, 4, 4, 8, which="up"), "which must be one of forward, backward, both; got 'up'"),
+        (lambda: naive_attention_flops(-1, 1, 4, 4, 8), "batch must not be negative; got -1"),
+        (lambda: naive_attention_flops(1, 1, 4, 4, 8, which="up"), "which must be one of forward, backward, both"),
+        (lambda: attention_bytes(1, 1, 4, 4, 8, 1, 2, which="step"), "which must be one of forward, backward, both"),
+        (lambda: attention_memory(1, 0, 4, 8, 4), "heads must be at least 1; got 0"),
+        (lambda: teraflops_per_second(1.0, 0), "milliseconds must be positive; got 0"),
+    ],
+)
+def test_invalid_arguments(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 @pytest.mark.parametrize(
@@ -119,24 +111,29 @@ def test_a_rate():
 def test_peaks_by_name(name, half):
     peak = device_peak(name)
     assert peak is not None
-    assert peak.of("bfloat16", tf32=False) == peak.of("float16", tf32=True) == half
-    assert peak.of("float64", tf32=False) is None
+    assert peak.rate("bfloat16", tf32=False) == peak.rate("float16", tf32=True) == half
+    assert peak.rate("float64", tf32=False) is None
 
 
-def test_an_unknown_device_has_no_peak():
+@pytest.mark.parametrize(
+    ("rate", "dtype", "tf32", "warning"),
+    [
+        (780, "bfloat16", False, None),
+        (1200, "bfloat16", False, "1200 TFLOP/s is above the 990 TFLOP/s peak of NVIDIA H200 in bfloat16"),
+        (100, "float32", True, None),
+        (600, "float32", True, "600 TFLOP/s is above the 494 TFLOP/s peak of NVIDIA H200 in float32 with TF32"),
+        (
+            *(100, "float32", False),
+            "100 TFLOP/s is above the 67 TFLOP/s peak of NVIDIA H200 in float32: the products ran on tensor cores, in "
+            "a narrower format",
+        ),
+    ],
+)
+def test_rates_above_the_peak(rate, dtype, tf32, warning):
+    assert implausible_rate(rate, "NVIDIA H200", dtype, tf32=tf32) == warning
+
+
+def test_rates():
+    assert teraflops_per_second(5e12, 10.0) == pytest.approx(500.0)
     assert device_peak("AMD EPYC") is None
     assert implausible_rate(1e9, "AMD EPYC", "float32", tf32=False) is None
-
-
-def test_rates_above_the_peak_are_told():
-    assert implausible_rate(780, "NVIDIA H200", "bfloat16", tf32=False) is None
-    told = implausible_rate(1200, "NVIDIA H200", "bfloat16", tf32=False)
-    assert told == "1200 TFLOP/s is above the 990 TFLOP/s that NVIDIA H200 can reach in bfloat16"
-
-
-def test_float32_above_its_own_peak_ran_as_tf32():
-    assert implausible_rate(100, "NVIDIA H200", "float32", tf32=True) is None
-    told = implausible_rate(100, "NVIDIA H200", "float32", tf32=False)
-    assert told is not None
-    assert "in narrower numbers" in told
-    assert "float32 with TF32" in (implausible_rate(600, "NVIDIA H200", "float32", tf32=True) or "")

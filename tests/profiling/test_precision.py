@@ -10,7 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from cs336_systems.attention import attention
-from cs336_systems.profiling import ACCUMULATIONS, Accumulation, Reference, SeenDtype, ToyModel, dtypes_of
+from cs336_systems.profiling.precision import (
+    ACCUMULATIONS,
+    Accumulation,
+    AttentionReference,
+    TensorDtype,
+    tensor_dtypes,
+)
 from cs336_systems.testing import Shapes, make_inputs
 
 TOTALS = {
@@ -27,8 +33,20 @@ def cross_entropy(logits):
     return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
 
 
+class ToyModel(nn.Module):
+    """The model of Stanford CS336's systems assignment."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.relu = nn.Linear(16, 10, bias=False), nn.ReLU()
+        self.ln, self.fc2 = nn.LayerNorm(10), nn.Linear(10, 8, bias=False)
+
+    def forward(self, x):
+        return self.fc2(self.ln(self.relu(self.fc1(x))))
+
+
 def by_tensor(seen):
-    return {(one.what, one.name): one.dtype for one in seen}
+    return {(one.role, one.name): one.dtype for one in seen}
 
 
 @pytest.mark.parametrize("way", ACCUMULATIONS, ids=lambda way: way.name)
@@ -43,7 +61,7 @@ def test_a_sum_of_few_terms_is_exact():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_dtypes_of_the_toy_model_under_autocast(dtype):
-    seen = dtypes_of(ToyModel(), torch.randn(4, 16), loss=cross_entropy, autocast=dtype)
+    seen = tensor_dtypes(ToyModel(), torch.randn(4, 16), loss=cross_entropy, autocast=dtype)
     weights = ("fc1.weight", "ln.weight", "ln.bias", "fc2.weight")
     layers = ("fc1", "relu", "ln", "fc2")
     assert by_tensor(seen) == (
@@ -53,16 +71,16 @@ def test_the_dtypes_of_the_toy_model_under_autocast(dtype):
         | {("gradient of output", name): dtype for name in layers}
         | {("gradient", name): torch.float32 for name in weights}
     )
-    assert [one.name for one in seen if one.what == "output"] == [*layers]
-    assert [one.name for one in seen if one.what == "gradient of output"] == [*reversed(layers)]
-    assert SeenDtype("output", "ln", "LayerNorm", dtype) in seen
-    assert SeenDtype("parameter", "ln.bias", "LayerNorm", torch.float32) in seen
+    assert [one.name for one in seen if one.role == "output"] == [*layers]
+    assert [one.name for one in seen if one.role == "gradient of output"] == [*reversed(layers)]
+    assert TensorDtype("output", "ln", "LayerNorm", dtype) in seen
+    assert TensorDtype("parameter", "ln.bias", "LayerNorm", torch.float32) in seen
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_on_a_gpu_autocast_keeps_layer_norm_in_float32(dtype):
-    seen = by_tensor(dtypes_of(ToyModel().cuda(), torch.randn(4, 16).cuda(), loss=cross_entropy, autocast=dtype))
+    seen = by_tensor(tensor_dtypes(ToyModel().cuda(), torch.randn(4, 16).cuda(), loss=cross_entropy, autocast=dtype))
     outputs = [seen["output", name] for name in ("fc1", "relu", "ln", "fc2")]
     assert outputs == [dtype, dtype, torch.float32, dtype]
     assert (seen["result", ""], seen["loss", ""]) == (dtype, torch.float32)
@@ -75,6 +93,7 @@ class Nested(nn.Module):
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0))
         self.fixed = nn.Linear(4, 4).requires_grad_(False).to(torch.float64)
+        self.unused = nn.Linear(4, 4)
 
     def forward(self, x, scale):
         once = self.inner(x) * scale
@@ -84,39 +103,39 @@ class Nested(nn.Module):
 def test_any_model_and_it_is_left_as_it_was():
     model = Nested()
     arguments = (torch.randn(2, 4), 2.0)
-    seen = dtypes_of(model, arguments, loss=lambda result: result["twice"][0].sum())
+    seen = tensor_dtypes(model, arguments, loss=lambda result: result["twice"][0].sum())
     found = by_tensor(seen)
     assert found["parameter", "fixed.weight"] == found["output", "fixed"] == torch.float64
-    assert ("gradient", "fixed.weight") not in found
+    assert not {("gradient", "fixed.weight"), ("gradient", "unused.weight")} & found.keys()
     assert ("gradient of output", "fixed") not in found
-    assert {one.dtype for one in seen if one.what == "result"} == {torch.float32, torch.float64}
-    assert len([one for one in seen if (one.what, one.name) == ("output", "inner.0")]) == 1
+    assert {one.dtype for one in seen if one.role == "result"} == {torch.float32, torch.float64}
+    assert len([one for one in seen if (one.role, one.name) == ("output", "inner.0")]) == 1
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_hooks for module in model.modules())
 
 
 def test_without_a_loss_there_is_nothing_of_a_backward_pass():
-    assert {one.what for one in dtypes_of(ToyModel(), torch.randn(4, 16))} == {"parameter", "output", "result"}
+    assert {one.role for one in tensor_dtypes(ToyModel(), torch.randn(4, 16))} == {"parameter", "output", "result"}
 
 
 def test_hooks_are_removed_when_the_model_fails():
     model = ToyModel()
     with pytest.raises(RuntimeError):
-        dtypes_of(model, torch.randn(4, 17))
+        tensor_dtypes(model, torch.randn(4, 17))
     assert not any(module._forward_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("loss", [lambda logits: logits, lambda logits: logits.detach().sum()])
 def test_a_loss_that_has_no_gradients_is_refused(loss):
-    with pytest.raises(ValueError, match="loss must return a scalar that needs gradients"):
-        dtypes_of(ToyModel(), torch.randn(4, 16), loss=loss)
+    with pytest.raises(ValueError, match="loss must return a scalar that requires gradients"):
+        tensor_dtypes(ToyModel(), torch.randn(4, 16), loss=loss)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_errors_of_attention_are_within_the_budget(dtype):
-    reference = Reference.of(make_inputs(Shapes.of(1, 2, q_len=48, d=16), dtype=dtype), causal=True)
+    reference = AttentionReference(make_inputs(Shapes.of(1, 2, q_len=48, d=16), dtype=dtype), causal=True)
     for impl in ("naive", "tiled"):
-        found = reference.errors_of(partial(attention, causal=True, impl=impl, return_lse=True))
+        found = reference.errors(partial(attention, causal=True, impl=impl, return_lse=True))
         assert {(one.name, one.measure) for one in found} == {
             (name, measure) for name in ("out", "lse", "dq", "dk", "dv") for measure in ("norm", "largest")
         }
@@ -124,15 +143,15 @@ def test_errors_of_attention_are_within_the_budget(dtype):
         narrow = ("lse",) if impl == "naive" and dtype.itemsize == 2 else ()
         assert all(one.holds or one.name in narrow for one in found), impl
         assert all(0 < one.error < one.size for one in found)
-    wrong = reference.errors_of(partial(attention, impl="naive", return_lse=True))
+    wrong = reference.errors(partial(attention, impl="naive", return_lse=True))
     assert not any(one.holds for one in wrong if one.name in ("out", "lse"))
     assert torch.finfo(dtype).eps / 100 < found[0].error / found[0].size < 4 * torch.finfo(dtype).eps
 
 
 def test_an_implementation_without_the_log_sum_exp_is_compared_without():
-    reference = Reference.of(make_inputs(Shapes.of(1, 2, q_len=16, d=8)), return_lse=False)
-    found = reference.errors_of(partial(attention, impl="sdpa"))
+    reference = AttentionReference(make_inputs(Shapes.of(1, 2, q_len=16, d=8)), return_lse=False)
+    found = reference.errors(partial(attention, impl="sdpa"))
     assert {one.name for one in found} == {"out", "dq", "dk", "dv"}
-    with_lse = Reference.of(make_inputs(Shapes.of(1, 2, q_len=16, d=8)))
+    with_lse = AttentionReference(make_inputs(Shapes.of(1, 2, q_len=16, d=8)))
     with pytest.raises(ValueError, match="actual must have the results"):
-        with_lse.errors_of(partial(attention, impl="sdpa"))
+        with_lse.errors(partial(attention, impl="sdpa"))

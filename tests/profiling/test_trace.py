@@ -1,4 +1,4 @@
-"""Work is read from traces: kernels by what launched them, operators without those that they call."""
+"""Traces: kernels by what launched them, operators without nested ones, and sums of their times."""
 
 from __future__ import annotations
 
@@ -9,114 +9,134 @@ import pytest
 import torch
 from torch.profiler import profiler
 
-from cs336_systems.profiling.regions import label_of
-from cs336_systems.profiling.trace import ELSEWHERE, Work, read_trace, record_trace, require_kernels, work_of
+from cs336_systems.profiling.module_ranges import PHASE, range_label
+from cs336_systems.profiling.trace import ELSEWHERE, read_trace, record_trace, time_by
+
+pd = pytest.importorskip("pandas")
 
 
 def event(cat, name, ts, dur, tid=1, **args):
     return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 7, "tid": tid, "args": args}
 
 
-def during(name, ts, dur):
-    return event("user_annotation", label_of("pass", name), ts, dur)
+def a_range(region, path, ts, dur, tid=1, **options):
+    return event("user_annotation", range_label(region, path, **options), ts, dur, tid)
 
 
-def in_region(region, ts, dur, tid=1, **options):
-    return event("user_annotation", label_of(region, "layers.0", **options), ts, dur, tid)
+@pytest.fixture
+def read(tmp_path):
+    """Reads a trace of these events."""
+
+    def read(*events, **options):
+        (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [{"ph": "M"}, *events]}))
+        return read_trace(tmp_path / "trace.json", **options)
+
+    return read
 
 
-class TestHost:
-    def test_time_of_operators_is_without_those_that_they_call(self):
-        found = work_of(
-            [
-                event("cpu_op", "aten::linear", 0, 10),
-                event("cpu_op", "aten::mm", 2, 5),
-                event("cpu_op", "aten::empty", 3, 1),
-                event("cpu_op", "aten::mul", 20, 4),
-            ]
-        )
-        assert [(work.name, work.microseconds) for work in found] == [
-            ("aten::linear", 5),
-            ("aten::mm", 4),
-            ("aten::empty", 1),
-            ("aten::mul", 4),
-        ]
-        assert {(work.of_pass, work.region, work.on_device) for work in found} == {(ELSEWHERE, ELSEWHERE, False)}
-
-    def test_the_innermost_range_counts_and_passes_are_told_by_time(self):
-        found = work_of(
-            [
-                during("forward", 0, 100),
-                in_region("residual", 0, 50),
-                in_region("norm", 10, 10),
-                event("cpu_op", "aten::add", 5, 1),
-                event("cpu_op", "aten::rsqrt", 12, 1),
-                event("cpu_op", "aten::sub", 30, 1),
-                event("cpu_op", "aten::sum", 60, 1),
-                during("backward", 100, 100),
-                in_region("norm", 110, 10, tid=2, backward=True),
-                event("cpu_op", "aten::mul", 112, 1, tid=2),
-                event("user_annotation", "Optimizer.step#AdamW.step", 130, 10),
-                event("cpu_op", "aten::neg", 132, 1),
-                event("cpu_op", "aten::exp", 300, 1),
-            ]
-        )
-        assert {work.name.removeprefix("aten::"): (work.of_pass, work.region) for work in found} == {
-            "add": ("forward", "residual"),
-            "rsqrt": ("forward", "norm"),
-            "sub": ("forward", "residual"),
-            "sum": ("forward", ELSEWHERE),
-            "mul": ("backward", "norm"),
-            "neg": ("backward", ELSEWHERE),
-            "exp": (ELSEWHERE, ELSEWHERE),
-        }
-
-    def test_what_autograd_does_around_its_nodes_is_left_out(self):
-        found = work_of(
-            [
-                event("cpu_op", "autograd::engine::evaluate_function: MulBackward0", 0, 50),
-                event("cpu_op", "MulBackward0", 10, 20),
-            ]
-        )
-        assert [(work.name, work.microseconds) for work in found] == [("MulBackward0", 20)]
+def test_the_time_of_operators_is_without_nested_ones(read):
+    calls = read(
+        event("cpu_op", "aten::mm", 0, 7),  # inside of linear, which starts at the same time
+        event("cpu_op", "aten::linear", 0, 10),
+        event("cpu_op", "aten::empty", 3, 1),
+        event("cpu_op", "aten::mul", 20, 4),
+        event("cpu_op", "autograd::engine::evaluate_function: MulBackward0", 30, 50),
+        event("cpu_op", "MulBackward0", 40, 20),
+    )
+    expected = {"aten::linear": 3, "aten::mm": 6, "aten::empty": 1, "aten::mul": 4, "MulBackward0": 20}
+    assert dict(zip(calls.name, calls.microseconds, strict=True)) == expected
+    assert {*calls.phase, *calls.region} == {ELSEWHERE}
+    assert not calls.on_device.any()
+    assert list(calls.kernel_class[:2]) == ["matrix products"] * 2
 
 
-class TestDevice:
-    EVENTS = (
-        during("forward", 0, 100),
-        in_region("mlp", 0, 50),
+def test_the_innermost_region_counts_and_phases_span_all_threads(read):
+    calls = read(
+        a_range(PHASE, "forward", 0, 100),
+        a_range("residual", "layers.0", 0, 50),
+        a_range("norm", "layers.0.ln1", 10, 10),
+        event("cpu_op", "add", 5, 1),
+        event("cpu_op", "rsqrt", 12, 1),
+        event("cpu_op", "sub", 30, 1),
+        event("cpu_op", "sum", 60, 1),
+        a_range(PHASE, "backward", 100, 100),
+        a_range("norm", "layers.0.ln1", 110, 10, tid=2, backward=True),
+        event("cpu_op", "mul", 112, 1, tid=2),
+        event("user_annotation", "Optimizer.step#AdamW.step", 130, 10),
+        event("cpu_op", "neg", 132, 1),
+        event("cpu_op", "exp", 300, 1),
+    )
+    assert {call.name: (call.phase, call.region) for call in calls.itertuples()} == {
+        "add": ("forward", "residual"),
+        "rsqrt": ("forward", "norm"),
+        "sub": ("forward", "residual"),
+        "sum": ("forward", ELSEWHERE),
+        "mul": ("backward", "norm"),
+        "neg": ("backward", ELSEWHERE),
+        "exp": (ELSEWHERE, ELSEWHERE),
+    }
+
+
+@pytest.mark.parametrize("launch", [15, 70], ids=["same clock", "launch seen later"])
+def test_kernels_belong_where_they_were_launched(read, launch):
+    calls = read(
+        a_range(PHASE, "forward", 0, 100),
+        a_range("mlp", "layers.0.ffn", 0, 50),
         event("cpu_op", "aten::mm", 10, 20, **{"External id": 4}),
-        event("cuda_runtime", "cudaLaunchKernel", 15, 2, **{"External id": 4, "correlation": 90}),
+        event("cuda_runtime", "cudaLaunchKernel", launch, 2, **{"External id": 4, "correlation": 90}),
         event("kernel", "ampere_sgemm_128x64_nn", 500, 40, 99, **{"External id": 4, "correlation": 90}),
-        in_region("attention", 60, 20),
+        a_range("attention", "layers.0.attn", 60, 20),
         event("cuda_driver", "cuLaunchKernelEx", 65, 2, correlation=91),
         event("kernel", "forward_kernel", 540, 60, 99, correlation=91),
         event("gpu_memset", "Memset (Device)", 600, 1, 99, correlation=92),
+        device="cuda:0",
+    )
+    assert [tuple(row) for row in calls.drop(columns="kernel_class").itertuples(index=False)] == [
+        ("ampere_sgemm_128x64_nn", 40.0, "forward", "mlp", True),
+        ("forward_kernel", 60.0, "forward", "attention", True),
+        ("Memset (Device)", 1.0, ELSEWHERE, ELSEWHERE, True),
+    ]
+
+
+def test_other_files_and_traces_of_a_gpu_without_kernels_are_refused(read, tmp_path):
+    with pytest.raises(RuntimeError, match=r"the trace must have kernels of cuda:0; torch\.profiler recorded none"):
+        read(event("cpu_op", "aten::mm", 0, 1), device="cuda:0")
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(ValueError, match="path must be a Chrome trace with traceEvents"):
+        read_trace(tmp_path / "list.json")
+
+
+class TestTimeBy:
+    CALLS = pd.DataFrame(
+        [
+            *(("aten::mm", time, "forward") for time in (100.0, 200.0, 300.0, 600.0)),
+            *(("aten::mm", 400.0, "backward") for _ in range(2)),
+            *(("aten::_softmax", time, "forward") for time in (500.0, 1700.0)),
+        ],
+        columns=["name", "microseconds", "phase"],
     )
 
-    def test_kernels_belong_where_they_were_launched(self):
-        assert work_of(self.EVENTS) == [
-            Work("ampere_sgemm_128x64_nn", 40.0, "forward", "mlp", True),
-            Work("forward_kernel", 60.0, "forward", "attention", True),
-            Work("Memset (Device)", 1.0, ELSEWHERE, ELSEWHERE, True),
-        ]
+    def test_by_kernel(self):
+        table = time_by(self.CALLS, "name", steps=2)
+        assert list(table.index) == ["aten::_softmax", "aten::mm"]  # longest first
+        softmax, product = (row._asdict() for row in table.itertuples(index=False))
+        expected = {"milliseconds": 1.1, "share": 2200 / 4200, "instances": 1, "mean_us": 1100, "median_us": 1100}
+        assert softmax == pytest.approx(expected | {"min_us": 500, "max_us": 1700, "std_us": 1200 / 2**0.5})
+        assert (product["milliseconds"], product["instances"], product["median_us"]) == (1.0, 3.0, 350.0)
 
-    def test_the_operator_counts_where_clocks_differ(self):
-        late = [dict(one, ts=70) if one["cat"] == "cuda_runtime" else one for one in self.EVENTS]
-        assert work_of(late)[0].region == "mlp"
+    def test_by_phase_and_kernel(self):
+        table = time_by(self.CALLS, ["phase", "name"], steps=1)
+        assert table.milliseconds["forward", "aten::mm"] == pytest.approx(1.2)
+        assert table.milliseconds["backward", "aten::mm"] == pytest.approx(0.8)
+        assert time_by(self.CALLS[:1], "name", steps=1).std_us["aten::mm"] == 0.0
+        assert time_by(self.CALLS[:0], "name", steps=1).empty
 
-
-def test_a_recorded_trace_is_json_and_holds_so_many_calls(tmp_path):
-    x = torch.randn(64, 64)
-    times = record_trace(lambda: x @ x, tmp_path / "trace.json", device="cpu", steps=3)
-    assert len(times.milliseconds) == 3
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    products = [work for work in read_trace(tmp_path / "trace.json") if work.name == "aten::mm"]
-    assert len(products) == 3
-    assert all(work.microseconds > 0 for work in products)
+    def test_steps_must_be_positive(self):
+        with pytest.raises(ValueError, match="steps must be at least 1; got 0"):
+            time_by(self.CALLS, "name", steps=0)
 
 
-def test_a_profiler_that_speaks_of_cleared_events_is_not_heard(tmp_path, monkeypatch):
+def test_a_recorded_trace_has_as_many_calls_as_steps(tmp_path, monkeypatch):
     prepare = profiler._KinetoProfile.prepare_trace
 
     def prepare_and_warn(self):
@@ -126,30 +146,21 @@ def test_a_profiler_that_speaks_of_cleared_events_is_not_heard(tmp_path, monkeyp
 
     warned = []
     monkeypatch.setattr(profiler._KinetoProfile, "prepare_trace", prepare_and_warn)
-    record_trace(lambda: None, tmp_path / "trace.json", device="cpu")
-    assert warned
-
-
-def test_another_file_is_refused(tmp_path):
-    (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(ValueError, match="path must be a trace in Chrome's format"):
-        read_trace(tmp_path / "list.json")
-
-
-def test_a_gpu_without_kernels_is_an_error():
-    on_host, kernel = (Work("aten::mm", 1.0, ELSEWHERE, ELSEWHERE, on_device) for on_device in (False, True))
-    require_kernels([on_host], "cpu")
-    require_kernels([kernel], "cuda:0")
-    with pytest.raises(RuntimeError, match="the trace must have kernels of cuda:0; "):
-        require_kernels([on_host], "cuda:0")
+    x = torch.randn(64, 64)
+    times = record_trace(lambda: x @ x, tmp_path / "trace.json", device="cpu", steps=3)
+    calls = read_trace(tmp_path / "trace.json")
+    assert len(times.milliseconds) == sum(calls.name == "aten::mm") == 3
+    assert (calls.microseconds >= 0).all()
+    assert warned  # and ignored
 
 
 @pytest.mark.gpu
 def test_kernels_of_a_gpu(tmp_path):
     x = torch.randn(512, 512, device="cuda")
-    # One kernel a call; a product can be two, the second of which adds up what the first one split.
+    # One kernel per call; a product can be two, if its reduction is split.
     record_trace(lambda: x.exp(), tmp_path / "trace.json", device="cuda", steps=3)
-    work = read_trace(tmp_path / "trace.json")
-    assert len(work) == 3, work
-    assert len({one.name for one in work}) == 1
-    assert all(one.on_device and one.microseconds > 0 for one in work)
+    calls = read_trace(tmp_path / "trace.json", device="cuda")
+    assert len(calls) == 3, calls
+    assert calls.name.nunique() == 1
+    assert calls.on_device.all()
+    assert (calls.microseconds > 0).all()

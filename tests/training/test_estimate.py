@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from cs336_systems.profiling.memory import GIB, collection_paused, training_memory
+from cs336_systems.profiling.memory import GIB, collection_paused, measure_memory
 from cs336_systems.profiling.saved import activation_bytes, saved_tensors
 from cs336_systems.training import estimate as module
 from cs336_systems.training.estimate import DoesNotFitError, MemoryEstimate, estimate_memory, require_memory
@@ -36,7 +36,7 @@ def kept_bytes(config, *, autocast, recompute_every, loss_chunk):
             return model(tokens, targets=tokens, chunk=loss_chunk)
 
     inputs = [*model.parameters(), *model.buffers(), tokens]
-    return training_memory(forward, lambda loss: loss.backward(), inputs=inputs, device="cpu").held_bytes
+    return measure_memory(forward, lambda loss: loss.backward(), inputs=inputs, device="cpu").held_bytes
 
 
 @pytest.mark.parametrize("autocast", [False, True])
