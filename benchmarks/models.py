@@ -179,6 +179,11 @@ def _with_attention(config: TransformerConfig, provider: str) -> TransformerConf
     return dataclasses.replace(config, attn=attn)
 
 
+def file_name(case: Case) -> str:
+    """The name of a case as the name of a file."""
+    return re.sub(r"[^\w.+]+", "-", case.name)
+
+
 def smaller_out_of_memory(case: ModelCase, rows: Sequence[Row]) -> Outcome | None:
     """The outcome `skipped` if memory ran out with no more sequences, no longer ones, and no more phases."""
     # The names of the modes are in ascending order.

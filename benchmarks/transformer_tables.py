@@ -9,8 +9,7 @@ import pandas as pd
 
 from benchmarks.harness import Row
 from benchmarks.models import AXES, FORWARD, NOT_COMPILED, paired, sections, varying
-from benchmarks.tables import markdown, number, plot_lines
-from cs336_systems.profiling.plots import STYLE, save_figure
+from benchmarks.tables import markdown, number, plot_bars, plot_lines
 from cs336_systems.profiling.report import ABSENT
 from cs336_systems.profiling.steps import PHASES
 
@@ -106,11 +105,6 @@ def phase_statistics(frame: pd.DataFrame) -> str:
 
 def plots(frame: pd.DataFrame, folder: Path) -> None:
     """Plot the time of a step over the length, and the phases of each row as stacked bars."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     frame = with_derived(frame)
     frame = frame[frame["status"] == "ok"]
     if frame.empty:
@@ -129,11 +123,5 @@ def plots(frame: pd.DataFrame, folder: Path) -> None:
         title=title,
         y_label=label,
     )
-    phases = (
-        frame[[f"{phase}_median_ms" for phase in PHASES]].set_axis([*PHASES], axis="columns").set_axis(frame["case"])
-    )
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(9, 1.5 + 0.25 * len(phases)), layout="constrained")
-        phases[::-1].plot.barh(stacked=True, ax=axes, xlabel="ms", ylabel="", title="Phases of a step: medians")
-        save_figure(figure, folder / "phases.png")
-        plt.close(figure)
+    phases = frame.set_index("case")[[f"{phase}_median_ms" for phase in PHASES]].set_axis([*PHASES], axis="columns")
+    plot_bars(folder / "phases.png", phases, title="Phases of a step: medians", label="ms")
