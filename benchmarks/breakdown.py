@@ -1,175 +1,201 @@
-"""Where the time of a model's passes goes: kernels, their classes, the model's regions, and the parts of attention.
+"""Where the time of a model's step goes: kernels, their classes, the model's regions, and the steps of attention.
 
-    python benchmarks/breakdown.py                                            # every preset, context and mode
-    python benchmarks/breakdown.py --preset medium --context 1024 --model naive flash --mode step --trace
-    python benchmarks/breakdown.py --preset tiny --context 64 --device cpu
-    python benchmarks/breakdown.py --preset small --context 256 --nsys-ranges # under nsys; see what is printed for it
+    python benchmarks/breakdown.py                                            # every model, length and mode
+    python benchmarks/breakdown.py --models medium --lengths 1024 --providers naive flash --modes step --trace
+    python benchmarks/breakdown.py --models tiny --lengths 64 --device cpu
+    python benchmarks/breakdown.py --models small --lengths 256 --nsys-ranges # under nsys; the program prints how
 
-Each row is measured in a process of its own, and is stored when it is measured; --resume goes on where a run stopped.
-Times are those of steps without the profiler. docs/measuring/breakdown.md says what is measured, and how.
+Use the times without the profiler. docs/measuring/breakdown.md says what is measured, how, and what the columns mean.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.asked_device import asks_for_gpu
-from benchmarks.breakdown_cell import BFLOAT16, DTYPES, MODES, Cell, Conditions, measure_cell
-from benchmarks.breakdown_report import draw, row_of, write
-from benchmarks.suite import Estimate, Tool, add_run_options, check_run_options, positive, run
-from benchmarks.training_cell import Cell as Work
-from benchmarks.training_models import COMPILE, LLAMA, MODELS, NAIVE, NOTHING, modules_for
-from benchmarks.training_run import add_model_options, add_timing_options, check_presets, timing_configuration
-from cs336_systems.profiling.environment import Environment
-from cs336_systems.profiling.sweep import Outcome, Row, Status
-from cs336_systems.training.config import TINY
-from cs336_systems.training.estimate import estimate_memory
+import pandas as pd
+import torch
+from torch import nn
+
+from benchmarks import flags, harness, models
+from benchmarks.breakdown_tables import PHASES_OF, details, kernel_columns, plots, tables
+from benchmarks.harness import Context, Row
+from benchmarks.models import BLOCKS, FORWARD, NOT_COMPILED, STEP, WHOLE, ModelCase
+from benchmarks.steps import TrainingStep, make_step, step_columns
+from cs336_systems.profiling import ModuleRanges, read_trace, record_trace, region_of_module
+from cs336_systems.profiling.regions import OPTIMIZER
+from cs336_systems.profiling.timing import consecutive_ms, synchronize
+
+_INSIDE_BLOCKS = re.compile(r"(^|\.)layers\.\d+\.")
 
 
-def build_parser(arguments: Sequence[str] | None = ()) -> argparse.ArgumentParser:
-    """The parser; its defaults are tiny where the arguments ask for no GPU."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    gpu = asks_for_gpu(arguments)
-    sizes = (("small", "medium", "large", "xl", "2.7B"), (128, 256, 512, 1024)) if gpu else ((TINY,), (128,))
-    add_model_options(parser, *sizes)
+def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """The command line; its defaults depend on whether the arguments ask for a GPU."""
+    gpu = flags.wants_gpu(arguments)
+    parser = flags.make_parser(
+        __doc__,
+        timeout=1800,
+        models=["small", "medium", "large", "xl", "2.7B"] if gpu else ["tiny"],
+        suite="2025",
+        lengths=[128, 256, 512, 1024] if gpu else [128],
+        batch=4,
+        providers=["naive"],
+        dtypes=["bfloat16"],
+        compile=[NOT_COMPILED],
+        modes=[*PHASES_OF],
+        warmup_steps=[3],
+        steps=10,
+        tf32=True,
+    )
+    models.add_size_flags(parser)
     add = parser.add_argument
-    add("--batch", type=positive, default=4, metavar="B", help="sequences of a step (default: %(default)s)")
-    add("--model", nargs="+", choices=MODELS, default=[NAIVE], metavar="NAME", help=f"of {', '.join(MODELS)} (naive)")
-    add("--mode", nargs="+", choices=MODES, default=[*MODES], metavar="MODE", help=f"of {', '.join(MODES)} (all)")
-    add("--dtype", nargs="+", choices=DTYPES, default=[BFLOAT16], metavar="TYPE", help=f"of {', '.join(DTYPES)}")
-    add("--compile", choices=COMPILE, default=NOTHING, help="what torch.compile is given; it has no regions inside")
-    add_timing_options(parser)
-    add("--profiled-steps", type=positive, default=3, metavar="N", help="steps in a trace (default: %(default)s)")
-    add("--trace", action="store_true", help="keep each trace, for https://ui.perfetto.dev, in traces/ of the output")
-    add("--nsys-ranges", action="store_true", help="NVTX ranges for Nsight Systems in place of torch.profiler; CUDA")
-    add_run_options(parser, "results/breakdown")
+    add("--profiled-steps", type=flags.positive, default=3, metavar="N", help="steps in a trace (default: %(default)s)")
+    add("--trace", action="store_true", help="keep each trace in traces/ of the results, for https://ui.perfetto.dev")
+    add("--nsys-ranges", action="store_true", help="NVTX ranges for Nsight Systems instead of torch.profiler; CUDA")
     return parser
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line. Ends the program with a message for what cannot be done."""
-    parser = build_parser(arguments)
-    options = parser.parse_args(arguments)
-    check_presets(parser, options)
-    check_run_options(parser, options)
-    if options.nsys_ranges and options.device.type != "cuda":
-        parser.error(f"--nsys-ranges needs a CUDA device; got {options.device}")
-    if options.nsys_ranges and options.trace:
-        parser.error("--trace needs torch.profiler, which --nsys-ranges does without")
-    return options
+def measure(case: ModelCase, context: Context) -> Row:
+    """The time of a case without the profiler, and then where it goes."""
+    options = context.options
+    skipped = models.smaller_out_of_memory(case, context.rows)
+    if skipped is not None:
+        return skipped.columns
+    device: torch.device = options.device
+    step, _ = make_step(case, device, options.seed)
+    call = call_of(step, case.mode)
+    for _ in range(case.warmup_steps):
+        call()
+    synchronize(device)
+    times = consecutive_ms(call, options.steps, device=device)
+    row = step_columns(times)
+    with ranges_of(step.model, case.compile) as ranges:
+        call = call_of(step, case.mode, ranges)
+        if not options.nsys_ranges:
+            return row | profile(case, call, options, times.median)
+        call()
+        with torch.cuda.profiler.profile():
+            for _ in range(options.profiled_steps):
+                call()
+            synchronize(device)
+    return row
 
 
-def cells_of(options: argparse.Namespace) -> list[Cell]:
-    """What is measured, in this order: the modes of one model after one another, short contexts first."""
+def call_of(step: TrainingStep, mode: str, ranges: ModuleRanges | None = None) -> Callable[[], None]:
+    """One step of a mode, with ranges for its phases if there are ranges."""
+
+    def phase(name: str) -> AbstractContextManager[object]:
+        return nullcontext() if ranges is None else ranges.phase(name)
+
+    def call() -> None:
+        with phase("forward"), torch.set_grad_enabled(mode != FORWARD):
+            loss = step.forward()
+        if mode == FORWARD:
+            return
+        with phase("backward"):
+            loss.backward()
+        if mode != STEP:
+            step.optimizer.zero_grad()
+            return
+        with phase("optimizer"), nullcontext() if ranges is None else ranges.range(OPTIMIZER):
+            step.update()
+
+    return call
+
+
+def ranges_of(model: nn.Module, how: str) -> ModuleRanges:
+    """The ranges of a model, without modules inside of compiled code."""
+    if how == WHOLE:
+        return ModuleRanges(nn.Module())
+
+    def region_of(path: str, module: nn.Module) -> str | None:
+        return None if how == BLOCKS and _INSIDE_BLOCKS.search(path) else region_of_module(path, module)
+
+    return ModuleRanges(model, region_of)
+
+
+def profile(case: ModelCase, call: Callable[[], None], options: argparse.Namespace, unprofiled_ms: float) -> Row:
+    """What the profiler records of a step, and how much slower it makes the step; writes the files of the case."""
+    steps, file = options.profiled_steps, models.file_name(case)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder: Path = options.out / "traces" if options.trace else Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        times = record_trace(call, folder / f"{file}.json", device=options.device, steps=steps)
+        calls = read_trace(folder / f"{file}.json", device=options.device)
+    row = {"profiled_ms": times.median, "profiler_cost": times.median / unprofiled_ms}
+    row |= kernel_columns(calls, case, steps=steps)
+    row["busy"] = row["work_ms"] / unprofiled_ms if calls["on_device"].any() else None
+    for name, table in details(calls, case, steps=steps).items():
+        path: Path = options.out / name / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(table, pd.DataFrame):
+            table.to_csv(path.with_name(f"{file}.csv"))
+        else:
+            path.with_name(f"{file}.md").write_text(table, encoding="utf-8")
+    return row
+
+
+def notes(options: argparse.Namespace) -> list[str]:
+    """How the figures are measured, in sentences."""
+    how = "with NVTX ranges, for Nsight Systems" if options.nsys_ranges else "by torch.profiler, with ranges"
     return [
-        Cell(Work(preset, options.suite, options.vocab_size, context, options.batch, model, options.compile), *rest)
-        for preset in options.preset
-        for context in sorted(options.context)
-        for model in options.model
-        for rest in [(dtype, mode) for dtype in options.dtype for mode in MODES if mode in options.mode]
+        f"median_ms: the median of {options.steps} steps without the profiler; use this time",
+        f"everything else: {options.profiled_steps} other steps of the same process, {how}",
+        "profiler_cost: a profiled step over a step without the profiler; work_ms: all kernels of a step, added up; "
+        "busy: work_ms over median_ms. On a CPU these are operators, without nested ones",
+        f"float32 parameters; float32 products {'may' if options.tf32 else 'do not'} use TF32; 16-bit dtypes: autocast",
+        "fused attention kernels have products and softmax in one, and are a class",
+        "regions and kernels of each case: details/, regions/ and kernels/",
     ]
 
 
-def no_room(cell: Cell, rows: Sequence[Row]) -> Outcome | None:
-    """Why a cell is not tried: the same model ran out of memory at shorter lengths, or in a mode that takes less."""
-    modes = list(MODES)
-    wanted = row_of(cell, {}, False)
-    same = ("preset", "suite", "vocab_size", "batch", "model", "compile", "dtype")
-    for row in rows:
-        less = row["context"] <= cell.work.context and modes.index(row["mode"]) <= modes.index(cell.mode)
-        if less and row["status"] == Status.OUT_OF_MEMORY.value and all(row[name] == wanted[name] for name in same):
-            reason = f"memory ran out at {row['batch']} × {row['context']}, {row['mode']}, already"
-            return Outcome(Status.SKIPPED, reason)
-    return None
+PROGRAM = harness.Program(
+    name="breakdown",
+    title="Where the time goes",
+    measure=measure,
+    tables=tables,
+    plots=plots,
+    settings=("suite", "steps", "profiled_steps", "nsys_ranges", "tf32", "seed"),
+    notes=notes,
+    estimate=models.estimate,
+    packages=("transformers",),
+)
 
 
-def method_of(options: argparse.Namespace) -> list[str]:
-    """How rows were measured, in sentences."""
-    tf32 = "may use" if options.tf32 else "do not use"
-    profiled = f"{options.profiled_steps} other steps of the same process, after one that starts the profiler"
-    if options.nsys_ranges:
-        profiled += ", ran with NVTX ranges, for Nsight Systems"
-    else:
-        profiled += ", were profiled, with ranges for the model's regions; all but the times of steps is from these"
-    return [
-        f"step, ms: the median of {options.steps} steps without profiler and ranges, after {options.warmup} that are "
-        "not timed; this is the time to go by",
-        profiled,
-        "profiler's cost: how much longer a profiled step took, by the medians; work: all kernels of a step, added up; "
-        "busy: these over the time of a step without the profiler",
-        f"float32 parameters; products of float32 {tf32} TF32; bfloat16 is autocast; each row in its own process",
-        "fused attention kernels contain products and softmax, and are a class of their own",
-    ]
-
-
-def tool_of(options: argparse.Namespace) -> Tool[Cell]:
-    """What measures the cells, as the options say."""
-    conditions = Conditions(
-        options.device,
-        options.warmup,
-        options.steps,
-        options.profiled_steps,
-        options.tf32,
-        options.seed,
-        options.output / "traces" if options.trace else None,
-        options.nsys_ranges,
-    )
-    ranges = {"profiled_steps": options.profiled_steps, "nsys_ranges": options.nsys_ranges}
-
-    def finish(cell: Cell, measured: Row, environment: Environment) -> Row:
-        return row_of(cell, measured, options.tf32)
-
-    def write_all(folder: Path, rows: Sequence[Row], environment: Environment) -> None:
-        write(folder, rows, environment, method_of(options))
-
-    return Tool(
-        "breakdown.py",
-        measure_cell,
-        conditions,
-        finish,
-        write_all,
-        timing_configuration(options) | ranges,
-        no_room,
-        estimate,
-        draw,
-        packages=("transformers",),
-        preload=modules_for(options.model, [options.compile]),
-    )
-
-
-def estimate(cell: Cell) -> Estimate:
-    """The memory of a step, as the trainer estimates it; nothing is known of others' models, nor of time."""
-    if cell.work.model == LLAMA or cell.mode != "step":
-        return Estimate()
-    return Estimate(bytes=estimate_memory(cell.work.config, cell.work.batch, autocast=cell.dtype == BFLOAT16).total)
-
-
-def nsys_command(options: argparse.Namespace, arguments: Sequence[str]) -> str:
-    """The command that runs the same cells under Nsight Systems, with a report for each."""
-    left_out = {"--trace", "--resume", "--dry-run"}
-    program = [sys.executable, str(Path(__file__).resolve()), *(text for text in arguments if text not in left_out)]
-    folder = options.output.with_name(f"{options.output.name}-nsys")
+def nsys_command(out: Path | None, arguments: Sequence[str]) -> str:
+    """The command that runs the same cases under Nsight Systems, with a report for each."""
+    folder = f"{out or 'results/breakdown'}-nsys"
+    kept = [text for text in arguments if text not in ("--trace", "--resume", "--dry-run")]
+    # Of two --out the last one counts.
+    program = [sys.executable, str(Path(__file__).resolve()), *kept, "--nsys-ranges", "--out", folder]
     profiler = "nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=repeat"
-    # The last --output is the one that counts.
-    ours = ["--nsys-ranges", "--output", str(folder)]
-    return f"{profiler} --output {shlex.quote(str(folder))} {shlex.join([*program, *ours])}"
+    return f"{profiler} --output {shlex.quote(folder)} {shlex.join(program)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure; the exit status is 0, 2 for what cannot be done, 130 when interrupted."""
+    """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    options = parse(arguments)
+    parser = make_parser(arguments)
+    options = flags.parse(parser, arguments)
+    if options.nsys_ranges and options.device.type != "cuda":
+        parser.error(f"--nsys-ranges needs a CUDA device; got {options.device}")
+    if options.nsys_ranges and options.trace:
+        parser.error("--trace needs torch.profiler, which --nsys-ranges does not use")
     if options.device.type == "cuda" and not options.nsys_ranges and shutil.which("nsys"):
-        print(f"the same ranges in Nsight Systems: {nsys_command(options, arguments)}", flush=True)
-    return run(tool_of(options), options, cells_of(options))
+        print(f"the same ranges in Nsight Systems: {nsys_command(options.out, arguments)}", flush=True)
+    program = dataclasses.replace(PROGRAM, preload=models.preload(options))
+    return harness.run(program, options, models.model_cases(parser, options))
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ class Program(Generic[CaseT]):
         title: of its tables.
         measure: measures a case in a process of its own, and returns its row or rows: the columns of figures, and
             `status` and `reason` unless all is well. An exception becomes a row with a status. The columns of the case
-            and `STAMP` are added. It must be a function of a module.
+            and `STAMP` are added. It must be a function of a module. The folder of the results is ``options.out``.
         tables: Markdown, from a DataFrame of all rows.
         plots: draws plots into a folder, from the same DataFrame.
         settings: names of options that must be the same for all rows of a folder, besides device and versions.
@@ -106,9 +106,10 @@ class Sweep(Generic[CaseT]):
             StoreError: the folder cannot take the rows of this run.
             RuntimeError: the environment of the device cannot be read.
         """
-        self.program, self.options = program, options
         self.environment = environment_of(options, program)
         self.folder: Path = options.out or default_folder(program.name, self.environment.device)
+        # Measuring functions may write files there.
+        self.program, self.options = program, argparse.Namespace(**vars(options) | {"out": self.folder})
         self._store = RowStore(self.folder, self._settings(), resume=options.resume)
         self.environment.write(self.folder / "environment.json")
         self._visited: set[str] = set()

@@ -1,190 +1,171 @@
-"""The attention leaderboard of Stanford CS336's systems assignment: its one problem, timed as the course times it.
+"""The attention leaderboard of Stanford CS336's systems assignment: one problem, timed as the course times it.
 
-    python benchmarks/leaderboard.py                              # writes into results/leaderboard
+    python benchmarks/leaderboard.py
+    python benchmarks/leaderboard.py --providers flash --compile none
 
-bfloat16, causal, q, k and v of shape (16, 16384, 64): an autograd Function under `torch.compile`, forward and then
-`o.sum().backward()`, by `triton.testing.do_bench` with a second of warm-up and ten of repetitions. Gradients accumulate
-from call to call, as they do there. Before it is timed, the same Function is held to the error budget of the tests on a
-shorter problem. `torch`, the same call through `scaled_dot_product_attention`, stands beside it. Without a GPU the
-problem is small by default, and the plain PyTorch Function is timed.
+Causal bfloat16 attention, q, k and v of shape (16, 16384, 64): an autograd Function under `torch.compile`, forward and
+then `o.sum().backward()`, by `triton.testing.do_bench` with a second of warm-up and ten seconds of repetitions.
+Gradients accumulate from call to call, as in the course. Before it is timed, each Function must satisfy the error
+budget of the tests on a shorter problem. `torch` is `scaled_dot_product_attention`. Without a GPU the problem is small
+by default, and the Function in plain PyTorch is timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.asked_device import asks_for_gpu
-from benchmarks.flags import DTYPE_ALIASES, DTYPES
-from benchmarks.suite_rows import write_at_once
+from benchmarks import flags, harness
+from benchmarks.comparison import time_columns
+from benchmarks.harness import Case, Context, Row
+from benchmarks.models import check_names
+from benchmarks.tables import markdown
 from cs336_systems.attention import FlashAttentionFunction, TiledAttentionFunction
-from cs336_systems.profiling.environment import Environment, collect_environment
+from cs336_systems.kernels.torch_names import COMPILER
+from cs336_systems.profiling.flops import attention_flops, implausible_rate, teraflops_per_second
 from cs336_systems.profiling.memory import collection_paused
-from cs336_systems.profiling.report import format_number, markdown_table, report_page
-from cs336_systems.profiling.sweep import Row, Status
-from cs336_systems.profiling.timing import call_milliseconds
+from cs336_systems.profiling.timing import RoundTimes, call_milliseconds
 from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs
 
 LONGEST_CHECKED = 1024
-"""The float64 oracle keeps every pair of a query and a key."""
-
-FIELDS = (
-    *("contender", "status", "mean_ms", "median_ms", "min_ms", "tflops", "compiled"),
-    *("heads", "length", "head_dim", "dtype"),
-)
-"""The columns of results.csv, before those of the run."""
-
+"""The float64 reference keeps every query-key pair."""
 FUNCTIONS: dict[str, Any] = {"flash": FlashAttentionFunction, "tiled": TiledAttentionFunction}
+TORCH = "torch"
+COMPILE = ("none", "whole")
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class Times(NamedTuple):
-    """Milliseconds of forward and backward together, over all repetitions."""
+@dataclass(frozen=True)
+class Problem(Case):
+    """Causal attention without a batch axis, forward and backward, by one provider."""
 
-    mean: float
-    median: float
-    fastest: float
+    provider: str
+    compile: str
+    dtype: str
+    heads: int
+    length: int
+    head_dim: int
 
 
-def by_function(name: str) -> Attend:
-    """Causal attention by one of `FUNCTIONS`, as the assignment calls it."""
-    apply = FUNCTIONS[name].apply
+def attend_of(provider: str) -> Attend:
+    """Causal attention by one of `FUNCTIONS`, called as in the assignment, or by torch."""
+    if provider == TORCH:
+        return lambda q, k, v: F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+    apply = FUNCTIONS[provider].apply
     return lambda q, k, v: apply(q, k, v, True)
 
 
-def by_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same by torch, which wants an axis for the batch."""
-    return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
-
-
-def check(attend: Attend, options: argparse.Namespace) -> None:
-    """Values and gradients on a problem of at most `LONGEST_CHECKED` rows, against float64."""
-    length = min(options.length, LONGEST_CHECKED)
-    shape = (min(options.heads, 2), length, options.dim)
-    inputs = make_inputs(Shapes(shape, shape, shape), dtype=options.dtype, device=options.device)
+def check(attend: Attend, case: Problem, device: torch.device) -> None:
+    """Raise AssertionError if output or gradients exceed the error budget on a problem of `LONGEST_CHECKED` rows."""
+    shape = (min(case.heads, 2), min(case.length, LONGEST_CHECKED), case.head_dim)
+    inputs = make_inputs(Shapes(shape, shape, shape), dtype=flags.DTYPES[case.dtype], device=device)
     assert_within_budget(evaluate(attend, inputs), inputs, causal=True)
 
 
-def times(attend: Attend, options: argparse.Namespace) -> Times:
-    """Forward and backward of the whole problem, many times in a row."""
-    shape = (3, options.heads, options.length, options.dim)
-    q, k, v = (x.requires_grad_() for x in torch.randn(shape, device=options.device, dtype=options.dtype).unbind())
+def measure(case: Problem, context: Context) -> Row:
+    """Check the provider, and time forward and backward together."""
+    options, attend = context.options, attend_of(case.provider)
+    device: torch.device = options.device
+    if case.provider != TORCH:
+        check(attend, case, device)
+    call: Attend = torch.compile(attend) if case.compile == "whole" else attend
+    shape = (3, case.heads, case.length, case.head_dim)
+    inputs = torch.randn(shape, device=device, dtype=flags.DTYPES[case.dtype]).unbind()
+    q, k, v = (x.requires_grad_() for x in inputs)
 
     def forward_and_backward() -> None:
-        loss: Any = attend(q, k, v).sum()
+        loss: Any = call(q, k, v).sum()
         loss.backward()
 
     forward_and_backward()  # compiles
+    row = time_columns(RoundTimes(tuple(repetitions(forward_and_backward, options))))
+    del row["round_ms"]  # hundreds
+    flops = attention_flops(1, case.heads, case.length, case.length, case.head_dim, causal=True, which="both")
+    rate = teraflops_per_second(flops, row["mean_ms"])
+    warning = implausible_rate(rate, torch.cuda.get_device_name(device), case.dtype) if device.type == "cuda" else None
+    return {**row, "tflops": rate, "warning": warning or ""}
+
+
+def repetitions(function: Callable[[], None], options: argparse.Namespace) -> list[float]:
+    """Milliseconds of calls in a row: --rep of them after --warmup."""
     with collection_paused():
         if options.device.type == "cuda":
             from triton.testing import do_bench
 
-            repetitions = do_bench(
-                forward_and_backward, warmup=options.warmup * 1e3, rep=options.seconds * 1e3, return_mode="all"
-            )
-        else:
-            first = call_milliseconds(forward_and_backward, options.device)
-            count = max(1, int(options.seconds * 1e3 / first))
-            repetitions = [call_milliseconds(forward_and_backward, options.device) for _ in range(count)]
-    ordered = sorted(repetitions)
-    return Times(sum(ordered) / len(ordered), ordered[len(ordered) // 2], ordered[0])
+            times: list[float] = do_bench(function, warmup=options.warmup, rep=options.rep, return_mode="all")
+            return times
+        count = max(1, int(options.rep / call_milliseconds(function, options.device)))
+        return [call_milliseconds(function, options.device) for _ in range(count)]
 
 
-def rows_of(measured: dict[str, Times], options: argparse.Namespace) -> list[Row]:
-    """A row for each contender."""
-    # Forward two products of all pairs, backward five; causal attention sees half of the pairs.
-    flops = 7 * 2 * options.heads * options.length**2 * options.dim / 2
+def tables(frame: pd.DataFrame) -> str:
+    """One table of all rows; the rate is that of the mean time."""
+    figures = ["mean_ms", "median_ms", "min_ms", "tflops", "status"]
+    return markdown(frame.reindex(columns=[*(field.name for field in dataclasses.fields(Problem)), *figures]))
+
+
+def notes(options: argparse.Namespace) -> list[str]:
+    """How the figures are measured, in sentences."""
     return [
-        {
-            "contender": name,
-            "status": Status.OK.value,
-            "mean_ms": times.mean,
-            "median_ms": times.median,
-            "min_ms": times.fastest,
-            "tflops": flops / times.mean / 1e9,
-            "compiled": not options.eager,
-            "heads": options.heads,
-            "length": options.length,
-            "head_dim": options.dim,
-            "dtype": str(options.dtype).removeprefix("torch."),
-        }
-        for name, times in measured.items()
+        "causal attention, forward and backward",
+        f"{options.rep / 1e3:g} s of calls in a row after {options.warmup / 1e3:g} s of warm-up; not interleaved",
+        "output and gradients of this library's Functions satisfy the error budget of the tests",
     ]
 
 
-def table(rows: Sequence[Row]) -> str:
-    """A line for each contender."""
-    figures = ("mean_ms", "median_ms", "min_ms", "tflops")
-    lines = [[row["contender"], *(format_number(row[name]) for name in figures)] for row in rows]
-    return markdown_table(["contender", "mean, ms", "median, ms", "fastest, ms", "TFLOP/s by the mean"], lines)
-
-
-def problem_of(options: argparse.Namespace) -> str:
-    """What is timed, in words."""
-    shape = (options.heads, options.length, options.dim)
-    compiled = "eager" if options.eager else "under torch.compile"
-    return f"Causal attention, forward and backward, {compiled}: {shape}, {options.dtype}, {options.device}"
-
-
-def page(rows: Sequence[Row], options: argparse.Namespace, environment: Environment) -> str:
-    """The table for people."""
-    method = [
-        problem_of(options),
-        f"calls in a row for {options.seconds:g} s, after {options.warmup:g} s that are not timed; not interleaved",
-        f"values and gradients of {options.impl} were held to the error budget of the tests first",
-    ]
-    return report_page("The course's leaderboard", environment, method, [table(rows)])
-
-
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    on_gpu = asks_for_gpu(arguments)
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda" if on_gpu else "cpu"))
-    parser.add_argument(
-        "--impl", default="flash" if on_gpu else "tiled", choices=FUNCTIONS, help="default: %(default)s"
-    )
-    parser.add_argument("--dtype", default="bfloat16", choices=[*DTYPES, *DTYPE_ALIASES], help="default: %(default)s")
-    for name, value in (("heads", 16 if on_gpu else 2), ("length", 16384 if on_gpu else 256), ("dim", 64)):
-        parser.add_argument(f"--{name}", type=int, default=value, help="default: %(default)s")
-    parser.add_argument("--warmup", type=float, default=1.0, help="seconds before (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=10.0 if on_gpu else 1.0, help="default: %(default)s")
-    parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--alone", action="store_true", help="without torch beside it")
-    parser.add_argument("--output", type=Path, default=Path("results/leaderboard"), help="default: %(default)s")
-    parser.add_argument("--commit", help="the commit to record where the checkout is not in a git repository")
-    options = parser.parse_args(arguments)
-    options.dtype = DTYPES[DTYPE_ALIASES.get(options.dtype, options.dtype)]
-    return options
+PROGRAM = harness.Program(
+    name="leaderboard",
+    title="The course's leaderboard",
+    measure=measure,
+    tables=tables,
+    settings=("warmup", "rep", "seed"),
+    notes=notes,
+    preload=COMPILER,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check, measure, print the table, and write it."""
-    options = parse(arguments)
-    environment = collect_environment(options.device, commit=options.commit)
-    contenders: dict[str, Attend] = {options.impl: by_function(options.impl)}
-    if not options.alone:
-        contenders["torch"] = by_torch
-    check(contenders[options.impl], options)
-    print(problem_of(options))
-    measured = {
-        name: times(attend if options.eager else torch.compile(attend), options) for name, attend in contenders.items()
-    }
-    rows = rows_of(measured, options)
-    print(table(rows))
-    print(f"wrote {write_at_once(options.output, rows, FIELDS, environment, page(rows, options, environment))}")
-    return 0
+    """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
+    gpu = flags.wants_gpu(arguments)
+    parser = flags.make_parser(
+        __doc__,
+        providers=["flash" if gpu else "tiled", TORCH],
+        compile=["whole"],
+        dtypes=["bfloat16"],
+        heads=16 if gpu else 2,
+        lengths=[16384 if gpu else 256],
+        head_dims=[64],
+        warmup=1000.0,
+        rep=10000.0 if gpu else 1000.0,
+    )
+    options = flags.parse(parser, arguments)
+    check_names(parser, "providers", options.providers, [*FUNCTIONS, TORCH])
+    check_names(parser, "compile", options.compile, COMPILE)
+    if not options.heads:
+        parser.error("--heads must be at least 1; got 0")
+    cases = [
+        Problem(provider, how, dtype, options.heads, length, head_dim)
+        for how in options.compile
+        for dtype in options.dtypes
+        for head_dim in options.head_dims
+        for length in options.lengths
+        for provider in options.providers
+    ]
+    return harness.run(PROGRAM, options, cases)
 
 
 if __name__ == "__main__":

@@ -1,166 +1,249 @@
-"""Where the memory goes: of forward, forward and backward, and whole steps, in float32 and in mixed precision.
+"""Where the memory of a model's step goes: forward, forward and backward, and whole steps, by dtype and category.
 
-    python benchmarks/memory.py                                          # presets × contexts × modes × dtypes
-    python benchmarks/memory.py --preset large --context 512 --mode step --checkpoint-every 1 2 3 4 6 9 12 18 36
-    python benchmarks/memory.py --preset tiny --context 128 --device cpu
+    python benchmarks/memory.py                                             # models × lengths × modes × dtypes
+    python benchmarks/memory.py --models large --lengths 128 256 512 2048 --providers naive flash
+    python benchmarks/memory.py --models medium --lengths 1024 --modes step --recompute-every 1 2 3 4 6 8 12 24
+    python benchmarks/memory.py --models tiny --lengths 128 --device cpu
 
-Each row is measured in a process of its own, and is stored when it is measured; --resume goes on where a run stopped.
 docs/measuring/memory.md says what is measured, how, and what the columns mean.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.asked_device import asks_for_gpu
-from benchmarks.memory_cell import DTYPES, FORWARD_ONLY, MODELS, MODES, STEP, Cell, Conditions, measure_cell
-from benchmarks.memory_plots import draw
-from benchmarks.memory_report import row_of, write
-from benchmarks.suite import Estimate, Tool, add_run_options, check_run_options, positive, run
-from benchmarks.training_models import NAIVE
-from benchmarks.training_run import add_model_options, check_presets
-from cs336_systems.profiling.environment import Environment
-from cs336_systems.profiling.sweep import Outcome, Row, Status
-from cs336_systems.training.config import TINY
-from cs336_systems.transformer import TransformerConfig
+import pandas as pd
+import torch
+from torch import Tensor
 
-_WIDTHS = ("d_model", "d_ff", "num_layers", "num_heads")
-_PICTURES = ("matplotlib.pyplot",)
-"""What a row draws its timeline with."""
-_START_SECONDS = 4.0
-_SECONDS_A_LAYER = 0.2
-"""Of a row: what its operations take to be recorded, about."""
+from benchmarks import flags, harness, models
+from benchmarks.harness import Context, Row
+from benchmarks.memory_tables import draw_timeline, plots, size_columns, tables
+from benchmarks.models import FORWARD, FORWARD_BACKWARD, STEP, ModelCase, file_name
+from benchmarks.steps import TrainingStep, make_step
+from benchmarks.tables import markdown
+from cs336_systems.profiling import MemoryRecorder, MemoryUsage, activation_bytes, measure_memory, saved_tensors
+from cs336_systems.profiling.memory import MIB
+from cs336_systems.profiling.saved import SavedTensor
+from cs336_systems.profiling.steps import MODES
+from cs336_systems.profiling.timing import consecutive_ms
+
+LARGEST = 10
+"""How many allocations are listed; those that differ only in the layer count as one."""
+_ALLOCATION = ["category", "phase", "module", "operation", "statement"]
 
 
-def build_parser(arguments: Sequence[str] | None = ()) -> argparse.ArgumentParser:
-    """The parser; its defaults are tiny where the arguments ask for no GPU."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    gpu = asks_for_gpu(arguments)
-    presets, contexts = (("small", "medium", "large", "xl", "2.7B"), (128, 256, 512)) if gpu else ((TINY,), (128,))
-    add_model_options(parser, presets, contexts)
+@dataclass(frozen=True)
+class MemoryCase(ModelCase):
+    """A case with activation checkpointing: the blocks of each group that is recomputed; None for none."""
+
+    recompute_every: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The case in one line."""
+        recomputed = "" if self.recompute_every is None else f" recompute={self.recompute_every}"
+        return super().name.rpartition(" warmup=")[0] + recomputed
+
+
+def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """The command line; its defaults depend on whether the arguments ask for a GPU."""
+    gpu = flags.wants_gpu(arguments)
+    parser = flags.make_parser(
+        __doc__,
+        timeout=1800,
+        models=["small", "medium", "large", "xl", "2.7B"] if gpu else ["tiny"],
+        suite="2025",
+        lengths=[128, 256, 512] if gpu else [128],
+        batch=4 if gpu else 2,
+        providers=["naive"],
+        dtypes=["float32", "bfloat16"],
+        modes=[*MODES],
+        steps=5 if gpu else 2,
+        tf32=False,
+    )
+    models.add_size_flags(parser)
     add = parser.add_argument
-    for name in _WIDTHS:
-        add(f"--{name.replace('_', '-')}", type=positive, metavar="N", help="in place of the preset's")
-    add("--batch", type=positive, default=4 if gpu else 2, metavar="B", help="sequences (default: %(default)s)")
-    add("--model", nargs="+", choices=MODELS, default=[NAIVE], help="what computes attention (default: naive)")
-    add("--mode", nargs="+", choices=MODES, default=[*MODES], help="which passes (default: all)")
-    add("--dtype", nargs="+", choices=DTYPES, default=[*DTYPES], help="mixed: bfloat16 autocast (default: both)")
-    text = "also whole steps at the longest context with so many blocks recomputed together; 0 for none of them"
-    every = (1, 2, 3, 4, 6) if gpu else (1, 2)
-    add("--checkpoint-every", nargs="+", type=int, default=[*every], metavar="K", help=f"{text} (default: %(default)s)")
-    add("--steps", type=positive, default=5 if gpu else 2, metavar="N", help="that are timed (default: %(default)s)")
-    add("--tf32", action="store_true", help="let products of float32 use TF32")
-    add("--no-snapshots", dest="snapshots", action="store_false", help="keep no pickles for torch's viewer")
-    add_run_options(parser, "results/memory")
+    text = "steps at the longest length with groups of this many blocks recomputed; 0: none"
+    every = [1, 2, 3, 4, 6] if gpu else [1, 2]
+    add("--recompute-every", nargs="+", type=flags.count, default=every, metavar="K", help=f"{text} ({every})")
+    add("--snapshots", action=argparse.BooleanOptionalAction, default=True, help="keep pickles for torch's viewer")
     return parser
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line. Ends the program with a message for what cannot be done."""
-    parser = build_parser(arguments)
-    options = parser.parse_args(arguments)
-    check_presets(parser, options)
-    if min(options.checkpoint_every) < 0:
-        parser.error(f"--checkpoint-every must be at least 0; got {min(options.checkpoint_every)}")
-    check_run_options(parser, options)
-    for preset in options.preset:
-        try:
-            _cell(options, preset, options.context[0], MODELS[0], STEP, DTYPES[0]).config.parameters()
-        except (TypeError, ValueError) as error:
-            parser.error(f"the sizes of {preset} do not fit together: {error}")
-    return options
-
-
-def _cell(
-    options: argparse.Namespace, preset: str, context: int, model: str, mode: str, dtype: str, every: int | None = None
-) -> Cell:
-    others = {name: getattr(options, name) for name in _WIDTHS if getattr(options, name) is not None}
-    sizes = {"vocab_size": options.vocab_size, "context_length": context, **others}
-    return Cell(preset, options.suite, tuple(sizes.items()), options.batch, model, mode, dtype, every)
-
-
-def cells_of(options: argparse.Namespace) -> list[Cell]:
-    """What is measured, in this order: short contexts first, then steps whose blocks are recomputed."""
-    cells = [
-        _cell(options, preset, context, model, mode, dtype)
-        for preset in options.preset
-        for model in options.model
-        for context in sorted(options.context)
-        for mode in options.mode
-        for dtype in options.dtype
-    ]
-    longest = max(options.context)
+def memory_cases(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[MemoryCase]:
+    """The combinations of what the options name, and then the steps with recomputation, at the longest length."""
+    cases = [MemoryCase(**vars(case)) for case in models.model_cases(parser, options)]
+    longest: dict[str, int] = {}
+    for case in cases:
+        longest[case.model] = max(case.length, longest.get(case.model, 0))
     recomputed = [
-        _cell(options, preset, longest, model, STEP, dtype, every)
-        for preset in options.preset
-        for model in options.model
-        for dtype in options.dtype
-        for every in _block_sizes(options, _cell(options, preset, longest, model, STEP, dtype).config)
+        MemoryCase(**vars(case) | {"recompute_every": every})
+        for case in cases
+        if case.mode == STEP and case.length == longest[case.model] and case.provider != models.LLAMA
+        for every in sorted({*options.recompute_every})
+        if 0 < every <= case.config.num_layers
     ]
-    return cells + (recomputed if STEP in options.mode else [])
+    return cases + recomputed
 
 
-def _block_sizes(options: argparse.Namespace, config: TransformerConfig) -> list[int]:
-    return sorted({every for every in options.checkpoint_every if 0 < every <= config.num_layers})
+def measure(case: MemoryCase, context: Context) -> Row:
+    """The memory of a case, by the allocator and from a recording; writes the files of the case."""
+    options = context.options
+    skipped = models.smaller_out_of_memory(case, context.rows)
+    if skipped is not None:
+        return skipped.columns
+    device: torch.device = options.device
+    step, inputs = make_step(case, device, options.seed, recompute_every=case.recompute_every)
+    # Libraries allocate workspaces before the recording. The optimizer has no state yet.
+    run_once(step, FORWARD if case.mode == FORWARD else FORWARD_BACKWARD)
+    step.optimizer.zero_grad()
+    with MemoryRecorder(step.model, device, step.optimizer) as recorder:
+        for _ in range(2 if case.mode == STEP else 1):  # the first step allocates the optimizer's state
+            run_once(step, case.mode, recorder.phase)
+    step.optimizer.zero_grad()
+    usage = usage_of(step, case.mode, recorder, device)
+
+    def whole() -> None:
+        run_once(step, case.mode)
+        step.optimizer.zero_grad()
+
+    times = consecutive_ms(whole, options.steps, device=device)
+    row = usage_columns(usage) | {"median_ms": times.median, "min_ms": times.minimum} | size_columns(case)
+    timeline, allocations = recorder.timeline(), recorder.table()
+    peak = timeline.loc[timeline.sum(axis="columns").idxmax()]
+    row |= {f"peak: {category}": int(size) / MIB for category, size in peak.items() if size}
+    largest = allocations[allocations["begin"] > 0].groupby("category").bytes.max()
+    row |= {f"largest: {category}": int(size) / MIB for category, size in largest.items()}
+    saved = saved_tensors(step.forward, step.model, inputs) if case.mode != FORWARD else []
+    row |= saved_columns(saved, case)
+    write_files(case, recorder, details(case, allocations, saved), options)
+    if options.plots:
+        draw_timeline(file_of(options.out, "timelines", case, "png"), timeline, recorder.phases, case.name)
+    return row
 
 
-def no_room(cell: Cell, rows: Sequence[Row]) -> Outcome | None:
-    """Why a cell is not tried: with a shorter context, all else the same, memory ran out."""
-    for row in rows:
-        same = all(row[name] == getattr(cell, name) for name in ("preset", "suite", "batch", "model", "mode", "dtype"))
-        shorter = same and row["every"] == cell.every and row["context"] < cell.context
-        if shorter and row["status"] == Status.OUT_OF_MEMORY.value:
-            return Outcome(Status.SKIPPED, f"memory ran out at a context of {row['context']} already")
-    return None
+def run_once(step: TrainingStep, mode: str, phase: Callable[[str], object] = lambda name: None) -> None:
+    """Run what a mode measures; ``phase`` is called with the name of each phase as it begins."""
+    phase("forward")
+    with torch.set_grad_enabled(mode != FORWARD):
+        loss = step.forward()
+    if mode == FORWARD:
+        return
+    phase("backward")
+    loss.backward()
+    del loss
+    if mode == STEP:
+        phase("optimizer")
+        step.update()
 
 
-def configuration_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What rows must have in common to stand in one table."""
-    return {"steps": options.steps, "tf32": options.tf32, "seed": options.seed} | {
-        name: getattr(options, name) for name in ("vocab_size", *_WIDTHS)
-    }
+def usage_of(step: TrainingStep, mode: str, recorder: MemoryRecorder, device: torch.device) -> MemoryUsage:
+    """On CUDA the allocator's figures of one more step without the recorder; elsewhere those of the recording."""
+    if device.type != "cuda":
+        return recorder.usage()
+    backward = None if mode == FORWARD else Tensor.backward
+    usage = measure_memory(step.forward, backward, step.update if mode == STEP else None, device=device)
+    step.optimizer.zero_grad()
+    return usage
 
 
-def tool_of(options: argparse.Namespace) -> Tool[Cell]:
-    """What measures the cells, as the options say."""
-    conditions = Conditions(
-        options.device, options.steps, options.tf32, options.seed, options.output, options.snapshots
-    )
+def usage_columns(usage: MemoryUsage) -> Row:
+    """The figures in MiB; the peak is with what was allocated before the step."""
+    before, peak = usage.before_bytes, usage.peak_bytes
+    sizes = {"before": before, "peak": None if before is None or peak is None else before + peak}
+    sizes |= {"held": usage.held_bytes, "reserved": usage.reserved_bytes}
+    columns: Row = {f"{name}_mib": None if size is None else size / MIB for name, size in sizes.items()}
+    return columns | {"memory_method": usage.method}
 
-    def finish(cell: Cell, found: Row, environment: Environment) -> Row:
-        return row_of(cell, found, options)
 
-    def estimate(cell: Cell) -> Estimate:
-        seconds = _START_SECONDS + _SECONDS_A_LAYER * cell.config.num_layers
-        parts = cell.estimate(options.device.type)
-        return Estimate(seconds, parts.total if cell.mode != FORWARD_ONLY else None)
+def saved_columns(saved: Sequence[SavedTensor], case: MemoryCase) -> Row:
+    """What autograd saves of activations, of copies of parameters, and in one block."""
+    if not saved:
+        return {}
+    copies = sum(each.bytes for each in saved if each.of_parameter)
+    block = None if case.recompute_every else activation_bytes(saved, block_of(case)) / MIB
+    return {"saved_mib": activation_bytes(saved) / MIB, "parameter_copies_mib": copies / MIB, "block_mib": block}
 
-    return Tool(
-        "memory.py",
-        measure_cell,
-        conditions,
-        finish,
-        write,
-        configuration_of(options),
-        no_room,
-        estimate,
-        draw,
-        preload=_PICTURES if importlib.util.find_spec("matplotlib") else (),
-    )
+
+def block_of(case: MemoryCase) -> str:
+    """The path of the second block, whose input is the output of another one."""
+    return f"layers.{min(1, case.config.num_layers - 1)}"
+
+
+def details(case: MemoryCase, allocations: pd.DataFrame, saved: Sequence[SavedTensor]) -> str:
+    """Markdown: the largest allocations, and what each operation of one block saves for the backward."""
+    layer = allocations["module"].str.replace(r"\blayers\.\d+", "layers.*", regex=True)
+    new = allocations.assign(module=layer, MiB=allocations["bytes"] / MIB)[allocations["begin"] > 0]
+    kinds = new.groupby(["MiB", *_ALLOCATION], sort=False).size().rename("count").reset_index()
+    parts = {"Largest allocations": markdown(kinds.nlargest(LARGEST, "MiB"))}
+    prefix = f"{block_of(case)}."
+    block = [
+        {"module": each.module, "statement": each.statement.source, "MiB": each.bytes / MIB}
+        for each in saved
+        if f"{each.module}.".startswith(prefix) and not each.of_parameter
+    ]
+    if block and not case.recompute_every:
+        table = pd.DataFrame(block).groupby(["module", "statement"], sort=False)["MiB"].agg(["sum", "count"])
+        table = table.assign(share=table["sum"] / table["sum"].sum()).rename(columns={"sum": "MiB"}).reset_index()
+        parts["Saved for the backward by one block"] = markdown(table)
+    return f"# {case.name}\n\n{models.sections(parts)}\n"
+
+
+def file_of(out: Path, kind: str, case: MemoryCase, suffix: str) -> Path:
+    """A file of a case, its folder made."""
+    folder = out / kind
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{file_name(case)}.{suffix}"
+
+
+def write_files(case: MemoryCase, recorder: MemoryRecorder, text: str, options: argparse.Namespace) -> None:
+    """Write the details, torch's interactive timeline, and with --snapshots the snapshot."""
+    path = partial(file_of, options.out, case=case)
+    path("details", suffix="md").write_text(text, encoding="utf-8")
+    recorder.save_page(path("timelines", suffix="html"))
+    if options.snapshots:
+        path("snapshots", suffix="pickle").write_bytes(pickle.dumps(recorder.snapshot()))
+
+
+def notes(options: argparse.Namespace) -> list[str]:
+    """How the figures are measured, in sentences."""
+    return [
+        "memory_method `cuda allocator`: the allocator's counters, in a step without the recorder",
+        "memory_method `tracked tensors`: the storages of the tensors that operations return, without workspaces",
+        "categories, timelines and the largest allocations are from a recording of the second kind on every device",
+        "peak_mib is with what was allocated before; held_mib is allocated by the forward and held for the backward",
+        "largest allocations and what a block saves: details/; memory over time: timelines/; all in MiB",
+    ]
+
+
+PROGRAM = harness.Program(
+    name="memory",
+    title="Memory",
+    measure=measure,
+    tables=tables,
+    plots=plots,
+    settings=("suite", "steps", "tf32", "seed"),
+    notes=notes,
+    estimate=models.estimate,
+    preload=("matplotlib.pyplot",),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure; the exit status is 0, 2 for what cannot be done, 130 when interrupted."""
-    options = parse(arguments)
-    return run(tool_of(options), options, cells_of(options))
+    """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
+    parser = make_parser(arguments)
+    options = flags.parse(parser, arguments)
+    return harness.run(PROGRAM, options, memory_cases(parser, options))
 
 
 if __name__ == "__main__":

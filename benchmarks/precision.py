@@ -1,152 +1,299 @@
-"""Precision: sums that lose terms, the dtypes of a toy model under autocast, and attention's error against float64.
+"""Precision: sums that lose terms, the dtypes of a small model under autocast, and attention's errors.
 
-    python benchmarks/precision.py                                              # all three; short without a GPU
-    python benchmarks/precision.py --what accumulation autocast
-    python benchmarks/precision.py --what attention --dtype bf16 fp32 --length 512 4096 --dim 64 128 --mask causal full
+    python benchmarks/precision.py                                            # all three; short without a GPU
+    python benchmarks/precision.py --topics sums autocast
+    python benchmarks/precision.py --topics attention --dtypes bf16 fp32 --lengths 512 4096 --masks causal full
 
-An error is that of the output, the log-sum-exp or a gradient, as a norm and as the largest of its elements, and stands
-beside the budget that the tests hold it to. docs/measuring/precision.md says what is measured.
+Errors of attention are those of the output, the log-sum-exp and the gradients against float64, beside the budget of the
+tests. docs/measuring/precision.md says what is measured, and what the columns mean.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.asked_device import asks_for_gpu
-from benchmarks.flags import DTYPE_ALIASES, DTYPES, MASKS
-from benchmarks.precision_cells import (
-    ACCUMULATION,
-    ATTENTION,
-    AUTOCAST,
-    KINDS,
-    Cell,
-    Conditions,
-    measure_cell,
-    quadratic_bytes,
-)
-from benchmarks.precision_report import draw, write
-from benchmarks.suite import Estimate, Tool, add_run_options, check_run_options, positive, run
-from cs336_systems.attention import Implementation
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks import flags, harness
+from benchmarks.comparison import Comparison
+from benchmarks.harness import Case, Context, Estimate, Row
+from benchmarks.models import check_names, sections
+from benchmarks.results import outcome_of
+from benchmarks.tables import markdown, plot_lines
+from cs336_systems.attention import Implementation, attention
 from cs336_systems.kernels.torch_names import COMPILER
-from cs336_systems.profiling.environment import Environment
-from cs336_systems.profiling.sweep import Row
+from cs336_systems.profiling import ACCUMULATIONS, AttentionReference, tensor_dtypes
+from cs336_systems.profiling.report import ABSENT
+from cs336_systems.testing import TF32_EPS, Finding, Shapes, make_inputs
 
-_AUTOCAST_DTYPES = ("float16", "bfloat16")
-# A context on the GPU and, for attention, compilation for a new length.
-_START_SECONDS = {ACCUMULATION: 3.0, AUTOCAST: 3.0, ATTENTION: 8.0}
-
-
-def build_parser(arguments: Sequence[str] | None = ()) -> argparse.ArgumentParser:
-    """The parser; its defaults are small where the arguments ask for no GPU."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    gpu = asks_for_gpu(arguments)
-    names = [implementation.value for implementation in Implementation]
-    implementations = names if gpu else [name for name in names if name != "compiled"]  # it compiles for minutes
-    add = parser.add_argument
-    add("--what", nargs="+", choices=KINDS, default=[*KINDS], metavar="KIND", help=f"of {', '.join(KINDS)}")
-    dtypes = [*DTYPES, *DTYPE_ALIASES]
-    add("--dtype", nargs="+", choices=dtypes, default=[*DTYPES], metavar="TYPE", help=f"of {', '.join(dtypes)}")
-    lengths, dims = ((512, 2048), (64, 128)) if gpu else ((128, 512), (64,))
-    add("--length", nargs="+", type=positive, default=[*lengths], metavar="N", help="default: %(default)s")
-    add("--dim", nargs="+", type=positive, default=[*dims], metavar="D", help="head dimensions (default: %(default)s)")
-    masks = [*MASKS] if gpu else ["causal"]
-    add("--mask", nargs="+", choices=MASKS, default=masks, metavar="MASK", help=f"of {', '.join(MASKS)} (%(default)s)")
-    add("--impl", nargs="+", choices=names, default=implementations, metavar="NAME", help=f"of {', '.join(names)}")
-    add("--batch", type=positive, default=1, metavar="B", help="default: %(default)s")
-    add("--heads", type=int, default=2, metavar="H", help="0: no head axis (default: %(default)s)")
-    add("--tf32", action="store_true", help="let products of float32 use TF32, and allow for it in the budget")
-    add_run_options(parser, "results/precision")
-    return parser
+SUMS, AUTOCAST, ATTENTION = TOPICS = ("sums", "autocast", "attention")
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+IMPLEMENTATIONS = tuple(implementation.value for implementation in Implementation)
+WITHOUT_LSE = ("sdpa",)
+WITH_NARROW_SCORES = ("naive", "compiled")
+"""Their scores, and so their log-sum-exp, have the dtype of q and k, while the budget is float32's."""
+_QUADRATIC_MATRICES = 16
+"""Of float64 at most, in the reference and in naive's graph."""
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line. Ends the program with a message for what cannot be done."""
-    parser = build_parser(arguments)
-    options = parser.parse_args(arguments)
-    if options.heads < 0:
-        parser.error(f"--heads must be at least 0; got {options.heads}")
-    options.dtype = list(dict.fromkeys(DTYPE_ALIASES.get(name, name) for name in options.dtype))
-    check_run_options(parser, options)
-    return options
+@dataclass(frozen=True)
+class PrecisionCase(Case):
+    """A topic: all sums, autocast to one dtype, or one attention problem for all implementations."""
+
+    topic: str
+    dtype: str = ""
+    mask: str = ""
+    batch: int | None = None
+    heads: int | None = None
+    head_dim: int | None = None
+    length: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The case in one line."""
+        return " ".join(f"{name}={value}" for name, value in self.columns.items() if value not in ("", None))
 
 
-def cells_of(options: argparse.Namespace) -> list[Cell]:
-    """What is measured, in this order."""
-    cells = [Cell(ACCUMULATION)] if ACCUMULATION in options.what else []
-    if AUTOCAST in options.what:
-        cells += [Cell(AUTOCAST, dtype) for dtype in _AUTOCAST_DTYPES]
-    if ATTENTION in options.what:
-        cells += [
-            Cell(ATTENTION, dtype, mask, length, dim)
-            for dtype in options.dtype
-            for mask in options.mask
-            for dim in options.dim
-            for length in sorted(options.length)
+def measure(case: PrecisionCase, context: Context) -> list[Row]:
+    """The rows of a case: one for each sum, tensor or implementation."""
+    if case.topic == SUMS:
+        return sums()
+    if case.topic == AUTOCAST:
+        return autocast_dtypes(flags.DTYPES[case.dtype], context.options.device)
+    return attention_errors(case, context)
+
+
+def sums() -> list[Row]:
+    """0.01 added a thousand times by each loop of `ACCUMULATIONS`, on the CPU."""
+    rows = []
+    for loop in ACCUMULATIONS:
+        total = loop.total()
+        dtypes = {"accumulator": _name(loop.accumulator), "addend": _name(loop.addend), "cast": loop.cast}
+        rows.append({"name": loop.name, **dtypes, "total": total, "total_error": total - 10.0})
+    return rows
+
+
+def toy_model(inputs: int, outputs: int) -> nn.Module:
+    """The model of the systems assignment of Stanford CS336: linear, ReLU, LayerNorm, linear."""
+    first, last = nn.Linear(inputs, 10, bias=False), nn.Linear(10, outputs, bias=False)
+    return nn.Sequential(OrderedDict(fc1=first, relu=nn.ReLU(), ln=nn.LayerNorm(10), fc2=last))
+
+
+def autocast_dtypes(dtype: torch.dtype, device: torch.device) -> list[Row]:
+    """The dtype of each tensor in a step of `toy_model` under autocast."""
+    rows, inputs, outputs = 32, 16, 8
+    model, x = toy_model(inputs, outputs).to(device), torch.randn(rows, inputs, device=device)
+    targets = torch.randint(outputs, (rows,), device=device)
+    found = tensor_dtypes(model, x, loss=lambda logits: F.cross_entropy(logits, targets), autocast=dtype)
+    return [{"role": t.role, "name": t.name, "module": t.module, "tensor_dtype": _name(t.dtype)} for t in found]
+
+
+def attention_errors(case: PrecisionCase, context: Context) -> list[Row]:
+    """The errors of each implementation, and their budgets."""
+    options = context.options
+    assert case.batch is not None
+    assert case.length is not None
+    assert case.head_dim is not None
+    shapes = Shapes.of(case.batch, q_len=case.length, d=case.head_dim, q_heads=case.heads or None)
+    dtype, causal = flags.DTYPES[case.dtype], case.mask == "causal"
+    generator = torch.Generator(options.device).manual_seed(options.seed)
+    inputs = make_inputs(shapes, dtype=dtype, device=options.device, generator=generator)
+    # Gradients of the output alone, since torch's function returns nothing else.
+    plain = AttentionReference(inputs, causal=causal, return_lse=False)
+    with_lse = AttentionReference(inputs, causal=causal)
+    eps = TF32_EPS if options.tf32 else None
+
+    def errors(name: str) -> Row:
+        findings = plain.errors(partial(attention, causal=causal, impl=name), eps=eps)
+        narrow = name in WITH_NARROW_SCORES and dtype.itemsize == 2
+        if name not in WITHOUT_LSE and not narrow:
+            both = with_lse.errors(partial(attention, causal=causal, impl=name, return_lse=True), eps=eps)
+            findings += [finding for finding in both if finding.name == "lse"]
+        return error_columns(findings)
+
+    comparison, refusals = Comparison(context), (ValueError, TypeError, NotImplementedError)
+    rows = []
+    for name in options.providers:
+        found = comparison.attempt(name, "errors", partial(errors, name), partial(outcome_of, refusals=refusals))
+        rows.append({"provider": name, **comparison.outcomes[name].columns, **(found or {})})
+    return rows
+
+
+def error_columns(findings: Sequence[Finding]) -> Row:
+    """Errors and budgets by result and measure, and the largest share of a budget; None for what is not finite."""
+    row: Row = {}
+    for finding in findings:
+        column = f"{finding.name}_{finding.measure}"
+        row |= {column: _finite(finding.error), f"{column}_budget": _finite(finding.budget)}
+        if finding.measure == "norm":
+            row[f"{finding.name}_relative"] = _finite(finding.error / finding.size) if finding.size else None
+    shares = [_finite(finding.error / finding.budget) for finding in findings]
+    finite = [share for share in shares if share is not None]
+    within = all(finding.holds for finding in findings)
+    warning = "" if within else "an error exceeds its budget"
+    of_budget = max(finite) if len(finite) == len(shares) else None
+    return row | {"of_budget": of_budget, "within_budget": within, "warning": warning}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def tables(frame: pd.DataFrame) -> str:
+    """A table for each topic, and for attention two for each dtype and mask."""
+    done = frame[frame["status"] == "ok"]
+    topics = {topic: rows.dropna(axis="columns", how="all") for topic, rows in done.groupby("topic", sort=False)}
+    parts = {}
+    if SUMS in topics:
+        rows = topics[SUMS].assign(total=topics[SUMS]["total"].map(str))
+        columns = ["name", "accumulator", "addend", "cast", "total", "total_error"]
+        parts["0.01 added 1000 times"] = markdown(rows[columns])
+    if AUTOCAST in topics:
+        keys = ["role", "name", "module"]
+        rows = topics[AUTOCAST].pivot_table("tensor_dtype", keys, "dtype", aggfunc="first", sort=False).reset_index()
+        parts["Dtypes of a small model under autocast"] = markdown(rows)
+    if ATTENTION in topics:
+        for (dtype, mask), rows in topics[ATTENTION].groupby(["dtype", "mask"], sort=False):
+            title = f"Attention, {dtype}, {mask}"
+            parts[f"{title}: norm of the error relative to the result's"] = relative_table(rows)
+            parts[f"{title}: largest error / its budget"] = largest_table(rows)
+    return sections(parts)
+
+
+def relative_table(rows: pd.DataFrame) -> str:
+    """Relative errors by implementation, head dimension and length, and the largest share of a budget."""
+    shown = rows[["provider", "head_dim", "length"]].astype({"head_dim": int, "length": int})
+    for name in RESULTS:
+        values = rows[f"{name}_relative"] if f"{name}_relative" in rows else [None] * len(rows)
+        shown[name] = [scientific(value) for value in values]
+    shown[["of_budget", "within_budget"]] = rows[["of_budget", "within_budget"]]
+    return markdown(shown.sort_values(["provider", "head_dim", "length"]))
+
+
+def largest_table(rows: pd.DataFrame) -> str:
+    """The largest error of an element and its budget."""
+    shown = rows[["provider", "head_dim", "length"]].astype({"head_dim": int, "length": int})
+    for name in RESULTS:
+        columns = (f"{name}_largest", f"{name}_largest_budget")
+        pairs = rows.reindex(columns=columns).itertuples(index=False)
+        shown[name] = [
+            ABSENT if pd.isna(error) else f"{scientific(error)} / {scientific(budget)}" for error, budget in pairs
         ]
-    return cells
+    return markdown(shown.sort_values(["provider", "head_dim", "length"]))
 
 
-def configuration_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What rows must have in common to stand in one table."""
-    return {name: getattr(options, name) for name in ("batch", "heads", "impl", "tf32", "seed")}
+def scientific(value: float | None) -> str:
+    """An error with two digits and an exponent, since the errors of dtypes are powers of ten apart."""
+    return ABSENT if value is None or pd.isna(value) else "0" if value == 0 else f"{value:.1e}"
 
 
-def method_of(options: argparse.Namespace) -> list[str]:
-    """How rows were measured, in sentences."""
-    tf32 = "may use" if options.tf32 else "do not use"
-    heads = f"{options.heads} heads" if options.heads else "no head axis"
+def plots(frame: pd.DataFrame, folder: Path) -> None:
+    """Plot the output's error over the length, a figure for each mask."""
+    rows = frame[(frame["topic"] == ATTENTION) & (frame["status"] == "ok")]
+    for mask, group in rows.groupby("mask", sort=False):
+        group = group[group["out_relative"] > 0]
+        group = group.assign(panel=group["dtype"] + ", d " + group["head_dim"].astype(int).astype(str))
+        path, title = folder / f"error-{mask}.png", f"Error of the output against float64, {mask}"
+        plot_lines(
+            path,
+            group,
+            x="length",
+            y="out_relative",
+            line="provider",
+            panel="panel",
+            title=title,
+            y_label="relative error",
+        )
+
+
+def notes(options: argparse.Namespace) -> list[str]:
+    """How the figures are measured, in sentences."""
     return [
-        "sums: the CPU's, in order, each term rounded to its dtype first",
-        f"attention: batch {options.batch}, {heads}, normal random numbers, seed {options.seed}; float32 products "
-        f"{tf32} TF32",
-        "exact results are float64's, from the very numbers of the dtype; gradients are those of the output alone",
+        "sums: on the CPU, in order, each term rounded to its dtype first",
+        f"attention: normal random numbers, seed {options.seed}; float32 products "
+        f"{'may' if options.tf32 else 'do not'} use TF32",
+        "the exact results are float64's for the same numbers in the dtype; gradients are those of the output alone",
         "a budget is twice naive's error in the same dtype, and the rounding of the result and of its terms",
     ]
 
 
-def tool_of(options: argparse.Namespace) -> Tool[Cell]:
-    """What measures the cells, as the options say."""
-    conditions = Conditions(
-        options.device, tuple(options.impl), options.batch, options.heads, options.seed, options.tf32
+def estimate(case: PrecisionCase, options: argparse.Namespace) -> Estimate:
+    """The memory of the float64 reference."""
+    if case.length is None or case.batch is None:
+        return Estimate()
+    return Estimate(bytes=_QUADRATIC_MATRICES * 8 * case.batch * max(1, case.heads or 1) * case.length**2)
+
+
+PROGRAM = harness.Program(
+    name="precision",
+    title="Precision",
+    measure=measure,
+    tables=tables,
+    plots=plots,
+    settings=("providers", "tf32", "seed"),
+    notes=notes,
+    estimate=estimate,
+    preload=COMPILER,
+)
+
+
+def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """The command line; its defaults depend on whether the arguments ask for a GPU."""
+    gpu = flags.wants_gpu(arguments)
+    parser = flags.make_parser(
+        __doc__,
+        dtypes=[*flags.DTYPES],
+        masks=[*flags.MASKS] if gpu else ["causal"],
+        lengths=[512, 2048] if gpu else [128, 512],
+        head_dims=[64, 128] if gpu else [64],
+        # Without a GPU, compiling takes minutes.
+        providers=[name for name in IMPLEMENTATIONS if gpu or name != "compiled"],
+        batch=1,
+        heads=2,
+        tf32=False,
     )
+    text = f"of {', '.join(TOPICS)} (default: all)"
+    parser.add_argument("--topics", nargs="+", choices=TOPICS, default=[*TOPICS], metavar="TOPIC", help=text)
+    return parser
 
-    def finish(cell: Cell, measured: Row, environment: Environment) -> Row:
-        problem: Row = {}
-        if cell.kind == ATTENTION:
-            problem = {"mask": cell.mask, "length": cell.length, "head_dim": cell.head_dim}
-            problem |= {"batch": options.batch, "heads": options.heads, "tf32": options.tf32, "seed": options.seed}
-        return {"kind": cell.kind, "dtype": cell.dtype, **problem, **measured}
 
-    def write_all(folder: Path, rows: Sequence[Row], environment: Environment) -> None:
-        write(folder, rows, environment, method_of(options))
-
-    def estimate(cell: Cell) -> Estimate:
-        return Estimate(_START_SECONDS[cell.kind], quadratic_bytes(cell, options.batch, options.heads))
-
-    return Tool(
-        "precision.py",
-        measure_cell,
-        conditions,
-        finish,
-        write_all,
-        configuration_of(options),
-        estimate=estimate,
-        draw=draw,
-        preload=COMPILER if Implementation.COMPILED.value in options.impl else (),
-    )
+def precision_cases(options: argparse.Namespace) -> list[PrecisionCase]:
+    """What the options name: sums, then autocast, then attention."""
+    cases = {SUMS: [PrecisionCase(SUMS)]}
+    cases[AUTOCAST] = [PrecisionCase(AUTOCAST, dtype) for dtype in ("float16", "bfloat16")]
+    cases[ATTENTION] = [
+        PrecisionCase(ATTENTION, dtype, mask, options.batch, options.heads, head_dim, length)
+        for dtype in options.dtypes
+        for mask in options.masks
+        for head_dim in options.head_dims
+        for length in sorted(options.lengths)
+    ]
+    return [case for topic in TOPICS if topic in options.topics for case in cases[topic]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure; the exit status is 0, 2 for what cannot be done, 130 when interrupted."""
-    options = parse(arguments)
-    return run(tool_of(options), options, cells_of(options))
+    """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
+    parser = make_parser(arguments)
+    options = flags.parse(parser, arguments)
+    check_names(parser, "providers", options.providers, IMPLEMENTATIONS)
+    return harness.run(PROGRAM, options, precision_cases(options))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
-"""Training steps on several GPUs: tokens a second, how near to n times one GPU's, and the memory of each; and the
-longest sequence that fits on so many.
+"""Training steps on several GPUs: tokens per second, how they scale, memory, and the longest sequence that fits.
 
-    python benchmarks/scaling.py --preset large --processes 1 2 4                # every mode, as much work a GPU
-    python benchmarks/scaling.py --preset large --scale strong --parallel context fsdp+context
-    python benchmarks/scaling.py --preset medium --longest --recompute-every 1 --loss-chunk 4096
-    python benchmarks/scaling.py --preset tiny --context 64 --batch 2 --processes 1 2 --device cpu
+    python benchmarks/scaling.py --models large --processes 1 2 4               # every mode, as much work per GPU
+    python benchmarks/scaling.py --models large --scale strong --parallel context fsdp+context
+    python benchmarks/scaling.py --models medium --longest --recompute-every 1 --loss-chunk 4096
+    python benchmarks/scaling.py --models tiny --lengths 64 --batch 2 --processes 1 2 --device cpu
 
-Each row is a group of processes of its own, started by torchrun, and is stored when it is measured; --resume goes on
-where a run stopped. docs/benchmarking.md says what is measured, and why in this way.
+torchrun starts a group of processes for each case. docs/scaling.md says what is measured, and what the columns mean.
 """
 
 from __future__ import annotations
@@ -23,237 +21,211 @@ if not __package__:
 
 import torch
 
-from benchmarks.asked_device import asks_for_gpu
-from benchmarks.cell_filter import check_filter, chosen
-from benchmarks.isolation import termination_as_interruption
-from benchmarks.scaling_cell import LONGEST, SCALES, STEP, STRONG, WEAK, Cell, Job
-from benchmarks.scaling_groups import log_of, run_group
-from benchmarks.scaling_report import row_of, write
-from benchmarks.scaling_search import first_length, search
-from benchmarks.suite import (
-    add_run_options,
-    columns_of_failure,
-    environment_of,
-    listing,
-    opened,
-    positive,
-    with_environment,
-)
-from benchmarks.suite_rows import Rows
-from benchmarks.training_run import (
-    TOKENS,
-    add_model_options,
-    add_timing_options,
-    check_presets,
-    timing_configuration,
-)
-from cs336_systems.parallel.layout import MODES, NONE, WITH_CONTEXT
-from cs336_systems.profiling.environment import Environment
-from cs336_systems.profiling.sweep import ConfigurationMismatchError, Outcome, Row, RowStore, Status
-from cs336_systems.training.config import TINY
+from benchmarks import flags, harness, models
+from benchmarks.harness import Context, Outcome, Row, Status
+from benchmarks.models import check_names
+from benchmarks.scaling_process import COMPILE, LONGEST, SCALES, STEP, STRONG, WEAK, ScalingCase, run_group
+from benchmarks.scaling_tables import tables
+from cs336_systems.parallel import MODES
+from cs336_systems.parallel.layout import NONE, WITH_CONTEXT
+from cs336_systems.profiling.memory import MIB
+from cs336_systems.transformer.presets import VOCAB_SIZE
 
-SEVERAL = tuple(mode for mode in MODES if mode != NONE)
+LEAST_LENGTH = 64
 
 
-def tokens_of_one(gpu: bool) -> int:
-    """How many tokens a process has in a step, unless a batch is given."""
-    return TOKENS if gpu else 256
-
-
-def build_parser(arguments: Sequence[str] | None = ()) -> argparse.ArgumentParser:
-    """The parser; its defaults are tiny where the arguments ask for no GPU."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    gpu = asks_for_gpu(arguments)
-    add_model_options(parser, ["medium", "large"] if gpu else [TINY], [4096 if gpu else 128])
+def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """The command line; its defaults depend on whether the arguments ask for a GPU."""
+    gpu = flags.wants_gpu(arguments)
+    parser = flags.make_parser(
+        __doc__,
+        timeout=1800,
+        models=["medium", "large"] if gpu else ["tiny"],
+        suite="2025",
+        lengths=[4096 if gpu else 128],
+        tokens=16384 if gpu else 256,
+        batch=None,
+        compile=None,
+        warmup_steps=[3],
+        steps=10,
+        tf32=True,
+    )
     add = parser.add_argument
-    batch = f"{tokens_of_one(gpu)} / context, at least 1; with --longest, 1"
-    add("--batch", type=positive, metavar="B", help=f"sequences of a process, or of all if strong (default: {batch})")
-    modes = ", ".join(SEVERAL)
-    add("--parallel", nargs="+", choices=SEVERAL, metavar="MODE", help=f"of {modes} (default: all that apply)")
-    add("--processes", nargs="+", type=positive, default=[1, 2, 4], metavar="N", help="default: %(default)s")
-    add("--scale", choices=SCALES, help=f"whether work grows with the processes (default: {WEAK})")
-    add("--longest", action="store_true", help="look for the longest sequence that fits, in place of timing steps")
-    add("--most", type=positive, default=2**23, metavar="N", help="the longest that is tried (default: %(default)s)")
-    add("--bisections", type=int, default=0, metavar="N", help="lengths tried between the last two (default: 0)")
-    add("--compile", action=argparse.BooleanOptionalAction, help="default: yes, but not with --longest")
-    add("--recompute-every", type=positive, metavar="N", help="as for training")
-    add("--loss-chunk", type=positive, metavar="N", help="as for training")
-    add("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu", help="default: %(default)s")
-    add_timing_options(parser)
-    add_run_options(parser, "results/scaling", chooses_device=False)
+    add("--vocab-size", type=flags.positive, default=VOCAB_SIZE, metavar="N", help="tokens (default: %(default)s)")
+    several = [mode for mode in MODES if mode != NONE]
+    add("--parallel", nargs="+", choices=several, metavar="MODE", help=f"of {', '.join(several)} (default: all)")
+    add("--processes", nargs="+", type=flags.positive, default=[1, 2, 4], metavar="N", help="default: %(default)s")
+    add("--scale", choices=SCALES, help=f"whether the work grows with the processes (default: {WEAK})")
+    add("--longest", action="store_true", help="search for the longest sequence that fits, instead of timing steps")
+    add("--most", type=flags.positive, default=2**23, metavar="N", help="the longest length tried (%(default)s)")
+    add(
+        "--bisections", type=flags.count, default=0, metavar="N", help="lengths tried between the last two (default: 0)"
+    )
+    add("--recompute-every", type=flags.positive, metavar="N", help="activation checkpointing, as in training")
+    add("--loss-chunk", type=flags.positive, metavar="N", help="tokens whose logits are in memory, as in training")
     return parser
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line. Ends the program with a message for what cannot be done."""
-    parser = build_parser(arguments)
-    options = parser.parse_args(arguments)
-    check_presets(parser, options)
-    check_filter(parser, options)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no CUDA device")
+    """The options. Ends the program with a message if they do not fit together."""
+    parser = make_parser(arguments)
+    options = flags.parse(parser, arguments)
+    check_names(parser, "compile", options.compile or (), COMPILE)
+    if options.device.type not in ("cpu", "cuda") or options.device.index is not None:
+        parser.error(f"--device must be cuda or cpu; got {options.device}")
     if options.longest:
-        _check_longest(parser, options)
-    options.parallel = options.parallel or [*(WITH_CONTEXT if options.longest else SEVERAL)]
+        if options.scale is not None:
+            parser.error(f"--scale cannot be given with --longest, where all share one sequence; got {options.scale}")
+        check_names(parser, "parallel", options.parallel or (), WITH_CONTEXT)
+        if len(options.lengths) > 1 or len(options.warmup_steps) > 1:
+            parser.error("--lengths and --warmup-steps must have one value with --longest")
+    options.compile = options.compile or ["none" if options.longest else "auto"]
     options.scale = STRONG if options.longest else options.scale or WEAK
-    options.compile = not options.longest if options.compile is None else options.compile
+    options.parallel = options.parallel or [mode for mode in MODES if mode != NONE]
+    if options.longest:
+        options.parallel = [mode for mode in options.parallel if mode in WITH_CONTEXT]
+    try:
+        options.cases = scaling_cases(options)
+    except ValueError as exception:
+        parser.error(str(exception))
     return options
 
 
-def _check_longest(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """End the program where an option says what cannot be together with ``--longest``."""
-    if not set(options.parallel or WITH_CONTEXT) <= set(WITH_CONTEXT):
-        parser.error(f"--parallel must be of {', '.join(WITH_CONTEXT)} with --longest; got {options.parallel}")
-    if options.scale is not None:
-        parser.error(f"--scale must not be given with --longest, where all share one sequence; got {options.scale}")
-    if len(options.context) > 1:
-        parser.error(f"--context must be one length with --longest, to begin with; got {options.context}")
-
-
-def groups_of(options: argparse.Namespace) -> list[tuple[str, int]]:
-    """The modes, each with a number of processes: one alone first, with which the others are compared."""
-    counts = sorted(set(options.processes))
-    several = [(mode, count) for count in counts if count > 1 for mode in options.parallel]
-    return [(NONE, 1)] * (1 in counts) + several
-
-
-def cells_of(options: argparse.Namespace) -> list[Cell]:
-    """What is measured, in this order; the cells of --longest have the length to begin with."""
+def scaling_cases(options: argparse.Namespace) -> list[ScalingCase]:
+    """The cases; one process comes first, since others are compared with it. Raises ValueError for unknown models."""
+    counts = sorted({*options.processes})
+    groups = [(NONE, 1)] * (1 in counts) + [(mode, n) for n in counts if n > 1 for mode in options.parallel]
+    for model in options.models:
+        models.model_config(model, options.suite, context_length=options.lengths[0])
+    batch = options.batch or (1 if options.longest else None)
     return [
-        Cell(
+        ScalingCase(
             what=LONGEST if options.longest else STEP,
-            preset=preset,
+            model=model,
             suite=options.suite,
             vocab_size=options.vocab_size,
             scale=options.scale,
-            mode=mode,
+            parallel=parallel,
             processes=processes,
-            context=context,
-            batch=options.batch
-            or (1 if options.longest else max(1, tokens_of_one(options.device == "cuda") // context)),
-            compile=options.compile,
+            length=length,
+            batch=batch or max(1, options.tokens // length),
+            compile=how,
+            warmup_steps=warmup,
             recompute_every=options.recompute_every,
             loss_chunk=options.loss_chunk,
         )
-        for preset in options.preset
-        for context in options.context
-        for mode, processes in groups_of(options)
+        for model in options.models
+        for length in options.lengths
+        for how in options.compile
+        for warmup in options.warmup_steps
+        for parallel, processes in groups
     ]
 
 
-def impossible(cell: Cell, device: str) -> Outcome | None:
-    """Why a cell cannot be measured here, as far as that is known before any process is started."""
+def impossible(case: ScalingCase, device: torch.device) -> Outcome | None:
+    """The outcome `unsupported` if this machine or these sizes exclude the case."""
     reason = None
-    if device == "cuda" and cell.processes > torch.cuda.device_count():
+    if device.type == "cuda" and case.processes > torch.cuda.device_count():
         reason = f"this machine has {torch.cuda.device_count()} GPUs"
-    elif not cell.shares_sequences and cell.sequences % cell.processes:
-        reason = f"{cell.sequences} sequences cannot be divided among {cell.processes} processes"
-    elif cell.shares_sequences and cell.length < 2 * cell.processes:
-        reason = f"{cell.processes} processes cannot share {cell.length} tokens"
+    elif not case.shares_sequences and case.sequences % case.processes:
+        reason = f"{case.sequences} sequences cannot be divided among {case.processes} processes"
+    elif case.shares_sequences and case.step_length < 2 * case.processes:
+        reason = f"{case.processes} processes cannot share {case.step_length} tokens"
     return Outcome(Status.UNSUPPORTED, reason) if reason else None
 
 
-class CannotTellError(Exception):
-    """A length failed for another reason than memory: whether it fits is not known."""
+def measure(case: ScalingCase, context: Context) -> Row:
+    """The figures of a group of processes. This process does not use a GPU."""
+    options = context.options
+    row = case.work_columns
+    refused = impossible(case, options.device)
+    if refused is not None:
+        return row | refused.columns
+    row |= run_group(case, options)
+    peaks = [size / MIB for size in row.pop("peak_bytes_of_each", ()) if size is not None]
+    return row | {"peak_mib": max(peaks, default=None), "peak_mib_of_each": peaks}
 
 
-def look_for_longest(cell: Cell, options: argparse.Namespace, rows: Rows, memory_bytes: int | None) -> None:
-    """Measure the lengths of a search, and say what it found."""
+def search(fits: Callable[[int], bool], first: int, most: int, bisections: int) -> tuple[int | None, int | None]:
+    """The longest length that fits and the shortest that does not, of those tried.
 
-    def fits(length: int) -> bool:
-        row = rows.of(dataclasses.replace(cell, context=length))
-        if row["status"] not in (Status.OK.value, Status.OUT_OF_MEMORY.value):
-            raise CannotTellError(f"{row['status']} at {length}: {row['reason']}")
-        return bool(row["status"] == Status.OK.value)
-
-    name = f"{cell.preset}, {cell.mode} on {cell.processes}"
-    try:
-        found = search(fits, first_length(cell, memory_bytes, options.most), options.most, options.bisections)
-    except CannotTellError as error:
-        rows.progress.note(f"{name}: the search ends with {error}")
-    else:
-        rows.progress.note(f"{name}: {found.fits or 'nothing'} fits, {found.fails or 'nothing tried'} does not")
-
-
-def go_through(cells: Sequence[Cell], options: argparse.Namespace, rows: Rows, memory_bytes: int | None) -> int:
-    """Measure the cells, or look for the longest from each; the exit status."""
-    rows.progress.note(f"results: {options.output}")
-    try:
-        with termination_as_interruption():
-            for cell in cells:
-                if cell.what == LONGEST:
-                    look_for_longest(cell, options, rows, memory_bytes)
-                else:
-                    rows.of(cell)
-    except KeyboardInterrupt:
-        rows.progress.note("interrupted; the same command with --resume goes on")
-        return 130
-    return 0
+    Doubles or halves the first length, and then bisects. Raises what ``fits`` raises.
+    """
+    good, bad, length = None, None, first
+    while length <= most and bad is None:
+        if fits(length):
+            good, length = length, 2 * length
+        else:
+            bad = length
+    while good is None and bad is not None and bad // 2 >= LEAST_LENGTH:
+        if fits(bad // 2):
+            good = bad // 2
+        else:
+            bad //= 2
+    for _ in range(bisections):
+        if good is not None and bad is not None:
+            middle = (good + bad) // 2
+            good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good, bad
 
 
-def method_of(options: argparse.Namespace) -> list[str]:
-    """How rows were measured, in sentences."""
-    tf32 = "may use" if options.tf32 else "do not use"
+class UnknownError(Exception):
+    """A length failed for another reason than memory."""
+
+
+def drive(sweep: harness.Sweep[ScalingCase], cases: Sequence[ScalingCase]) -> None:
+    """Measure the cases, or search for the longest length from each."""
+    options = sweep.options
+    for case in cases:
+        if case.what == STEP:
+            sweep.rows(case)
+            continue
+
+        def fits(length: int, case: ScalingCase = case) -> bool:
+            (row,) = sweep.rows(dataclasses.replace(case, length=length))
+            if row["status"] not in (Status.OK.value, Status.OUT_OF_MEMORY.value):
+                raise UnknownError(f"{row['status']} at {length}: {row['reason']}")
+            return bool(row["status"] == Status.OK.value)
+
+        name = f"{case.model} {case.parallel} on {case.processes}"
+        try:
+            longest, shortest = search(fits, case.length, options.most, options.bisections)
+        except UnknownError as exception:
+            sweep.note(f"{name}: the search ends: {exception}")
+        else:
+            sweep.note(f"{name}: {longest or 'nothing'} fits, {shortest or 'nothing tried'} does not")
+
+
+def notes(options: argparse.Namespace) -> list[str]:
+    """How the figures are measured, in sentences."""
     return [
-        f"{options.steps} timed steps after {options.warmup}, of which the first compiles; the longest: one step",
-        f"float32 parameters, bfloat16 autocast; products of float32 {tf32} TF32; gradients limited, fused AdamW",
-        "weak: each process has as many tokens as one alone, in sequences of its own or in a part of longer ones; "
-        "strong: all together have them",
-        "MFU is of one GPU, and counts the pairs that the causal mask hides",
-        "efficiency: tokens/s over n times those of one process; of the work: the same with operations, for tokens of "
-        "longer sequences take more",
-        "step times are those of the slowest process, peaks those of the highest",
+        f"{options.steps} consecutive steps after the warm-up, whose first step compiles; with --longest, one step",
+        "float32 parameters, bfloat16 autocast, gradient clipping, fused AdamW; float32 products "
+        f"{'may' if options.tf32 else 'do not'} use TF32",
+        "weak: each process has as many tokens as one process alone, in its own sequences or in a part of longer ones; "
+        "strong: all processes together have them",
+        "MFU is of one GPU, with all query-key pairs; mfu_causal without the masked ones",
+        "efficiency: tokens/s over n times those of one process; work_efficiency: the same with FLOPs, since tokens of "
+        "longer sequences need more",
+        "times are those of the slowest process in each step, peaks those of the highest",
     ]
 
 
-def measurer(options: argparse.Namespace, environment: Environment) -> Callable[[Cell], Row]:
-    """What measures a cell, and makes its row."""
-
-    def measure(cell: Cell) -> Row:
-        refused = impossible(cell, options.device)
-        if refused is not None:
-            measured = columns_of_failure(refused)
-        else:
-            job = Job(
-                cell=cell,
-                device=options.device,
-                warmup=options.warmup,
-                steps=options.steps,
-                tf32=options.tf32,
-                seed=options.seed,
-                patience=options.limit,
-                folder="",
-            )
-            measured = run_group(job, options.limit, log_of(cell, options.output))
-        return row_of(cell, measured, options.tf32, environment.device)
-
-    return measure
+PROGRAM = harness.Program(
+    name="scaling",
+    title="Several GPUs",
+    measure=measure,
+    tables=tables,
+    settings=("steps", "tf32", "seed"),
+    notes=notes,
+    isolated=False,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure; the exit status is 0, 2 for what cannot be done, 130 when interrupted."""
+    """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
     options = parse(arguments)
-    cells = chosen(cells_of(options), options.filter)
-    if options.dry_run:
-        print(listing(cells))
-        return 0
-    try:
-        environment = environment_of(torch.device(options.device), options.commit)
-        store: RowStore = opened(options, with_environment(timing_configuration(options), environment))
-    except (ConfigurationMismatchError, RuntimeError) as error:
-        print(f"scaling.py: error: {error}", file=sys.stderr)
-        return 2
-    environment.write(options.output / "environment.json")
-
-    def write_all() -> None:
-        write(options.output, store.rows, environment, method_of(options))
-
-    total = None if options.longest else len(cells)
-    rows = Rows(store, measurer(options, environment), write_all, total, environment)
-    status = go_through(cells, options, rows, environment.device_memory_bytes)
-    write_all()
-    rows.progress.note(f"wrote {options.output / 'tables.md'}")
-    return status
+    return harness.run(PROGRAM, options, options.cases, drive)
 
 
 if __name__ == "__main__":

@@ -162,3 +162,26 @@ def plot_lines(
         save_figure(figure, path)
         plt.close(figure)
     return path
+
+
+def plot_bars(path: Path, frame: pd.DataFrame, *, title: str, label: str) -> Path | None:
+    """Plot a horizontal bar for each row, stacked of the columns that are not all 0.
+
+    Writes a PNG file and returns its path, or None if there is nothing to plot. Needs matplotlib.
+    """
+    frame = frame.loc[:, frame.fillna(0).any()]
+    if frame.empty:
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colours = [*COLOURS, *reversed(COLOURS)][: len(frame.columns)]
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(10, 2.4 + 0.25 * len(frame)), layout="constrained")
+        frame[::-1].plot.barh(stacked=True, ax=axes, color=colours, legend=False, xlabel=label, ylabel="", title=title)
+        figure.legend(loc="outside lower center", ncols=4, frameon=False)
+        save_figure(figure, path)
+        plt.close(figure)
+    return path

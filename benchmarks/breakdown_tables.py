@@ -1,0 +1,161 @@
+"""Figures, tables and plots of the kernels of a step, for breakdown.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from benchmarks.harness import Row
+from benchmarks.models import FORWARD, FORWARD_BACKWARD, STEP, ModelCase, sections, varying
+from benchmarks.tables import markdown, plot_bars
+from cs336_systems.profiling import time_by
+from cs336_systems.profiling.flops import Pass, naive_attention_flops
+from cs336_systems.profiling.kernel_classes import CLASSES, MATMUL, OTHER
+from cs336_systems.profiling.regions import ATTENTION_STEPS, SCORES, SOFTMAX, VALUES
+from cs336_systems.profiling.steps import PHASES
+
+PHASES_OF = {FORWARD: PHASES[:1], FORWARD_BACKWARD: PHASES[:2], STEP: PHASES}
+"""By mode."""
+ATTENTION = {region: region.removeprefix("attention: ") for region in ATTENTION_STEPS}
+"""By region, the prefix of its columns."""
+_MOST_KERNELS, _MOST_OTHERS = 10, 5
+_LONGEST_NAME = 76
+_STATISTICS = ["milliseconds", "share", "instances", "mean_us", "median_us", "min_us", "max_us", "std_us"]
+
+
+def share_column(kernel_class: str) -> str:
+    """The column of a class: `share_matrix_products`."""
+    return f"share_{kernel_class.replace(' ', '_')}"
+
+
+def kernel_columns(calls: pd.DataFrame, case: ModelCase, *, steps: int) -> Row:
+    """The columns of a row, from the calls of a trace: work, shares of classes, top kernels, and attention's steps."""
+    phases = PHASES_OF[case.mode]
+    by_class = time_by(calls, "kernel_class", steps=steps)
+    row: Row = {
+        "measured": "kernels on the device" if calls["on_device"].any() else "operators on the host",
+        "work_ms": by_class["milliseconds"].sum(),
+        "instances": by_class["instances"].sum(),
+        **{share_column(name): float(by_class["share"].get(name, 0.0)) for name in CLASSES},
+    }
+    parts = {phase: calls[calls["phase"] == phase] for phase in phases}
+    for phase, part in parts.items():
+        shares = time_by(part, "kernel_class", steps=steps)["share"]
+        row[f"{share_column(MATMUL)}_{phase}"] = float(shares.get(MATMUL, 0.0))
+    parts = {"top": calls, "top_no_product": calls[calls["kernel_class"] != MATMUL]} | {
+        f"top_{phase}": part for phase, part in parts.items()
+    }
+    for column, part in parts.items():
+        names = time_by(part, "name", steps=steps)
+        row[column] = None if names.empty else str(names.index[0])
+        row[f"{column}_share"] = None if names.empty else float(names["share"].iloc[0])
+    return row | attention_columns(calls, case, steps=steps)
+
+
+def attention_columns(calls: pd.DataFrame, case: ModelCase, *, steps: int) -> Row:
+    """Times and FLOPs of the steps of naive attention, and softmax over both products; {} for other attention.
+
+    The ratio of times is that of softmax's region to the products' kernels, without what else is in their regions.
+    """
+    times = time_by(calls, ["region", "kernel_class"], steps=steps)["milliseconds"]
+    by_region = times.groupby("region").sum()
+    if SOFTMAX not in by_region.index:
+        return {}
+    config, which = case.config, "forward" if case.mode == FORWARD else "both"
+    passes: Pass = "forward" if which == "forward" else "both"
+    flops = naive_attention_flops(case.batch, config.num_heads, case.length, case.length, config.d_head, which=passes)
+    products = sum(float(times.get((region, MATMUL), 0.0)) for region in (SCORES, VALUES))
+    return {
+        **{f"{name}_ms": float(by_region.get(region, 0.0)) for region, name in ATTENTION.items()},
+        **{f"{name}_flops": config.num_layers * flops[name] for name in ATTENTION.values()},
+        "products_ms": products,
+        "softmax_over_products_time": float(by_region[SOFTMAX]) / products if products else None,
+        "softmax_over_products_flops": flops["softmax"] / (flops["scores"] + flops["values"]),
+    }
+
+
+def details(calls: pd.DataFrame, case: ModelCase, *, steps: int) -> dict[str, pd.DataFrame | str]:
+    """By folder, the files of a case: every kernel and region as CSV, and the longest in Markdown."""
+    kernels = time_by(calls, ["name", "kernel_class"], steps=steps)
+    regions = time_by(calls, ["region", "phase"], steps=steps)["milliseconds"].unstack(fill_value=0.0)
+    regions = regions.assign(ms=regions.sum(axis=1)).sort_values("ms", ascending=False)
+    regions = regions.assign(share=regions["ms"] / regions["ms"].sum())
+    others = kernels[kernels.index.get_level_values("kernel_class") != MATMUL]
+    unknown = kernels[kernels.index.get_level_values("kernel_class") == OTHER].index.get_level_values("name")
+    text = sections(
+        {
+            "Regions, ms of a step": markdown(regions.reset_index()),
+            "Kernels that take longest": kernel_table(kernels.head(_MOST_KERNELS)),
+            "Kernels that take longest, without matrix products": kernel_table(others.head(_MOST_OTHERS)),
+            "Kernels without a class": ", ".join(f"`{short_name(name)}`" for name in unknown),
+        }
+    )
+    return {
+        "details": f"# {case.name}\n\n{text}\n",
+        "kernels": time_by(calls, ["phase", "name", "kernel_class"], steps=steps),
+        "regions": time_by(calls, ["phase", "region", "kernel_class"], steps=steps),
+    }
+
+
+def kernel_table(kernels: pd.DataFrame) -> str:
+    """Kernels with their statistics."""
+    table = kernels[_STATISTICS].reset_index()
+    return markdown(table.assign(name=table["name"].map(short_name)))
+
+
+def short_name(name: str) -> str:
+    """A kernel's name without namespaces, its middle left out if it is long."""
+    for noise in ("void ", "at::native::", "(anonymous namespace)::", "autograd::engine::"):
+        name = name.replace(noise, "")
+    if len(name) <= _LONGEST_NAME:
+        return name
+    kept = (_LONGEST_NAME - 1) // 2
+    return f"{name[:kept]}…{name[-kept:]}"
+
+
+def tables(frame: pd.DataFrame) -> str:
+    """Times with and without the profiler, shares of classes and products, top kernels, and attention's steps."""
+    axes = [*dict.fromkeys([*varying(frame), "mode"])]
+    times = ["median_ms", "std_ms", "min_ms", "max_ms", "profiled_ms", "profiler_cost", "work_ms", "busy", "instances"]
+    parts = {"Times without and with the profiler": markdown(frame.reindex(columns=[*axes, *times, "status"]))}
+    if "work_ms" not in frame or frame["work_ms"].isna().all():
+        return sections(parts)
+    frame = frame[frame["work_ms"].notna()]
+    shares = [name for name in CLASSES if frame[share_column(name)].any()]
+    by_class = frame[[*axes, *map(share_column, shares)]].rename(columns={share_column(name): name for name in shares})
+    product = share_column(MATMUL)
+    products = frame.reindex(columns=[*axes, product, *(f"{product}_{phase}" for phase in PHASES)])
+    parts["Share of each class of kernels, profiled"] = markdown(by_class)
+    parts["Share of matrix products, profiled"] = markdown(products.rename(columns={product: "all phases"}))
+    parts["Top kernel of each phase, profiled"] = markdown(top_kernels(frame, axes))
+    if "softmax_ms" in frame:
+        columns = [column for column in frame if column in attention_names()]
+        parts["Steps of naive attention, profiled"] = markdown(frame[[*axes, *columns]].dropna(subset=["softmax_ms"]))
+    return sections(parts)
+
+
+def attention_names() -> list[str]:
+    """The columns of `attention_columns`."""
+    names = [f"{name}_{unit}" for unit in ("ms", "flops") for name in (*ATTENTION.values(), "products")]
+    return [*names, "softmax_over_products_time", "softmax_over_products_flops"]
+
+
+def top_kernels(frame: pd.DataFrame, axes: list[str]) -> pd.DataFrame:
+    """A line for each row and phase: the kernel with the most time, and its share of the phase."""
+    lines = []
+    for row in frame.to_dict("records"):
+        for phase in PHASES_OF[row["mode"]]:
+            kernel, share = row[f"top_{phase}"], row[f"top_{phase}_share"]
+            line = {"phase": phase, "kernel": None if pd.isna(kernel) else short_name(kernel), "share": share}
+            lines.append({**{name: row[name] for name in axes}, **line})
+    return pd.DataFrame(lines)
+
+
+def plots(frame: pd.DataFrame, folder: Path) -> None:
+    """Plot the shares of the classes, a bar for each row."""
+    if "work_ms" in frame:
+        shares = frame.dropna(subset=["work_ms"]).set_index("case")[[share_column(name) for name in CLASSES]]
+        shares.columns = pd.Index(CLASSES)
+        label = "share of the work of a profiled step"
+        plot_bars(folder / "shares.png", shares, title="Where the time goes", label=label)

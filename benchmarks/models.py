@@ -1,0 +1,272 @@
+"""Cases of models: their sizes, what computes attention, the dtype, and how much of a step is measured.
+
+transformer.py, training_step.py, breakdown.py and memory.py share these cases, and scaling.py the models' sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from benchmarks import flags
+from benchmarks.harness import Case, Estimate, Outcome, Row, ran_out_of_memory
+from benchmarks.tables import markdown, number
+from cs336_systems.attention import Implementation
+from cs336_systems.kernels.torch_names import COMPILER
+from cs336_systems.profiling.environment import device_name
+from cs336_systems.profiling.flops import device_peak, teraflops_per_second
+from cs336_systems.profiling.report import ABSENT
+from cs336_systems.profiling.steps import MODES
+from cs336_systems.training.config import TINY, TINY_SIZES
+from cs336_systems.transformer import PRESETS, TransformerConfig, preset
+from cs336_systems.transformer.presets import VOCAB_SIZE
+
+FORWARD, FORWARD_BACKWARD, STEP = MODES
+TORCH, CUDNN, LLAMA = "torch", "torch-cudnn", "llama"
+PROVIDERS = {
+    "auto": "this library's Transformer with the implementation of attention that it chooses",
+    **{impl.value: f'the same with attn="{impl.value}"' for impl in Implementation},
+    TORCH: "the same with torch's scaled_dot_product_attention, which chooses among all its kernels",
+    CUDNN: "the same with cuDNN's kernel alone",
+    LLAMA: "LlamaForCausalLM of transformers, with the same sizes and its default attention",
+}
+"""What --providers can name."""
+NOT_COMPILED, BLOCKS, WHOLE = COMPILE = ("none", "blocks", "whole")
+"""What torch.compile compiles: nothing, each block separately, or the whole model."""
+SIZES = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")
+AXES = ("model", "batch", "length", "provider", "dtype", "compile", "mode", "warmup_steps")
+"""The columns that identify a case in tables."""
+_BY_SIZES = re.compile(r"(\d+)-(\d+)-(\d+)-(\d+)-(\d+)")
+_USUAL_UTILISATION = 0.3
+_STATE_COPIES = {FORWARD: 1, FORWARD_BACKWARD: 2, STEP: 4}  # parameters; gradients; AdamW's two moments
+
+
+@dataclass(frozen=True)
+class ModelCase(Case):
+    """A model, its batch, how it computes, and what is measured of it: one of `MODES`."""
+
+    model: str
+    suite: str
+    config: TransformerConfig
+    batch: int
+    provider: str
+    dtype: str
+    tf32: bool
+    compile: str = NOT_COMPILED
+    mode: str = STEP
+    warmup_steps: int = 1
+
+    @property
+    def columns(self) -> Row:
+        """The fields, with the sizes of the model in place of its config."""
+        row = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        config = row.pop("config")
+        sizes = {name: getattr(config, name) for name in SIZES}
+        return row | {"length": self.length, **sizes, "parameters": config.parameters()}
+
+    @property
+    def name(self) -> str:
+        """The case in one line."""
+        tf32 = " tf32" if self.tf32 else ""
+        work = f"{self.model} {self.batch}x{self.length} {self.provider} {self.dtype}{tf32}"
+        return f"{work} compile={self.compile} {self.mode} warmup={self.warmup_steps}"
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return self.config.context_length
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.batch * self.length
+
+
+def add_size_flags(parser: argparse.ArgumentParser) -> None:
+    """Add --d-model and so on, which replace sizes of --models."""
+    for name in SIZES:
+        text = f"in place of each model's {name}"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=flags.positive, metavar="N", help=text)
+    parser.epilog = "\n".join(["providers:", *(f"  {name}: {text}" for name, text in PROVIDERS.items())])
+
+
+def model_cases(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[ModelCase]:
+    """All combinations of what the options name; an option that a program does not have keeps the field's default.
+
+    Shorter sequences come before longer ones, and modes that need less memory before others. Ends the program with a
+    message if a name is unknown or sizes do not fit.
+    """
+    for name, known in (("providers", PROVIDERS), ("compile", COMPILE), ("modes", MODES)):
+        check_names(parser, name, getattr(options, name, ()), known)
+    check_names(parser, "suite", [options.suite], PRESETS)
+    work = [name for name in ("lengths", "batch", "batches") if hasattr(options, name)]
+    if all(map(_BY_SIZES.fullmatch, options.models)):
+        for name in work:
+            if getattr(options, name) != parser.get_default(name):
+                parser.error(f"--{name} cannot be given with --models of the form batch-length-d_model-layers-heads")
+    defaults = {field.name: field.default for field in dataclasses.fields(ModelCase)}
+    compiles = getattr(options, "compile", [defaults["compile"]])
+    modes = [mode for mode in MODES if mode in getattr(options, "modes", MODES)]
+    warmups = getattr(options, "warmup_steps", [defaults["warmup_steps"]])
+    axes = [options.providers, options.dtypes, compiles, modes, warmups]
+    try:
+        return [
+            ModelCase(
+                model, options.suite, _with_attention(config, provider), batch, provider, dtype, options.tf32, *how
+            )
+            for model, config, batch in _sized_models(options)
+            for provider, dtype, *how in itertools.product(*axes)
+        ]
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def check_names(parser: argparse.ArgumentParser, flag: str, values: Iterable[str], known: Iterable[str]) -> None:
+    """End the program with a message if one of the flag's values is unknown."""
+    names = [*known]
+    for value in values:
+        if value not in names:
+            parser.error(f"--{flag} must be of {', '.join(names)}; got {value}")
+
+
+def _sized_models(options: argparse.Namespace) -> Iterator[tuple[str, TransformerConfig, int]]:
+    """Label, config and batch size of every model, length and batch size."""
+    changes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
+    for name in options.models:
+        label = " ".join([name, *(f"{size}={value}" for size, value in changes.items())])
+        if match := _BY_SIZES.fullmatch(name):
+            batch, length, d_model, num_layers, num_heads = map(int, match.groups())
+            sizes = {"d_model": d_model, "d_ff": 4 * d_model, "num_layers": num_layers, "num_heads": num_heads}
+            config: dict[str, Any] = {"vocab_size": VOCAB_SIZE, **sizes, **changes, "context_length": length}
+            yield label, TransformerConfig(**config), batch
+            continue
+        for length in sorted(options.lengths):
+            for batch in _batches(options, length):
+                yield label, model_config(name, options.suite, context_length=length, **changes), batch
+
+
+def _batches(options: argparse.Namespace, length: int) -> list[int]:
+    batches: list[int] | None = getattr(options, "batches", None)
+    if batches is not None:
+        return batches
+    return [options.batch or max(1, options.tokens // length)]
+
+
+def model_config(name: str, suite: str, **changes: Any) -> TransformerConfig:
+    """The config of `tiny`, the default model of training, or of a preset of the suite.
+
+    Raises:
+        ValueError: there is no such model, or the changed sizes do not fit.
+    """
+    if name == TINY:
+        return TransformerConfig(**{"vocab_size": VOCAB_SIZE} | TINY_SIZES._asdict() | changes)
+    if name not in PRESETS[suite]:
+        known = ", ".join([TINY, *PRESETS[suite]])
+        raise ValueError(f"--models must be of {known} with --suite {suite}, or sizes as 4-256-256-4-8; got {name}")
+    return preset(name, suite, **changes)
+
+
+def _with_attention(config: TransformerConfig, provider: str) -> TransformerConfig:
+    attn = {TORCH: "sdpa", CUDNN: "sdpa", LLAMA: "sdpa"}.get(provider, provider)
+    return dataclasses.replace(config, attn=attn)
+
+
+def file_name(case: Case) -> str:
+    """The name of a case as the name of a file."""
+    return re.sub(r"[^\w.+]+", "-", case.name)
+
+
+def smaller_out_of_memory(case: ModelCase, rows: Sequence[Row]) -> Outcome | None:
+    """The outcome `skipped` if memory ran out with no more sequences, no longer ones, and no more phases."""
+    # The names of the modes are in ascending order.
+    return ran_out_of_memory(case.columns, rows, "batch", "length", "mode", "warmup_steps")
+
+
+def preload(options: argparse.Namespace) -> tuple[str, ...]:
+    """Modules that the cases import: what torch.compile needs, and transformers' Llama if it is installed."""
+    compiles = COMPILER if {*options.compile} - {NOT_COMPILED} else ()
+    has_llama = LLAMA in options.providers and importlib.util.find_spec("transformers") is not None
+    return (*compiles, *(("transformers.models.llama.modeling_llama",) if has_llama else ()))
+
+
+def estimate(case: ModelCase, options: argparse.Namespace) -> Estimate:
+    """The seconds of the steps at 30 % of the device's peak, where that is known; and a lower bound of the memory:
+
+    parameters, and with the mode their gradients and AdamW's two moments, in float32.
+    """
+    size = 4 * _STATE_COPIES[case.mode] * case.config.parameters()
+    peak = device_peak(device_name(options.device))
+    rate = None if peak is None else peak.rate(case.dtype, tf32=case.tf32)
+    if rate is None:
+        return Estimate(bytes=size)
+    flops = (case.warmup_steps + options.steps) * step_flops(case.config, case.tokens, case.mode)
+    return Estimate(flops / (_USUAL_UTILISATION * rate * 1e12), size)
+
+
+def step_flops(config: TransformerConfig, tokens: int, mode: str = STEP, *, every_pair: bool = True) -> float:
+    """FLOPs of the matrix products of a step: the backward has twice as many as the forward, the update none.
+
+    ``every_pair`` counts masked query-key pairs too, as torch's FlopCounterMode and most published figures do.
+    """
+    return (1.0 if mode == FORWARD else 3.0) * tokens * config.forward_flops_per_token(every_pair=every_pair)
+
+
+def rate_columns(
+    config: TransformerConfig, tokens: int, mode: str, median_ms: float, peak: float | None, processes: int = 1
+) -> Row:
+    """Tokens per second, and model FLOPs utilisation (MFU) with and without the pairs that the causal mask hides.
+
+    ``peak`` is the device's rate in TFLOP/s, None if unknown; MFU is of one of the processes' devices.
+    """
+
+    def utilisation(every_pair: bool) -> float | None:
+        flops = step_flops(config, tokens, mode, every_pair=every_pair)
+        return None if peak is None else teraflops_per_second(flops, median_ms) / (processes * peak)
+
+    rate = 1e3 * tokens / median_ms
+    return {"tokens_per_second": rate, "mfu": utilisation(True), "mfu_causal": utilisation(False)}
+
+
+def varying(frame: pd.DataFrame, axes: Iterable[str] = AXES) -> list[str]:
+    """The model, batch and length, and the other axes that have several values."""
+    return [name for name in axes if name in ("model", "batch", "length") or frame[name].nunique(dropna=False) > 1]
+
+
+def paired(
+    frame: pd.DataFrame, axis: str, baseline: object, figures: Mapping[str, str], axes: Iterable[str] = AXES
+) -> str:
+    """A table of rows beside those that differ in ``axis`` alone, which is ``baseline`` there; "" without any.
+
+    A cell is `before → after (ratio)`, the ratio being before / after. ``figures`` are titles by column.
+    """
+    frame = frame[frame["status"] == "ok"]
+    others = [name for name in axes if name != axis]
+    before = frame[frame[axis] == baseline]
+    pairs = frame[frame[axis] != baseline].merge(before, on=others, suffixes=("", " before"))
+    if pairs.empty:
+        return ""
+    shown = pairs[[*varying(pairs, others), axis]].rename(columns={axis: f"{axis}: {baseline} →"})
+    for column, title in figures.items():
+        values = zip(pairs[f"{column} before"], pairs[column], strict=True)
+        shown[title] = [arrow(first, second) for first, second in values]
+    return markdown(shown)
+
+
+def arrow(before: float, after: float) -> str:
+    """`before → after (ratio)`, or a dash if one of them is missing."""
+    if pd.isna(before) or pd.isna(after) or not after:
+        return ABSENT
+    return f"{number(float(before))} → {number(float(after))} ({number(float(before / after))}×)"
+
+
+def sections(parts: Mapping[str, str]) -> str:
+    """Markdown: the parts that have a text, each with its title."""
+    return "\n\n".join(f"## {title}\n\n{text}" for title, text in parts.items() if text)

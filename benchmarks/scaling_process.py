@@ -1,0 +1,283 @@
+"""A group of processes that train a model together: how it is started and ended, and what each process does.
+
+torchrun starts this file once for each process, which measures a step and writes a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.harness import Case, Row, Status
+from benchmarks.models import FORWARD_BACKWARD, file_name, model_config, rate_columns
+from benchmarks.results import error, outcome_of
+from benchmarks.steps import TrainingStep, autocast, finite_loss, make_batch, step_columns
+from cs336_systems.files import write_text
+from cs336_systems.parallel import Layout, ParallelModel, start
+from cs336_systems.parallel.layout import NONE, WITH_CONTEXT
+from cs336_systems.profiling.environment import device_name
+from cs336_systems.profiling.flops import device_peak
+from cs336_systems.profiling.steps import StepTimes, time_steps
+from cs336_systems.profiling.timing import RoundTimes
+from cs336_systems.transformer import Transformer, TransformerConfig
+
+WEAK, STRONG = SCALES = ("weak", "strong")
+STEP, LONGEST = "step", "longest"
+COMPILE = ("none", "auto")
+"""auto: the whole model for one process, each block for several, as the training command."""
+RESULT, FAILURE = "result.json", "failure-{}.json"
+ROOT = Path(__file__).resolve().parents[1]
+PROCESS = ("-m", "benchmarks.scaling_process")
+_SECONDS_TO_END = 45.0
+"""torchrun gives its processes 30 s before it kills them. If it were killed first, they would go on."""
+
+
+@dataclass(frozen=True)
+class ScalingCase(Case):
+    """A training step of several processes.
+
+    Attributes:
+        what: whether steps are timed, "step", or one is tried that may not fit into memory, "longest".
+        scale: whether length and batch are the work of each process, "weak", or of all together, "strong".
+        parallel: how the processes share the work, one of `cs336_systems.parallel.MODES`.
+    """
+
+    what: str
+    model: str
+    suite: str
+    vocab_size: int
+    scale: str
+    parallel: str
+    processes: int
+    length: int
+    batch: int
+    compile: str
+    warmup_steps: int
+    recompute_every: int | None = None
+    loss_chunk: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The case in one line."""
+        changes = {"recompute": self.recompute_every, "chunk": self.loss_chunk}
+        others = "".join(f" {name}={value}" for name, value in changes.items() if value is not None)
+        work = f"{self.model} ({self.suite}, {self.vocab_size}) {self.batch}x{self.length} {self.scale}"
+        how = f"compile={self.compile} warmup={self.warmup_steps}{others}"
+        return f"{self.what} {work} {self.parallel} on {self.processes} {how}"
+
+    @property
+    def shares_sequences(self) -> bool:
+        """Whether the processes have parts of the same sequences."""
+        return self.parallel in WITH_CONTEXT
+
+    @property
+    def step_length(self) -> int:
+        """Tokens of a sequence of the whole step."""
+        return self.length * (self.processes if self.scale == WEAK and self.shares_sequences else 1)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of the whole step."""
+        return self.batch * (self.processes if self.scale == WEAK and not self.shares_sequences else 1)
+
+    @property
+    def config(self) -> TransformerConfig:
+        """The model."""
+        return model_config(self.model, self.suite, vocab_size=self.vocab_size, context_length=self.step_length)
+
+    @property
+    def work_columns(self) -> Row:
+        """The work of the whole step."""
+        flops = 3 * self.config.forward_flops_per_token(every_pair=True)
+        sizes = {"step_length": self.step_length, "sequences": self.sequences, "parameters": self.config.parameters()}
+        return sizes | {"flops_per_token": flops}
+
+
+def run_group(case: ScalingCase, options: argparse.Namespace, process: Sequence[str] = PROCESS) -> Row:
+    """The columns that a group of processes measures. The group has ended when this returns.
+
+    Its output is in logs/ of the results.
+    """
+    log: Path = options.out / "logs" / f"{file_name(case)}.txt"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    job = {"case": dataclasses.asdict(case), "device": options.device.type}
+    job |= {name: getattr(options, name) for name in ("steps", "tf32", "seed", "timeout")}
+    # One thread for each process, as torchrun sets it, also without torchrun.
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": path}
+    late = False
+    with tempfile.TemporaryDirectory() as folder, log.open("wb") as output:
+        command = [*command_of(case), *process, json.dumps(job | {"folder": folder})]
+        group = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            group.wait(options.timeout)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            end(group)
+        row = result_of(Path(folder))
+    if row is not None:
+        return row
+    if late:
+        return error(f"took longer than {options.timeout:g} s").columns
+    last = " ".join(log.read_text(errors="replace").split("\n")[-12:])
+    return error(f"ended with status {group.returncode}: {last}").columns
+
+
+def command_of(case: ScalingCase) -> list[str]:
+    """The command that starts the processes of a case: torchrun's, or Python's for one process."""
+    if case.parallel == NONE:
+        return [sys.executable]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    return [sys.executable, *torchrun, "--nproc-per-node", str(case.processes)]
+
+
+def end(group: subprocess.Popen[bytes]) -> None:
+    """End a group that still runs, and wait for it."""
+    if group.poll() is not None:
+        return
+    group.terminate()
+    try:
+        group.wait(_SECONDS_TO_END)
+    except subprocess.TimeoutExpired:
+        group.kill()
+        group.wait()
+
+
+def result_of(folder: Path) -> Row | None:
+    """What the processes wrote: the figures, or why there are none; None if they ended before they could.
+
+    If memory runs out in one process, others fail since it is gone: its failure is the one to report.
+    """
+    if (folder / RESULT).exists():
+        result: Row = json.loads((folder / RESULT).read_text())
+        return result
+    failures: list[Row] = [json.loads(path.read_text()) for path in sorted(folder.glob(FAILURE.format("*")))]
+    failures.sort(key=lambda failure: bool(failure["status"] != Status.OUT_OF_MEMORY.value))
+    return failures[0] if failures else None
+
+
+def make_step(case: ScalingCase, layout: Layout, seed: int) -> TrainingStep:
+    """The step of this process. All processes together have the same tokens, whatever their number."""
+    torch.manual_seed(seed)
+    every, config = case.recompute_every, case.config
+    parallel = ParallelModel(
+        lambda device: Transformer(config, checkpoint_every=every, device=device, dtype=torch.float32),
+        layout,
+        autocast=True,
+        compile=case.compile != "none",
+    )
+    whole = make_batch(config, case.sequences, layout.device, seed)
+    tokens, targets = (half.chunk(layout.data_size)[layout.data_rank].clone() for half in whole)
+    count = float(case.sequences * case.step_length)
+
+    def forward() -> Tensor:
+        with autocast(layout.device, "bfloat16"):
+            return parallel.loss(tokens, targets, count=count, chunk=case.loss_chunk)
+
+    return TrainingStep(forward, parallel.model)
+
+
+def allocate_state(step: TrainingStep) -> None:
+    """Make the optimizer allocate its state, by an update with zero gradients and a learning rate of 0."""
+    for parameter in step.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with learning_rate(step.optimizer, 0.0):
+        step.optimizer.step()
+    step.optimizer.zero_grad()
+
+
+@contextlib.contextmanager
+def learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> Iterator[None]:
+    """Another learning rate inside of the block."""
+    before = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    yield
+    for group, value in zip(optimizer.param_groups, before, strict=True):
+        group["lr"] = value
+
+
+def measure(job: Mapping[str, Any], case: ScalingCase, layout: Layout) -> Row:
+    """The columns of the case, from what all processes measured; each process calls this."""
+    step = make_step(case, layout, job["seed"])
+    steps, warmup = (job["steps"], case.warmup_steps) if case.what == STEP else (1, 0)
+    if case.what == LONGEST:
+        allocate_state(step)  # so that the only step needs as much memory as every later one
+    losses: list[Tensor] = []
+
+    def run() -> None:
+        loss = step.forward()
+        losses.append(loss.detach())
+        loss.backward()
+        step.update()
+
+    times = time_steps({"step": run}, device=layout.device, steps=steps, warmup=warmup)
+    ends = [finite_loss(losses[index], "bfloat16") or 0.0 for index in (0, -1)]
+    each: list[tuple[StepTimes, list[float]]] = [(times, ends)] * layout.size
+    if layout.mode != NONE:
+        dist.all_gather_object(each, (times, ends))
+    row = group_columns(each)
+    if case.what == LONGEST:  # its only step loads code and allocates, so its rate means nothing
+        return row
+    known = device_peak(device_name(layout.device))
+    peak, tokens = None if known is None else known.half, case.step_length * case.sequences
+    return row | rate_columns(case.config, tokens, FORWARD_BACKWARD, row["median_ms"], peak, layout.size)
+
+
+def group_columns(each: Sequence[tuple[StepTimes, Sequence[float]]]) -> Row:
+    """The columns of a group: the slowest process in each step, the peak of each, and the mean losses."""
+    times = [found for found, _ in each]
+    slowest = RoundTimes(tuple(map(max, zip(*(found.step.milliseconds for found in times), strict=True))))
+    first = max(found.first_ms for found in times)
+    first_loss, last_loss = (sum(losses) / len(each) for losses in zip(*(ends for _, ends in each), strict=True))
+    return {
+        **step_columns(slowest),
+        "host_ms": max(min(found.host_ms) for found in times),
+        "compile_s": max(0.0, first - slowest.median) * 1e-3 if times[0].warmup_ms else None,
+        "first_loss": first_loss,
+        "last_loss": last_loss,
+        "peak_bytes_of_each": [found.memory.peak_bytes for found in times],
+    }
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure the job in the argument, which is JSON, and write the result into its folder.
+
+    A process that fails writes why, and exits at once: the others wait for it inside of a step, so that leaving the
+    process group in order would hang. torchrun ends them.
+    """
+    job = json.loads(arguments[0])
+    case, folder = ScalingCase(**job["case"]), Path(job["folder"])
+    try:
+        torch.set_float32_matmul_precision("high" if job["tf32"] else "highest")
+        patience = None if case.parallel == NONE else timedelta(seconds=job["timeout"])
+        with start(case.parallel, torch.device(job["device"]), None, patience) as layout:
+            row = measure(job, case, layout)
+            if layout.is_main:
+                write_text(folder / RESULT, json.dumps(row))
+    except Exception as exception:
+        traceback.print_exc()
+        write_text(folder / FAILURE.format(os.environ.get("RANK", "0")), json.dumps(outcome_of(exception).columns))
+        sys.stderr.flush()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
