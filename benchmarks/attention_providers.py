@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.flags import DTYPES
 from benchmarks.harness import Case
 from cs336_systems.attention import attention
-from cs336_systems.attention.choose import interpreting
+from cs336_systems.attention.dispatch import interpreting
 from cs336_systems.profiling.flops import Pass, attention_flops
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

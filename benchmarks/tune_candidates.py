@@ -29,9 +29,9 @@ _WARP_GROUP_ROWS, _WARP_GROUP_WARPS = 64, 4
 
 def tiles() -> ModuleType:
     """The module with the tables of the portable Triton kernels, `TileConfig`, `lookup` and `pin`."""
-    from cs336_systems.kernels import tuning
+    from cs336_systems.kernels.triton import tiles as module
 
-    return tuning
+    return module
 
 
 @dataclass(frozen=True)

@@ -62,29 +62,6 @@ def environment_lines(environment: Environment) -> list[str]:
     return [f"- {name}: {fact}" for name, fact in facts.items() if fact is not None]
 
 
-def report_page(
-    title: str,
-    environment: Environment,
-    method: Sequence[str],
-    sections: Sequence[str],
-    *,
-    warned: Sequence[str] = (),
-    reasons: Sequence[str] = (),
-) -> str:
-    """A Markdown page: environment, method, sections, warnings, reasons of failures; without those that are empty."""
-    lists = ["\n".join(environment_lines(environment)), "\n".join(f"- {text}" for text in method)]
-    page = [f"# {title}", *lists, *sections]
-    for heading, texts in (("Warnings", warned), ("Without a figure", reasons)):
-        page += ["\n".join([f"## {heading}\n", *(f"- {text}" for text in texts)])] if texts else []
-    return "\n\n".join(text for text in page if text) + "\n"
-
-
-def several_commits(rows: Iterable[Mapping[str, object]]) -> str:
-    """A sentence with the commits of rows that were measured at more than one; else ""."""
-    commits = dict.fromkeys(str(row.get("commit") or "unknown") for row in rows)
-    return f"The rows were measured at several commits: {', '.join(commits)}." if len(commits) > 1 else ""
-
-
 def collected(texts: Iterable[str]) -> list[str]:
     """The first of the texts that differ only in numbers, with their count if above 1."""
     first: dict[str, str] = {}

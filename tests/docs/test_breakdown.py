@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from benchmarks import breakdown, breakdown_report
 from benchmarks.breakdown_cell import MODES
+
+from benchmarks import breakdown, breakdown_report
 from cs336_systems.profiling import regions
 from cs336_systems.profiling.kernel_classes import CLASSES
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from benchmarks import memory, memory_plots
 from benchmarks.memory_cell import DTYPES, MODELS, MODES, PICTURES, SNAPSHOTS
 from benchmarks.memory_report import COLUMNS
+
+from benchmarks import memory, memory_plots
 from cs336_systems.profiling.memory import ALLOCATOR
 from cs336_systems.profiling.recording import TRACKED_TENSORS
 

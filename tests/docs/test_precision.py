@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from benchmarks import precision
 from benchmarks.precision_report import COLUMNS
+
+from benchmarks import precision
 from cs336_systems.profiling import ACCUMULATIONS
 
 from .pages import flags

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+from benchmarks.training_models import COMPILE
 
 from benchmarks import transformer, transformer_cell, transformer_report
-from benchmarks.training_models import COMPILE
 from cs336_systems.attention.dispatch import NAMES
 from cs336_systems.profiling.steps import MODES
 

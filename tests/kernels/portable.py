@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from cs336_systems.attention import use_backends
 from cs336_systems.kernels.triton import tiles
 from cs336_systems.kernels.triton.tiles import TileConfig
 
@@ -12,7 +13,7 @@ from cs336_systems.kernels.triton.tiles import TileConfig
 @contextmanager
 def portable(**configs: TileConfig) -> Iterator[None]:
     """Have the Triton backend compute every flash call, with these configurations by pass."""
-    with tiles.pin(**configs):
+    with use_backends("triton"), tiles.pin(**configs):
         yield
 
 
