@@ -96,7 +96,9 @@ def measure(case: Problem, context: Context) -> Row:
     del row["round_ms"]  # hundreds
     flops = attention_flops(1, case.heads, case.length, case.length, case.head_dim, causal=True, which="both")
     rate = teraflops_per_second(flops, row["mean_ms"])
-    warning = implausible_rate(rate, torch.cuda.get_device_name(device), case.dtype) if device.type == "cuda" else None
+    warning = None
+    if device.type == "cuda":
+        warning = implausible_rate(rate, torch.cuda.get_device_name(device), case.dtype, tf32=False)
     return {**row, "tflops": rate, "warning": warning or ""}
 
 

@@ -44,7 +44,7 @@ from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_i
 Others = Mapping[str, TileConfig]
 """Configurations of the other kernel of the backward pass, which runs with the one that is tried."""
 MASKS, MODS = ("causal", "full"), ("window", "slopes", "bias", "documents")
-MODS_TABLE = "WITH_RULES"
+MODS_TABLE = "WITH_MODS"
 RAGGED = (1, 2, 333, 405)
 """Batch, heads, and lengths of q and k that are multiples of no tile."""
 FIRST = TimingMethod(rounds=1, warmup_ms=3.0, repetitions_ms=10.0, pause_ms=20.0)
