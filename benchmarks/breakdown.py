@@ -133,7 +133,7 @@ def profile(case: ModelCase, call: Callable[[], None], options: argparse.Namespa
         folder.mkdir(parents=True, exist_ok=True)
         times = record_trace(call, folder / f"{file}.json", device=options.device, steps=steps)
         calls = read_trace(folder / f"{file}.json", device=options.device)
-    row = {"profiled_ms": times.median, "profiler_cost": times.median / unprofiled_ms}
+    row: Row = {"profiled_ms": times.median, "profiler_cost": times.median / unprofiled_ms}
     row |= kernel_columns(calls, case, steps=steps)
     row["busy"] = row["work_ms"] / unprofiled_ms if calls["on_device"].any() else None
     for name, table in details(calls, case, steps=steps).items():

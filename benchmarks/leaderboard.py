@@ -35,6 +35,7 @@ from benchmarks.models import check_names
 from benchmarks.tables import markdown
 from cs336_systems.attention import FlashAttentionFunction, TiledAttentionFunction
 from cs336_systems.kernels.torch_names import COMPILER
+from cs336_systems.profiling.environment import device_name
 from cs336_systems.profiling.flops import attention_flops, implausible_rate, teraflops_per_second
 from cs336_systems.profiling.memory import collection_paused
 from cs336_systems.profiling.timing import RoundTimes, call_milliseconds
@@ -96,9 +97,7 @@ def measure(case: Problem, context: Context) -> Row:
     del row["round_ms"]  # hundreds
     flops = attention_flops(1, case.heads, case.length, case.length, case.head_dim, causal=True, which="both")
     rate = teraflops_per_second(flops, row["mean_ms"])
-    warning = None
-    if device.type == "cuda":
-        warning = implausible_rate(rate, torch.cuda.get_device_name(device), case.dtype, tf32=False)
+    warning = implausible_rate(rate, device_name(device), case.dtype, tf32=False)
     return {**row, "tflops": rate, "warning": warning or ""}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -114,7 +115,7 @@ def plots(frame: pd.DataFrame, folder: Path) -> None:
         return
     plain = frame[frame["recompute_every"] == "none"]
     lines = plain[["provider", "dtype", "mode"]].agg(" ".join, axis="columns")
-    line: dict[str, str] = {"line": "line", "panel": "model"}
+    line: dict[str, Any] = {"line": "line", "panel": "model"}
     peaks = plain.assign(line=lines)
     plot_lines(folder / "peak.png", peaks, x="length", y="peak_mib", title="Peak memory", y_label="MiB", **line)
     bars = categories(frame.set_index("case"), PEAK)

@@ -24,7 +24,7 @@ from cs336_systems.kernels.torch_names import COMPILER
 from cs336_systems.profiling.environment import device_name
 from cs336_systems.profiling.flops import device_peak, teraflops_per_second
 from cs336_systems.profiling.report import ABSENT
-from cs336_systems.profiling.steps import MODES
+from cs336_systems.profiling.steps import MODES, Mode
 from cs336_systems.training.config import TINY, TINY_SIZES
 from cs336_systems.transformer import PRESETS, TransformerConfig, preset
 from cs336_systems.transformer.presets import VOCAB_SIZE
@@ -61,7 +61,7 @@ class ModelCase(Case):
     dtype: str
     tf32: bool
     compile: str = NOT_COMPILED
-    mode: str = STEP
+    mode: Mode = STEP
     warmup_steps: int = 1
 
     @property

@@ -51,6 +51,7 @@ def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentPars
         tf32=True,
     )
     models.add_size_flags(parser)
+    parser.set_defaults(modes=[models.STEP])
     return parser
 
 
@@ -146,7 +147,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
     parser = make_parser(arguments)
     options = flags.parse(parser, arguments)
-    options.modes = [models.STEP]
     program = dataclasses.replace(PROGRAM, preload=models.preload(options))
     return harness.run(program, options, models.model_cases(parser, options))
 

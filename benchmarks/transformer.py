@@ -31,7 +31,7 @@ from cs336_systems.kernels.torch_names import compiler_counters
 from cs336_systems.profiling.environment import device_name
 from cs336_systems.profiling.flops import device_peak, implausible_rate, teraflops_per_second
 from cs336_systems.profiling.memory import MIB
-from cs336_systems.profiling.steps import MODES, StepTimes, time_model
+from cs336_systems.profiling.steps import StepTimes, time_model
 
 _HOST_BOUND = 0.95
 
@@ -73,13 +73,12 @@ def measure(case: ModelCase, context: Context) -> Row:
         losses.append(loss.detach())
         return loss
 
-    mode = next(mode for mode in MODES if mode == case.mode)
-    update = step.update if mode == STEP else None
+    update = step.update if case.mode == STEP else None
     times = time_model(
         forward,
         step.model,
         device=options.device,
-        mode=mode,
+        mode=case.mode,
         update=update,
         steps=options.steps,
         warmup=case.warmup_steps,
