@@ -14,9 +14,9 @@ from .inputs import Inputs
 
 def naive_results(inputs: Inputs, **asked: Unpack[Asked]) -> Results:
     """Values and gradients of the naive implementation in the dtype of the inputs, the log-sum-exp unless not asked."""
-    settings = {"return_lse": True, **asked}
-    features = settings.pop("features", None)
-    return evaluate(partial(attention, impl="naive", **settings), inputs, features)
+    settings = {name: value for name, value in asked.items() if name != "features"}
+    attend = partial(attention, impl="naive", **{"return_lse": True, **settings})
+    return evaluate(attend, inputs, asked.get("features"))
 
 
 def oracle(inputs: Inputs, **asked: Unpack[Asked]) -> Results:

@@ -54,7 +54,9 @@ def assert_packed_within_budget(
         AssertionError: it is beyond it; the message lists every result.
     """
     features = features or {}
-    whole = [{name: torch.zeros_like(x, dtype=torch.float64) for name, x in actual.items()} for _ in POWERS]
+    whole: list[Results] = [
+        {name: torch.zeros_like(x, dtype=torch.float64) for name, x in actual.items()} for _ in POWERS
+    ]
     blind = features.get("sinks", torch.full((actual["lse"].shape[0],), -math.inf))
     for total in whole[:2]:
         total["lse"] += blind.detach().to(total["lse"])[:, None]  # of rows of no sequence, which see nothing
@@ -85,7 +87,7 @@ def assert_packed_within_budget(
             total["dsinks"] += (inputs.dlse[:, first_q:].double() ** power).sum(-1)
     exact, naive, summed, rounded = whole
     naive = {name: x.to(actual[name].dtype) for name, x in naive.items()}
-    for squares in (summed, rounded):
+    for squares in whole[2:]:
         squares |= {name: x.sqrt() for name, x in squares.items() if name not in ("out", "lse", "dq", "dk", "dv")}
     hold(actual, Budget(exact, naive, summed, rounded), "the error is beyond the budget")
 

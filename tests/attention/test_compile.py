@@ -53,7 +53,7 @@ ONE_GRAPH = [
     # What "auto" chooses on a CPU is torch's own, and with the log-sum-exp tiled.
     *[("auto", name) for name in ("causal", "scaled", "log_sum_exp")],
 ]
-FAST = [("flash", "log_sum_exp"), ("flash", "cap_and_slopes"), ("tiled", "everything"), ("auto", "causal")]
+FAST = [("flash", "cap_and_slopes"), ("tiled", "everything"), ("auto", "causal")]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ DYNAMIC = {
 }
 
 
-@pytest.mark.parametrize("name", named(DYNAMIC, ["flash", "tiled"]))
+@pytest.mark.parametrize("name", named(DYNAMIC, ["tiled"]))
 def test_one_graph_for_all_sizes(device, name):
     """Batch, heads and lengths vary and nothing is compiled again; also with the last query at the last key."""
     impl, names, settings = DYNAMIC[name]
@@ -140,7 +140,8 @@ def test_a_length_marked_as_dynamic(flash_device):
         assert_within_budget(results, inputs, causal=True)
 
 
-@pytest.mark.parametrize("impl", named(EVERY, ["tiled"]))
+@slow
+@pytest.mark.parametrize("impl", EVERY)
 def test_packed_sequences(impl, device):
     dynamic = None if impl == "tiled" else True
     attend = partial(attention_varlen, causal=True, impl=impl, return_lse=True)
@@ -251,7 +252,7 @@ def test_a_graph_draws_anew_in_each_call(flash_device):
     assert not torch.equal(attend(q, q, q), attend(q, q, q))
 
 
-@pytest.mark.parametrize("strided", named(["expanded", "transposed"], ["transposed"]))
+@pytest.mark.parametrize("strided", named(["expanded", "transposed"], []))
 def test_gradients_of_a_bias_with_any_strides(flash_device, strided):
     inputs = make_inputs(SHAPES, dtype=HALF, device=flash_device)
     bias = torch.randn(1, 4, 5, 1).expand(2, 4, 5, 9) if strided == "expanded" else torch.randn(2, 4, 9, 5).mT

@@ -185,7 +185,7 @@ def test_autocast_computes_in_its_dtype(device):
 class TestCompiled:
     pytestmark = COMPILES
 
-    @pytest.mark.parametrize("impl", named(["auto", "naive", "flash"], ["flash"]))
+    @pytest.mark.parametrize("impl", named(["auto", "naive", "flash"], []))
     def test_one_graph(self, device, impl):
         def attend(q, k, v, lengths):
             return attention_with_cache(q, k, v, lengths, window=(12, None), softcap=4.0, impl=impl)

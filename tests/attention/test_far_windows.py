@@ -15,7 +15,7 @@ from cs336_systems.attention.variants import alibi, block_local, causal, dilated
 from cs336_systems.kernels.call import MAX_LENGTH
 from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs, starts_of
 
-from .helpers import COMPILES, EVERY, FLOAT, HALF, each_implementation, one_graph, slow
+from .helpers import COMPILES, EVERY, FLOAT, HALF, each_implementation, named, one_graph, slow
 
 FAR_SIDES = [2**29, 2**30, 2**31 - 1, 2**31, 2**32 + 3, 2**40, 2**62, 2**63, 2**200]
 SOME = [2**31 - 1, 2**31, 2**63]
@@ -49,7 +49,7 @@ def test_a_window_that_hides_nothing_is_none(causal_mask, q_len, k_len):
 
 
 @pytest.mark.parametrize("causal_mask", [True, pytest.param(False, marks=slow)])
-@each_implementation
+@pytest.mark.parametrize("impl", named(EVERY, ["tiled", "naive"]))
 def test_packed_sequences(device, impl, causal_mask):
     q_lens, k_lens = (5, 0, 9), (7, 3, 20)
     q, k = (torch.randn(sum(lens), 2, 16, device=device) for lens in (q_lens, k_lens))
@@ -98,7 +98,7 @@ class TestTraced:
     pytestmark = COMPILES
 
     @pytest.mark.parametrize("side", [FAR, *[pytest.param(side, marks=slow) for side in (5, 2**31 - 1, 2**63)]])
-    @pytest.mark.parametrize("impl", ["flash", "naive"])
+    @pytest.mark.parametrize("impl", named(["flash", "naive"], ["flash"]))
     def test_one_graph_for_all_lengths(self, device, impl, side):
         graphs = []
 
@@ -113,7 +113,7 @@ class TestTraced:
             torch.testing.assert_close(compiled(q, k, k), attend(q, k, k))
         assert len(graphs) == 1
 
-    @pytest.mark.parametrize("impl", EVERY)
+    @pytest.mark.parametrize("impl", named(EVERY, ["tiled"]))
     @pytest.mark.parametrize("strict", [pytest.param(True, marks=slow), False])
     def test_one_exported_program_for_all_lengths(self, device, impl, strict):
         class Attend(torch.nn.Module):

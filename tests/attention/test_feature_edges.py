@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def hiding_bias():
 
 def on(device, features):
     """The features' tensors on a device, with the same strides."""
-    moved = {}
+    moved: dict[str, Any] = {}
     for name, value in features.items():
         if isinstance(value, Scores):
             moved[name] = replace(value, tensors=tuple(on(device, dict(enumerate(value.tensors))).values()))
@@ -182,7 +183,7 @@ def test_tensors_in_any_arrangement(impl, dtype, device, name):
 @every_implementation
 def test_parameters_may_have_a_dtype_of_their_own(impl, dtype, device, own):
     parameters = {"bias": torch.randn(2, 9, 11), "alibi_slopes": torch.rand(2), "sinks": torch.randn(2)}
-    features = {name: x.to(own).requires_grad_() for name, x in parameters.items()}
+    features: dict[str, Any] = {name: x.to(own).requires_grad_() for name, x in parameters.items()}
     features["scores"] = relative_bias(torch.randn(19, 4, dtype=own).T[::2].requires_grad_(), 8)  # with strides
     results = held(impl, dtype, device, SHAPES, features)
     assert {results[name].dtype for name in ("dbias", "dalibi_slopes", "dsinks", "dscores_0")} == {own}

@@ -10,7 +10,7 @@ import torch
 from cs336_systems.attention import Attention, attention
 from cs336_systems.testing import Inputs, assert_within_budget, starts_of
 
-from .helpers import COMPILES, named, one_graph
+from .helpers import COMPILES, named, one_graph, slow
 
 LENGTHS = (5, 0, 4, 11)
 IMPLEMENTATIONS = ["flash", "tiled", "naive", "auto"]
@@ -27,7 +27,7 @@ def made(device, k_lengths=LENGTHS):
     return nested(starts, 4), nested(k_starts, 2), nested(k_starts, 2)
 
 
-@pytest.mark.parametrize("k_lengths", [LENGTHS, (3, 1, 9, 20)], ids=["self", "cross"])
+@pytest.mark.parametrize("k_lengths", [pytest.param(LENGTHS, marks=slow), (3, 1, 9, 20)], ids=["self", "cross"])
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_each_sequence_gives_what_it_gives_by_itself(impl, device, k_lengths):
     inputs = made(device, k_lengths)

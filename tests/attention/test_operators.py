@@ -128,7 +128,7 @@ LAID_OUT += [("contiguous", name) for name in ("five_axes", "no_keys", "no_queri
 
 @pytest.mark.parametrize(
     ("layout", "name"),
-    [pytest.param(*row, marks=[slow] * (row[1] == "heads" and number > 3)) for number, row in enumerate(LAID_OUT)],
+    [pytest.param(*row, marks=[slow] * (row[1] == "heads" and number > 0)) for number, row in enumerate(LAID_OUT)],
 )
 @each_function
 def test_fake_results_look_like_real_ones(impl, device, layout, name):
@@ -146,7 +146,7 @@ def test_fake_tensors_go_through_attention(flash_device):
     assert looks(fake) == looks(real)
 
 
-@each_function
+@pytest.mark.parametrize("impl", named(["flash", "tiled"], ["tiled"]))
 def test_operators_compute_what_eager_calls_do(impl, device):
     """Which go around the dispatcher where they may."""
     inputs, features = make_inputs(HEADS, dtype=HALF, device=device), features_of(device, HALF)
@@ -171,7 +171,7 @@ def entries(device, dtype=FLOAT):
 
 
 @pytest.mark.parametrize("name", named(BATCHED, ["nothing", "everything"]))
-@pytest.mark.parametrize("impl", ["flash", "tiled", "naive", "auto"])
+@pytest.mark.parametrize("impl", named(["flash", "tiled", "naive", "auto"], ["tiled", "auto"]))
 def test_vmap_over_calls(impl, device, name):
     names, settings = BATCHED[name]
     attend = partial(attention, impl=impl, return_lse=impl != "auto", **settings)

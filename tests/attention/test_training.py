@@ -105,7 +105,8 @@ def test_activation_checkpointing_changes_nothing(impl, device, use_reentrant):
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
     out = checkpoint(attend, q, k, v, use_reentrant=use_reentrant)
     out.backward(inputs.dout)  # torch.autograd.grad is not for reentrant checkpoints
-    assert_same({"out": out, "dq": q.grad, "dk": k.grad, "dv": v.grad}, evaluate(attend, inputs), exact=True)
+    results = zip(("out", "dq", "dk", "dv"), (out, q.grad, k.grad, v.grad), strict=True)
+    assert_same(dict(results), evaluate(attend, inputs), exact=True)
 
 
 @each_function

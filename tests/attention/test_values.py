@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,93 +26,59 @@ class Case:
     layout: str = "contiguous"
 
 
-def lengths() -> list[Case]:
-    """One more and one less than a tile, alone and against other lengths, under every mask that is another one."""
-    pairs = [(1, 1), (63, 63), (127, 127), (129, 129), (63, 129), (1, 127), (129, 63), (127, 1)]
-    return [
-        Case(f"lengths-{q_len}x{k_len}-{causal or 'full'}", Shapes.of(1, q_len=q_len, k_len=k_len, d=16), causal)
-        for q_len, k_len in pairs
-        for causal in ((False, "top_left") if q_len == k_len else (False, "top_left", "bottom_right"))
-    ]
-
-
-def head_dims() -> list[Case]:
-    """Every size of head that kernels pad differently, and values wider and narrower than keys."""
+def cases() -> Iterator[Case]:
+    # One more and one less than a tile, alone and against other lengths, under every mask that is another one.
+    for q_len, k_len in [(1, 1), (63, 63), (127, 127), (129, 129), (63, 129), (1, 127), (129, 63), (127, 1)]:
+        for causal in (False, "top_left") if q_len == k_len else (False, "top_left", "bottom_right"):
+            shapes = Shapes.of(1, q_len=q_len, k_len=k_len, d=16)
+            yield Case(f"lengths-{q_len}x{k_len}-{causal or 'full'}", shapes, causal)
+    # Every head dimension that kernels pad differently, and values wider and narrower than keys.
     same = [(d, d) for d in (1, 16, 40, 64, 80, 96, 128, 192, 256)]
     # Of the second and third ptxas 12.8 lost the address of a tile (see docs/kernels.md).
-    different = [(1, 3), (1, 27), (19, 9), (40, 24), (64, 128), (128, 64), (16, 256), (192, 128)]
-    return [
-        Case(f"head_dims-{d}x{dv}", Shapes.of(1, q_len=33, k_len=67, d=d, dv=dv), True) for d, dv in same + different
-    ]
-
-
-def axes() -> list[Case]:
-    """Any number of leading axes, and key heads that serve groups of query heads."""
-    size = {"q_len": 35, "k_len": 37, "d": 24}
-    shapes = {
-        "none": Shapes.of(**size),
-        "batch": Shapes.of(3, **size),
-        "heads": Shapes.of(2, **size, q_heads=3),
-        "two_batch_axes": Shapes.of(2, 1, **size, q_heads=2),
-        "three_batch_axes": Shapes.of(1, 2, 2, **size, q_heads=2, kv_heads=1),
-        "grouped": Shapes.of(2, **size, q_heads=6, kv_heads=2),
-        "multi_query": Shapes.of(2, **size, q_heads=4, kv_heads=1),
+    for d, dv in (*same, (1, 3), (1, 27), (19, 9), (40, 24), (64, 128), (128, 64), (16, 256), (192, 128)):
+        yield Case(f"head_dims-{d}x{dv}", Shapes.of(1, q_len=33, k_len=67, d=d, dv=dv), True)
+    # Any number of leading axes, and key heads that serve groups of query heads.
+    axes = {
+        "none": ((), {}),
+        "batch": ((3,), {}),
+        "heads": ((2,), {"q_heads": 3}),
+        "two_batch_axes": ((2, 1), {"q_heads": 2}),
+        "three_batch_axes": ((1, 2, 2), {"q_heads": 2, "kv_heads": 1}),
+        "grouped": ((2,), {"q_heads": 6, "kv_heads": 2}),
+        "multi_query": ((2,), {"q_heads": 4, "kv_heads": 1}),
     }
-    return [
-        *[Case(f"axes-{name}-causal", shape, True) for name, shape in shapes.items()],
-        Case("axes-grouped-full", shapes["grouped"]),
-    ]
-
-
-def scales() -> list[Case]:
-    """Scales of either sign, none at all, and an integer."""
+    for name, (leading, heads) in axes.items():
+        for causal in (True, False) if name == "grouped" else (True,):
+            shapes = Shapes.of(*leading, q_len=35, k_len=37, d=24, **heads)
+            yield Case(f"axes-{name}-{'causal' if causal else 'full'}", shapes, causal)
     shapes = Shapes.of(1, q_len=20, k_len=70, d=8, q_heads=2, kv_heads=1)
-    return [Case(f"scale-{scale}", shapes, "bottom_right", scale) for scale in (0.3, -0.5, 0.0, 1, 1e-30)]
-
-
-def layouts() -> list[Case]:
-    """Every arrangement in memory with heads in groups, and those that are another one without a head axis."""
-    heads = Shapes.of(2, q_len=35, k_len=35, d=24, dv=40, q_heads=4, kv_heads=2)
-    no_heads = Shapes.of(3, q_len=35, k_len=35, d=20)
-    return [
-        *[Case(f"layout-{layout}-heads", heads, "top_left", layout=layout) for layout in LAYOUTS],
-        *[
-            Case(f"layout-{layout}-no_heads", no_heads, "top_left", layout=layout)
-            for layout in ("length_before_heads", "column_major", "kv_shared_by_heads", "packed")
-        ],
-    ]
-
-
-def blind_rows() -> list[Case]:
-    """Queries that see no key, in some tiles, in part of one, and all of them."""
-    shapes = {
-        "some_tiles": Shapes.of(1, q_len=140, k_len=9, d=16),
-        "grouped": Shapes.of(1, q_len=20, k_len=7, d=16, q_heads=4, kv_heads=2),
-        "no_keys": Shapes.of(2, q_len=5, k_len=0, d=16, q_heads=2),
-    }
-    return [
-        *[Case(f"blind-{name}", shape, "bottom_right") for name, shape in shapes.items()],
-        *[Case(f"blind-{name}-negated", shapes[name], "bottom_right", -1.0) for name in ("some_tiles", "grouped")],
-    ]
-
-
-def empty() -> list[Case]:
-    """Axes of size 0."""
-    shapes = {
+    for scale in (0.3, -0.5, 0.0, 1, 1e-30):
+        yield Case(f"scale-{scale}", shapes, "bottom_right", scale)
+    # Every arrangement in memory with heads in groups, and those that are another one without a head axis.
+    shapes = Shapes.of(2, q_len=35, k_len=35, d=24, dv=40, q_heads=4, kv_heads=2)
+    for layout in LAYOUTS:
+        yield Case(f"layout-{layout}-heads", shapes, "top_left", layout=layout)
+    for layout in ("length_before_heads", "column_major", "kv_shared_by_heads", "packed"):
+        yield Case(f"layout-{layout}-no_heads", Shapes.of(3, q_len=35, k_len=35, d=20), "top_left", layout=layout)
+    # Queries that see no key, in some tiles, in part of one, and all of them.
+    shapes = Shapes.of(1, q_len=140, k_len=9, d=16)
+    grouped = Shapes.of(1, q_len=20, k_len=7, d=16, q_heads=4, kv_heads=2)
+    for sign, scale in (("", None), ("-negated", -1.0)):
+        yield Case(f"blind-some_tiles{sign}", shapes, "bottom_right", scale)
+        yield Case(f"blind-grouped{sign}", grouped, "bottom_right", scale)
+    yield Case("blind-no_keys", Shapes.of(2, q_len=5, k_len=0, d=16, q_heads=2), "bottom_right")
+    for name, shapes in {
         "queries": Shapes.of(2, q_len=0, k_len=5, d=16, q_heads=2),
         "keys": Shapes.of(2, q_len=5, k_len=0, d=16, dv=8),
         "both": Shapes.of(2, q_len=0, k_len=0, d=16),
         "batch": Shapes.of(0, q_len=5, k_len=5, d=16, q_heads=2),
         "heads": Shapes.of(2, q_len=5, k_len=5, d=16, q_heads=0),
-    }
-    return [
-        Case(f"empty-{name}-{causal or 'full'}", shape, causal)
-        for name, shape in shapes.items()
-        for causal in (False, "top_left")
-    ]
+    }.items():
+        for causal in (False, "top_left"):
+            yield Case(f"empty-{name}-{causal or 'full'}", shapes, causal)
 
 
-CASES = [*lengths(), *head_dims(), *axes(), *scales(), *layouts(), *blind_rows(), *empty()]
+CASES = [*cases()]
 FAST = {
     *(f"lengths-{sizes}" for sizes in ("1x1-full", "63x129-bottom_right", "129x63-top_left")),
     *(f"head_dims-{sizes}" for sizes in ("16x16", "40x24", "80x80", "1x27")),
