@@ -28,7 +28,7 @@ from benchmarks.results import Outcome, Row, Status, outcome_of
 from cs336_systems.kernels.torch_names import without_donated_buffers
 from cs336_systems.profiling.environment import device_name
 from cs336_systems.profiling.flops import Pass, teraflops_per_second
-from cs336_systems.profiling.memory import GIB, available_bytes, forward_memory, training_memory
+from cs336_systems.profiling.memory import GIB, MIB, available_bytes, measure_memory
 from cs336_systems.profiling.timing import TimingMethod, call_milliseconds, host_milliseconds, measure_ms
 
 _USABLE_SHARE = 0.8
@@ -97,13 +97,11 @@ class Bound:
             short = device.type != "cpu" and probe_ms < _SHORT_MS
             host_ms = min(host_milliseconds(call, 1, device=device) for _ in range(3)) if short else None
         with self.provider.context():
-            if which == "forward":
-                with torch.no_grad():
-                    memory = forward_memory(self._forward, device=device)
-            else:
-                memory = training_memory(self._forward, self._backward, inputs=self._inputs, device=device)
-        columns = {"held_mib": memory.held_mib, "peak_mib": memory.peak_mib, "memory_method": memory.method or None}
-        return columns | {"probe_ms": probe_ms, "host_ms": host_ms}
+            backward = None if which == "forward" else self._backward
+            memory = measure_memory(self._forward, backward, device=device, inputs=self._inputs)
+        sizes = {"held_mib": memory.held_bytes, "peak_mib": memory.peak_bytes}
+        columns: Row = {name: None if size is None else size / MIB for name, size in sizes.items()}
+        return columns | {"memory_method": memory.method or None} | {"probe_ms": probe_ms, "host_ms": host_ms}
 
     def milliseconds(self, which: Pass, method: TimingMethod) -> float:
         """One measurement of a pass."""

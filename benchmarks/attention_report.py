@@ -12,8 +12,7 @@ import torch
 from benchmarks.attention_providers import GROUPS, KERNELS, KERNELS_LABEL, all_providers
 from benchmarks.flags import DTYPES, PASSES
 from benchmarks.tables import line_style, markdown, matrix, number
-from cs336_systems.profiling.attention_memory import AttentionSizes, memory_account
-from cs336_systems.profiling.flops import attention_bytes, device_peak
+from cs336_systems.profiling.flops import attention_bytes, attention_memory, device_peak
 from cs336_systems.profiling.memory import MIB
 
 Figures = tuple[float, float, float]
@@ -77,30 +76,29 @@ def memory_tables(frame: pd.DataFrame) -> list[str]:
     if frame["batch"].nunique() > 1 or (frame["heads"] != frame["kv_heads"]).any() or frame["held_mib"].isna().all():
         return []
     shapes = frame.drop_duplicates(["length", "head_dim"]).sort_values(["length", "head_dim"])
-    accounts = [memory_account(sizes_of(row)) for row in shapes.to_dict("records")]
-    bytes_by_name = pd.DataFrame([{share.name: share.bytes / MIB for share in account} for account in accounts])
-    analytic = pd.concat([shapes[["length", "head_dim"]].reset_index(drop=True), bytes_by_name], axis=1)
-    formulas = "; ".join(f"{share.name} {share.formula}" for share in accounts[0])
+    accounts = pd.DataFrame([account(row) for row in shapes.to_dict("records")]) / MIB
+    analytic = pd.concat([shapes[["length", "head_dim"]].reset_index(drop=True), accounts], axis=1)
     backward = frame[frame["pass"] != "forward"].drop_duplicates(["provider", "length", "head_dim"])
     kept = [_with_quadratic(row) for row in backward.to_dict("records")]
     measured = matrix(backward.assign(held=kept), ["length", "head_dim"], "provider", "held")
     return [
-        "### Memory account, MiB\n\nWith batch B, H heads, length N, head dimension d and s bytes per element: "
-        f"{formulas}. Held is what is kept for the backward with 3, 2, 1 and 0 tensors of N × N: scores, masked scores "
-        f"and probabilities; two of them; the probabilities alone; or a log-sum-exp per query.\n\n{markdown(analytic)}",
+        "### Memory account, MiB\n\nWith batch B, H heads, length N, head dimension d and s bytes per element: inputs "
+        "3·B·H·N·d·s, output B·H·N·d·s, scores and probabilities B·H·N²·s each. Saved for the backward are the output "
+        "and 3, 2, 1 or 0 tensors of N × N: scores, masked scores and probabilities; two of them; the probabilities "
+        f"alone; or a log-sum-exp per query, 4·B·H·N.\n\n{markdown(analytic)}",
         f"### Held for the backward, measured, MiB (N × N tensors)\n\n{measured}",
     ]
 
 
 def _with_quadratic(row: dict[Any, Any]) -> str | None:
-    held = row["held_mib"]
-    return None if pd.isna(held) else f"{number(held)} ({sizes_of(row).quadratic_kept(held * MIB):.1f})"
+    held, sizes = row["held_mib"], account(row)
+    return None if pd.isna(held) else f"{number(held)} ({(held * MIB - sizes['output']) / sizes['scores']:.1f})"
 
 
-def sizes_of(row: dict[Any, Any]) -> AttentionSizes:
-    """The sizes of a row's problem."""
+def account(row: dict[Any, Any]) -> dict[str, int]:
+    """Bytes of the tensors of a row's problem, by formula."""
     width = DTYPES[row["dtype"]].itemsize
-    return AttentionSizes(row["batch"], max(1, row["heads"]), row["length"], row["head_dim"], width)
+    return attention_memory(row["batch"], max(1, row["heads"]), row["length"], row["head_dim"], width)
 
 
 def benchmark(

@@ -13,16 +13,10 @@ from benchmarks.asked_device import asks_for_gpu
 TREE = str(Path(__file__).parents[2])
 PROGRAMS = {
     "attention": [],
-    "breakdown": [],
     "compare_trees": [TREE],
     "features": [],
     "generation": [],
-    "leaderboard": [],
-    "memory": [],
-    "precision": [],
     "scaling": [],
-    "training_step": [],
-    "transformer": [],
 }
 """The programs that have defaults for a GPU, and what they must be told."""
 
