@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import multiprocessing
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import nursery
+from benchmarks import models, nursery
 from benchmarks.processes import run_jobs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,15 +123,12 @@ def test_jobs_at_work_outlive_a_change_of_the_environment(monkeypatch):
 
 
 def modules_of_programs() -> dict[str, tuple[str, ...]]:
-    """By program, what its rows' processes have imported when they begin."""
-    compiled = ["--compile", "blocks"]
-    arguments = {"training_step": compiled, "breakdown": [*compiled, "--model", "llama"], "transformer": compiled}
-    programs = [*arguments, "memory", "precision"]
-    modules = {}
-    for name in programs:
-        module = importlib.import_module(f"benchmarks.{name}")
-        options = module.parse(["--device", "cpu", *arguments.get(name, ())])
-        modules[name] = (f"benchmarks.{name}", *module.tool_of(options).modules)
+    """By program, the modules that the processes of its cases have imported when they begin."""
+    programs = ("transformer", "training_step", "breakdown", "memory", "precision", "leaderboard")
+    imported = {name: importlib.import_module(f"benchmarks.{name}") for name in programs}
+    modules = {name: (f"benchmarks.{name}", *module.PROGRAM.preload) for name, module in imported.items()}
+    options = argparse.Namespace(compile=["blocks"], providers=["llama"])
+    modules["models"] = models.preload(options)
     return modules | {"features": ("benchmarks.feature_cells",), "tune": ("benchmarks.tune_trial",)}
 
 
