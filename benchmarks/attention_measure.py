@@ -98,10 +98,10 @@ class Bound:
             host_ms = min(host_milliseconds(call, 1, device=device) for _ in range(3)) if short else None
         with self.provider.context():
             backward = None if which == "forward" else self._backward
-            memory = measure_memory(self._forward, backward, inputs=self._inputs, device=device)
-        held, peak = [None if x is None else x / MIB for x in (memory.held_bytes, memory.peak_bytes)]
-        columns = {"held_mib": held, "peak_mib": peak, "memory_method": memory.method or None}
-        return columns | {"probe_ms": probe_ms, "host_ms": host_ms}
+            memory = measure_memory(self._forward, backward, device=device, inputs=self._inputs)
+        sizes = {"held_mib": memory.held_bytes, "peak_mib": memory.peak_bytes}
+        columns: Row = {name: None if size is None else size / MIB for name, size in sizes.items()}
+        return columns | {"memory_method": memory.method or None} | {"probe_ms": probe_ms, "host_ms": host_ms}
 
     def milliseconds(self, which: Pass, method: TimingMethod) -> float:
         """One measurement of a pass."""
@@ -182,7 +182,8 @@ class CaseRun:
             )
         if first is None:
             return
-        self.first[name, which], limit = first, self.options.max_seconds
+        self.first[name, which] = first
+        limit = self.options.max_seconds
         if first["probe_ms"] > limit * 1e3:
             reason = f"one call takes {first['probe_ms'] * 1e-3:.1f} s, more than the {limit:g} s allowed"
             comparison.outcomes[name] = Outcome(Status.SKIPPED, reason)
@@ -285,10 +286,10 @@ def series_outcome(
     exhausted = [row["length"] for row in shorter if row["status"] == Status.OUT_OF_MEMORY.value]
     if exhausted:
         return Outcome(Status.SKIPPED, f"memory ran out at length {min(exhausted)} of the same series")
-    timed = {row["length"]: row for row in shorter if row["median_ms"] or row["probe_ms"]}
+    timed = [row for row in shorter if row["median_ms"] or row["probe_ms"]]
     if not timed:
         return None
-    nearest = timed[max(timed)]
+    nearest = max(timed, key=lambda row: int(row["length"]))
     sizes = {name: nearest[name] for name in ("batch", "heads", "kv_heads", "length")}
     growth = problem.flops(which) / replace(problem, **sizes).flops(which)
     seconds = (nearest["median_ms"] or nearest["probe_ms"]) * growth * 1e-3

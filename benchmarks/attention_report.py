@@ -44,7 +44,7 @@ def sections(frame: pd.DataFrame) -> Iterator[tuple[Metric, str, pd.DataFrame]]:
     Memory held for the backward is the same for all passes that have a backward, and comes once.
     """
     for metric in METRICS:
-        passes: list[str] = [name for name in PASSES if name in set(frame["pass"])]
+        passes = [name for name in PASSES if name in set(frame["pass"])]
         if metric.column == "held_mib":
             passes = [name for name in passes if name != "forward"][:1]
         for which in passes:
@@ -76,32 +76,29 @@ def memory_tables(frame: pd.DataFrame) -> list[str]:
     if frame["batch"].nunique() > 1 or (frame["heads"] != frame["kv_heads"]).any() or frame["held_mib"].isna().all():
         return []
     shapes = frame.drop_duplicates(["length", "head_dim"]).sort_values(["length", "head_dim"])
-    accounts = pd.DataFrame([formula_bytes(row) for row in shapes.to_dict("records")]) / MIB
+    accounts = pd.DataFrame([account(row) for row in shapes.to_dict("records")]) / MIB
     analytic = pd.concat([shapes[["length", "head_dim"]].reset_index(drop=True), accounts], axis=1)
     backward = frame[frame["pass"] != "forward"].drop_duplicates(["provider", "length", "head_dim"])
     kept = [_with_quadratic(row) for row in backward.to_dict("records")]
     measured = matrix(backward.assign(held=kept), ["length", "head_dim"], "provider", "held")
     return [
-        "### Memory account, MiB\n\nWith batch B, H heads, length N, head dimension d and s bytes per element: "
-        "inputs 3·B·H·N·d·s; output B·H·N·d·s; scores and probabilities B·H·N²·s each. Saved for the backward are the "
-        "output and 3, 2, 1 or 0 tensors of N × N: scores, masked scores and probabilities; two of them; the "
-        f"probabilities alone; or 4·B·H·N bytes of log-sum-exps.\n\n{markdown(analytic)}",
+        "### Memory account, MiB\n\nWith batch B, H heads, length N, head dimension d and s bytes per element: inputs "
+        "3·B·H·N·d·s, output B·H·N·d·s, scores and probabilities B·H·N²·s each. Saved for the backward are the output "
+        "and 3, 2, 1 or 0 tensors of N × N: scores, masked scores and probabilities; two of them; the probabilities "
+        f"alone; or a log-sum-exp per query, 4·B·H·N.\n\n{markdown(analytic)}",
         f"### Held for the backward, measured, MiB (N × N tensors)\n\n{measured}",
     ]
 
 
 def _with_quadratic(row: dict[Any, Any]) -> str | None:
-    held = row["held_mib"]
-    if pd.isna(held):
-        return None
-    sizes = formula_bytes(row)
-    return f"{number(held)} ({(held * MIB - sizes['output']) / sizes['scores']:.1f})"
+    held, sizes = row["held_mib"], account(row)
+    return None if pd.isna(held) else f"{number(held)} ({(held * MIB - sizes['output']) / sizes['scores']:.1f})"
 
 
-def formula_bytes(row: dict[Any, Any]) -> dict[str, int]:
-    """Bytes of the tensors of a row's problem, by `attention_memory`."""
-    itemsize = DTYPES[row["dtype"]].itemsize
-    return attention_memory(row["batch"], max(1, row["heads"]), row["length"], row["head_dim"], itemsize)
+def account(row: dict[Any, Any]) -> dict[str, int]:
+    """Bytes of the tensors of a row's problem, by formula."""
+    width = DTYPES[row["dtype"]].itemsize
+    return attention_memory(row["batch"], max(1, row["heads"]), row["length"], row["head_dim"], width)
 
 
 def benchmark(

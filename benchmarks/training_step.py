@@ -23,7 +23,7 @@ import pandas as pd
 
 from benchmarks import flags, harness, models, transformer
 from benchmarks.attention_providers import KERNELS, KERNELS_LABEL
-from benchmarks.models import AXES, CUDNN, LLAMA, TORCH, WHOLE, varying
+from benchmarks.models import AXES, CUDNN, LLAMA, NOT_COMPILED, TORCH, WHOLE, varying
 from benchmarks.tables import bullets, markdown, plot_lines
 
 COMPARED = (LLAMA, TORCH)
@@ -45,7 +45,7 @@ def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentPars
         batch=None,
         providers=["flash", TORCH, CUDNN, "naive", LLAMA],
         dtypes=["bfloat16"],
-        compile=[WHOLE],
+        compile=[WHOLE if gpu else NOT_COMPILED],
         warmup_steps=[3],
         steps=10,
         tf32=True,

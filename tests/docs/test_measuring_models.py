@@ -1,0 +1,83 @@
+"""The pages of the benchmarks of models: flags, columns and names in them exist, and none is missing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import breakdown, memory, precision, scaling, training_step, transformer
+from benchmarks.models import COMPILE, PROVIDERS
+from cs336_systems.profiling import ACCUMULATIONS, regions
+from cs336_systems.profiling.kernel_classes import CLASSES
+from cs336_systems.profiling.steps import MODES
+
+from ..benchmarks.small_models import changed, measured
+from ..benchmarks.test_memory_benchmark import case_of
+from .pages import flags
+
+DOCS = Path(__file__).parents[2] / "docs"
+PROGRAMS = {
+    "steps": (transformer, training_step),
+    "breakdown": (breakdown,),
+    "memory": (memory,),
+    "precision": (precision,),
+    "scaling": (scaling,),
+}
+
+
+def page(name):
+    return (DOCS / f"measuring/{name}.md").read_text()
+
+
+def named(text, header):
+    """What is code in the first column of the table with this header."""
+    table = text[text.index(f"| {header} |") :]
+    cells = re.findall(r"^\| (`.*?) \|", table[: table.index("\n\n")], re.MULTILINE)
+    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_flags_exist_and_are_described(name):
+    parsers = [program.make_parser(["--device", "cpu"]) for program in PROGRAMS[name]]
+    there = {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
+    assert flags(page(name)) - {"--compile", "--no-snapshots"} <= there
+    described = flags(page(name)) | flags(page("steps")) | flags((DOCS / "benchmarking.md").read_text())
+    assert {flag for flag in there if flag.startswith("--") and not flag.startswith("--no-")} - described <= {
+        "--help",
+        "--snapshots",
+    }
+
+
+def test_columns_exist_and_are_described(tmp_path):
+    case, options = changed(), {"profiled_steps": 1, "trace": False, "nsys_ranges": False, "snapshots": False}
+    for name, measure, fields in (
+        ("steps", transformer.measure, case),
+        ("breakdown", breakdown.measure, case),
+        ("memory", memory.measure, case_of()),
+    ):
+        row = measured(measure, fields, tmp_path, **options)
+        assert row["status"] == "ok", row
+        columns = {*row, *fields.columns}
+        text = named(page(name), "column")
+        described = {*text, *(prefix + column for prefix in ("forward_", "backward_", "optimizer_") for column in text)}
+        described |= {f"share_{kind.replace(' ', '_')}" for kind in CLASSES} | {f"{top}_share" for top in text}
+        found = {re.sub(r"^(peak|largest): .*", r"\1: CATEGORY", column) for column in columns} - {"status", "reason"}
+        assert found - described - set(named(page("steps"), "column")) == set(), name
+        assert {*text} <= {*found, "share_matrix_products"}, name
+
+
+def test_names_are_described():
+    steps = page("steps")
+    assert set(named(steps, "provider")) == set(PROVIDERS)
+    assert all(f"`{name}`" in steps for name in (*COMPILE, *MODES))
+    assert named(page("breakdown"), "mode") == [*MODES]
+    assert set(named(page("breakdown"), "class")) == set(CLASSES)
+    every = {region for _, region in regions.REGION_RULES} | {*regions.ATTENTION_STEPS, regions.OPTIMIZER, "elsewhere"}
+    assert set(named(page("breakdown"), "region")) == every - {"model"}
+    sums = page("precision")
+    sums = sums[sums.index("\n## Sums\n") :]
+    assert re.findall(r"^\| `(.*?)` \|", sums[: sums.index("\n## Dtypes")], re.MULTILINE) == [
+        x.name for x in ACCUMULATIONS
+    ]
