@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from cs336_systems.attention import attention, features, naive, ops, run
+from cs336_systems.attention import attention, dispatch, features, naive, op
 from cs336_systems.kernels import torch_names
 from cs336_systems.profiling import MemoryRecorder, ModuleRanges, module_ranges, recording
 from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs
@@ -85,32 +85,33 @@ def assert_right(impl, device):
 @pytest.mark.parametrize("impl", ["flash", "tiled"])
 def test_without_the_modes_at_work_calls_are_dispatched(monkeypatch, impl, device):
     module = without(monkeypatch, "torch:_C._len_torch_dispatch_stack")
-    monkeypatch.setattr(ops, "modes_at_work", module.modes_at_work)
-    assert ops.must_dispatch()
+    monkeypatch.setattr(torch_names, "modes_at_work", module.modes_at_work)
+    assert torch_names.must_dispatch()
     assert_right(impl, device)
 
 
 @pytest.mark.parametrize("impl", ["flash", "tiled"])
 def test_without_their_level_transforms_are_known_by_what_they_refuse(monkeypatch, impl, device):
     module = without(monkeypatch, "torch:_C._functorch.maybe_current_level")
-    monkeypatch.setattr(ops, "transform_level", module.transform_level)
-    assert not ops.transforming()
+    for user in (torch_names, op):
+        monkeypatch.setattr(user, "transform_level", module.transform_level)
+    assert not op.transforming()
     assert_right(impl, device)
     x = torch.randn(3, 1, 2, 5, 16, device=device)
 
     def loss(x, impl):
-        assert ops.transforming()
+        assert op.transforming()
         return attention(x, x, x, causal=True, impl=impl).square().sum()
 
     found, expected = (torch.vmap(torch.func.grad(functools.partial(loss, impl=each)))(x) for each in (impl, "naive"))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert not ops.transforming()
+    assert not op.transforming()
 
 
 def test_without_its_level_calls_are_right_and_forward_mode_is_refused(monkeypatch, flash_device):
     module = without(monkeypatch, "torch.autograd.forward_ad:_current_level")
-    monkeypatch.setattr(run, "in_forward_mode", module.in_forward_mode)
-    assert run.in_forward_mode()
+    monkeypatch.setattr(dispatch, "in_forward_mode", module.in_forward_mode)
+    assert dispatch.in_forward_mode()
     assert_right("flash", flash_device)
     x = torch.randn(1, 2, 5, 16, device=flash_device)
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward mode AD"):
@@ -125,7 +126,7 @@ class Causal(nn.Module):
 def test_without_its_flag_export_is_asked_for_by_its_public_name(monkeypatch):
     module = without(monkeypatch, "torch.compiler:_is_exporting_flag")
     assert module.exporting is torch.compiler.is_exporting
-    for user in (features, naive, run):
+    for user in (features, naive):
         monkeypatch.setattr(user, "exporting", module.exporting)
     x = torch.randn(1, 2, 6, 8)
     dynamic = {"x": {2: torch.export.Dim("length", min=2, max=64)}}
