@@ -19,7 +19,7 @@ python := "$(VENV)/bin/python"
 endif
 environment := @bash tools/environment.sh "$(VENV)" "$(PYTHON)"
 
-.PHONY: help test test-newest test-tritons bench report lint wheel-test
+.PHONY: help test test-all test-newest test-tritons bench report lint wheel-test
 
 help: ## this list
 	@echo "make TARGET [ARGS=...] [VENV=.venv | VENV=active] [PYTHON=python3]"
@@ -27,12 +27,16 @@ help: ## this list
 	@echo "VENV=active takes the environment that \$$PYTHON runs in, and adds to it only what is missing."
 
 # Neighbours often compile the same kernel: a worker gets them together, and the next finds it in Triton's cache.
-test: ## pytest in parallel; on the GPU where there is one, else with the Triton kernels interpreted
+test: ## the quick tests in parallel; on the GPU where there is one, else with the Triton kernels interpreted
 	$(environment) test
 	$(python) -m pytest -n auto --dist worksteal $(ARGS)
 
+test-all: ## all tests, the slow ones too
+	$(environment) test
+	$(python) -m pytest -n auto --dist worksteal -m "not wheel" $(ARGS)
+
 test-newest: ## the same with the newest PyTorch and its Triton, as `pip install .` brings them (gigabytes)
-	$(MAKE) test TORCH=newest
+	$(MAKE) test-all TORCH=newest
 
 test-tritons: ## a slice of the tests with each other Triton that the library knows (fetched once: 750 MB)
 	$(environment) test

@@ -44,7 +44,7 @@ def sections(frame: pd.DataFrame) -> Iterator[tuple[Metric, str, pd.DataFrame]]:
     Memory held for the backward is the same for all passes that have a backward, and comes once.
     """
     for metric in METRICS:
-        passes = [name for name in PASSES if name in set(frame["pass"])]
+        passes: Sequence[str] = [name for name in PASSES if name in set(frame["pass"])]
         if metric.column == "held_mib":
             passes = [name for name in passes if name != "forward"][:1]
         for which in passes:
