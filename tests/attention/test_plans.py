@@ -239,14 +239,15 @@ def test_a_subclass_sees_the_operators_with_a_plan_too(no_plans, flash_device):
 
 @pytest.mark.parametrize("causal", [False, True, "top_left"])
 def test_other_lengths_of_packed_sequences_need_no_plan(planned, causal):
-    inputs, slopes = make_packed([(9, 9)], heads=(2, 2), d=16), torch.rand(2)
+    inputs = make_packed([(9, 9)], heads=(2, 2), d=16)
+    asked = {"causal": causal, "alibi_slopes": torch.rand(2), "scores": offset(torch.randn(2))}
     for lengths in ([3, 6], [8, 1]):
         q, k, v = (x.split(lengths) for x in inputs[:3])
         k, v = ([x[:-1] for x in each] for each in (k, v))  # the lengths of q and of k differ
         starts = starts_of(lengths), starts_of([length - 1 for length in lengths])
-        out = attention_varlen(inputs.q, torch.cat(k), torch.cat(v), *starts, causal=causal, alibi_slopes=slopes)
+        out = attention_varlen(inputs.q, torch.cat(k), torch.cat(v), *starts, **asked)
         alone = [
-            attention(*[x[None].transpose(1, 2) for x in one], causal=causal, alibi_slopes=slopes, impl="naive")
+            attention(*[x[None].transpose(1, 2) for x in one], **asked, impl="naive")
             for one in zip(q, k, v, strict=True)
         ]
         torch.testing.assert_close(out, torch.cat([x[0].transpose(0, 1) for x in alone]))
