@@ -18,7 +18,7 @@ from cs336_systems.kernels.language import at, tanh
 from cs336_systems.kernels.tuning import TileConfig, pin
 from cs336_systems.testing import Shapes, evaluate, make_inputs
 
-from .helpers import COMPILES, FLOATS, HALF, check, each_function, named, sizes_of, slow
+from .helpers import COMPILES, FLOATS, HALF, check, named, sizes_of, slow
 
 ROOT = Path(__file__).parents[2]
 SHAPES = Shapes.of(2, q_len=35, k_len=41, d=8, q_heads=4, kv_heads=2)
