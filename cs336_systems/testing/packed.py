@@ -73,6 +73,7 @@ def assert_packed_within_budget(
         }
         own = Inputs(q, k, v, dout, inputs.dlse[None, :, rows])
         for total, power, results in zip(whole, POWERS, budget_of(own, causal=causal, features=given), strict=True):
+            assert results is not None
             for name, x in results.items():
                 span = {"out": rows, "dq": rows, "dk": columns, "dv": columns}.get(name)
                 if name == "lse":

@@ -157,6 +157,24 @@ def test_operators_compute_what_eager_calls_do(impl, device):
     assert_same(results, evaluate(attend, inputs, features), exact=True)
 
 
+@each_function
+def test_a_mode_that_begins_with_the_backward_sees_its_operator(impl, device):
+    inputs = make_inputs(HEADS, dtype=HALF, device=device)
+    leaves, sinks = [x.detach().requires_grad_() for x in inputs[:3]], torch.randn(4, device=device).requires_grad_()
+    out = attention(*leaves, sinks=sinks, impl=impl)
+    expected = torch.autograd.grad(out, (*leaves, sinks), inputs.dout, retain_graph=True)
+    with Record() as record:
+        gradients = torch.autograd.grad(out, (*leaves, sinks), inputs.dout)
+    assert [str(operator) for operator, _ in record.calls] == [f"cs336_systems.{impl}_backward.default"]
+    assert all(torch.equal(x, y) for x, y in zip(gradients, expected, strict=True))
+
+
+def test_an_operator_refuses_what_its_kernels_cannot_compute(flash_device):
+    (operator, arguments), _ = calls_of("flash", HEADS, flash_device, HALF)
+    with pytest.raises(ValueError, match=r"^the flash kernels cannot compute this call: it computes in float16, bfl"):
+        operator(*[x.double() for x in arguments[:3]], *arguments[3:])
+
+
 BATCHED = {
     "nothing": ((), {"causal": True}),
     "cap_and_slopes": (("alibi_slopes",), {"softcap": 1.5, "causal": True}),

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from cs336_systems.attention import api, attention, attention_varlen, attention_with_cache, dispatch
-from cs336_systems.attention.rules import score_rule
 from cs336_systems.attention.variants import block_local, document, relative_bias, window
-from cs336_systems.kernels.language import at
 from cs336_systems.testing import Shapes, make_cache, make_inputs, make_packed, starts_of
 
+from .features import stretched
 from .helpers import DOUBLE, HALF, each_implementation, named
 
 
@@ -149,14 +148,6 @@ def test_what_is_set_outside_of_a_call_is_part_of_the_key(planned):
     assert len(planned) == 4
 
 
-@score_rule
-def offset(score, batch, head, row, column, amount):
-    return score + at(amount, (head,))
-
-
-offset.adds("amount", axes="head")
-
-
 BOUND = ["bias", "sinks", "seed", "blocks"]
 
 
@@ -169,7 +160,7 @@ def values(name, device, number):
         "mask": lambda: {"mask": torch.rand(2, 1, 20, 20, device=device) < 0.6},
         "slopes": lambda: {"alibi_slopes": torch.rand(4, device=device)},
         "sinks": lambda: {"sinks": torch.randn(4, device=device)},
-        "rules": lambda: {"mask": document(ids), "scores": offset(torch.randn(4, device=device))},
+        "rules": lambda: {"mask": document(ids), "scores": stretched(torch.rand(1, 4, 1, 1, device=device))},
         "blocks": lambda: {"mask": document(ids).with_blocks(20, 20)},
         "seed": lambda: {"dropout_p": 0.5, "seed": number},
         "seed_tensor": lambda: {"dropout_p": 0.5, "seed": torch.tensor([number], device=device)},
@@ -239,14 +230,15 @@ def test_a_subclass_sees_the_operators_with_a_plan_too(no_plans, flash_device):
 
 @pytest.mark.parametrize("causal", [False, True, "top_left"])
 def test_other_lengths_of_packed_sequences_need_no_plan(planned, causal):
-    inputs, slopes = make_packed([(9, 9)], heads=(2, 2), d=16), torch.rand(2)
+    inputs = make_packed([(9, 9)], heads=(2, 2), d=16)
+    asked = {"causal": causal, "alibi_slopes": torch.rand(2), "scores": stretched(torch.rand(1, 2, 1, 1))}
     for lengths in ([3, 6], [8, 1]):
         q, k, v = (x.split(lengths) for x in inputs[:3])
         k, v = ([x[:-1] for x in each] for each in (k, v))  # the lengths of q and of k differ
         starts = starts_of(lengths), starts_of([length - 1 for length in lengths])
-        out = attention_varlen(inputs.q, torch.cat(k), torch.cat(v), *starts, causal=causal, alibi_slopes=slopes)
+        out = attention_varlen(inputs.q, torch.cat(k), torch.cat(v), *starts, **asked)
         alone = [
-            attention(*[x[None].transpose(1, 2) for x in one], causal=causal, alibi_slopes=slopes, impl="naive")
+            attention(*[x[None].transpose(1, 2) for x in one], **asked, impl="naive")
             for one in zip(q, k, v, strict=True)
         ]
         torch.testing.assert_close(out, torch.cat([x[0].transpose(0, 1) for x in alone]))

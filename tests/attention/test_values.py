@@ -63,9 +63,9 @@ def cases() -> Iterator[Case]:
     # Queries that see no key, in some tiles, in part of one, and all of them.
     shapes = Shapes.of(1, q_len=140, k_len=9, d=16)
     grouped = Shapes.of(1, q_len=20, k_len=7, d=16, q_heads=4, kv_heads=2)
-    for sign, scale in (("", None), ("-negated", -1.0)):
-        yield Case(f"blind-some_tiles{sign}", shapes, "bottom_right", scale)
-        yield Case(f"blind-grouped{sign}", grouped, "bottom_right", scale)
+    for sign, factor in (("", None), ("-negated", -1.0)):
+        yield Case(f"blind-some_tiles{sign}", shapes, "bottom_right", factor)
+        yield Case(f"blind-grouped{sign}", grouped, "bottom_right", factor)
     yield Case("blind-no_keys", Shapes.of(2, q_len=5, k_len=0, d=16, q_heads=2), "bottom_right")
     for name, shapes in {
         "queries": Shapes.of(2, q_len=0, k_len=5, d=16, q_heads=2),
