@@ -71,13 +71,13 @@ class KernelBackend(Backend):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._module: ModuleType | None = None
+        self.loaded: ModuleType | None = None
 
     @property
     def module(self) -> Any:
         """The package's backend module."""
         _load(self.name)
-        return self._module
+        return self.loaded
 
     def supports(self, call: Call) -> str | None:
         return _why_not_triton(call.device) or self.module.supports(call)
@@ -157,8 +157,8 @@ BACKENDS: tuple[Backend, ...] = (KernelBackend("sm90"), KernelBackend("triton"),
 def _load(name: str) -> None:
     """Import a backend's module. torch.compile traces no import; it calls this as it is."""
     for backend in BACKENDS:
-        if isinstance(backend, KernelBackend) and backend.name == name and backend._module is None:
-            backend._module = importlib.import_module(f"..kernels.{name}.backend", __package__)
+        if isinstance(backend, KernelBackend) and backend.name == name and backend.loaded is None:
+            backend.loaded = importlib.importloaded(f"..kernels.{name}.backend", __package__)
 
 
 plans: dict[Any, Run] = {}
