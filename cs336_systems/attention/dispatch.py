@@ -158,7 +158,7 @@ def _load(name: str) -> None:
     """Import a backend's module. torch.compile traces no import; it calls this as it is."""
     for backend in BACKENDS:
         if isinstance(backend, KernelBackend) and backend.name == name and backend.loaded is None:
-            backend.loaded = importlib.importloaded(f"..kernels.{name}.backend", __package__)
+            backend.loaded = importlib.import_module(f"..kernels.{name}.backend", __package__)
 
 
 plans: dict[Any, Run] = {}

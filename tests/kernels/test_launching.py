@@ -77,5 +77,5 @@ def test_interpreted_launches_are_not_kept(kernel, monkeypatch):
 
 
 def test_another_device_than_the_current_one_is_elsewhere(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(launching, "current_device", lambda: 1)
     assert [is_elsewhere(torch.device(device)) for device in ("cpu", "cuda:1", "cuda:0")] == [False, False, True]
