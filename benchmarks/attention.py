@@ -40,7 +40,7 @@ from benchmarks.attention_report import METRICS, NOTHING, Figures, benchmark, fi
 from benchmarks.comparison import timing_method
 from benchmarks.isolation import run_isolated
 from benchmarks.tables import number
-from cs336_systems.kernels.torch_names import COMPILER
+from cs336_systems.profiling.torch_names import COMPILER
 
 _TOKENS = "--tokens 16384 --channels 2048 --dtypes bf16"
 _COURSE = "--heads 0 --head-dims 16 32 64 128 --dtypes fp32 bf16"
@@ -240,7 +240,7 @@ def available_providers(options: argparse.Namespace) -> list[Provider]:
         ValueError: --providers has an unknown name, or names none that can be measured.
     """
     known = chosen_providers(all_providers(torch.device("cpu")), options.providers)
-    # In a process of its own: other libraries load CUDA when they are imported.
+    # In a separate process: other libraries load CUDA when they are imported.
     finished = run_isolated(missing_providers, options)
     if finished.failure:
         raise ValueError(f"--providers: {finished.failure}")

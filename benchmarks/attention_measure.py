@@ -25,11 +25,11 @@ from benchmarks.attention_providers import (
 from benchmarks.comparison import Comparison, Context, doubts, plausible_difference, relative_difference, timing_method
 from benchmarks.flags import DTYPES
 from benchmarks.results import Outcome, Row, Status, outcome_of
-from cs336_systems.kernels.torch_names import without_donated_buffers
 from cs336_systems.profiling.environment import device_name
 from cs336_systems.profiling.flops import Pass, teraflops_per_second
 from cs336_systems.profiling.memory import GIB, MIB, available_bytes, measure_memory
 from cs336_systems.profiling.timing import TimingMethod, call_milliseconds, host_milliseconds, measure_ms
+from cs336_systems.profiling.torch_names import without_donated_buffers
 
 _USABLE_SHARE = 0.8
 _SHORT_MS = 10.0

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.flags import DTYPES
 from benchmarks.harness import Case
 from cs336_systems.attention import attention
-from cs336_systems.attention.dispatch import interpreting
+from cs336_systems.kernels.language import interpreting
 from cs336_systems.profiling.flops import Pass, attention_flops
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -232,7 +232,7 @@ def _bind_flash_attention(function: Callable[..., Any], problem: Problem) -> Att
 
 
 def _flash_attention_refusal(name: str, problem: Problem, which: Pass) -> str | None:
-    """What these libraries refuse in words of their own; the rest they say by `_REFUSAL_PHRASES`."""
+    """Refusals of these libraries that have none of `_REFUSAL_PHRASES`."""
     if problem.dtype not in ("bfloat16", "float16"):
         return f"{name} takes bfloat16 and float16, not {problem.dtype}"
     if problem.head_dim % 8:

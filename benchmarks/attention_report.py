@@ -69,7 +69,7 @@ def tables(frame: pd.DataFrame) -> str:
 
 
 def memory_tables(frame: pd.DataFrame) -> list[str]:
-    """What formulas say that attention has to keep, beside what was measured, for the rows of one dtype and mask.
+    """Tables of the memory held for the backward, by formula and measured, for the rows of one dtype and mask.
 
     Only for sweeps of one batch size with as many key heads as query heads.
     """

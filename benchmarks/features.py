@@ -41,8 +41,8 @@ from benchmarks.feature_providers import OURS, PEERS, bind
 from benchmarks.harness import Case, Comparison, Context, Outcome, Row, Status
 from benchmarks.isolation import map_isolated, run_isolated
 from benchmarks.tables import markdown, number
-from cs336_systems.kernels.torch_names import COMPILER, without_donated_buffers
 from cs336_systems.profiling.timing import call_milliseconds, measure_ms, synchronize
+from cs336_systems.profiling.torch_names import COMPILER, without_donated_buffers
 
 PLAIN = "plain"
 """The first provider's causal attention, in the rows of other features."""
@@ -247,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
     options = parse(arguments)
     if options.redraw is None:
-        # In a process of its own: other libraries load CUDA when they are imported.
+        # In a separate process: other libraries load CUDA when they are imported.
         finished = run_isolated(missing_peers, options)
         if finished.failure:
             print(f"features.py: error: --peers: {finished.failure}", file=sys.stderr)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -188,12 +188,16 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = Non
     return options
 
 
-def restrict(parser: argparse.ArgumentParser, options: argparse.Namespace, **known: Sequence[Any]) -> None:
-    """End the program with a message if a flag that takes several values has one that is not among the known ones."""
+def restrict(parser: argparse.ArgumentParser, options: argparse.Namespace, **known: Collection[Any]) -> None:
+    """End the program with a message if a flag has a value that is not among the known ones.
+
+    Flags that the program does not have, or that were not given, are passed over.
+    """
     for name, values in known.items():
-        if unknown := [str(value) for value in getattr(options, name) if value not in values]:
+        given = getattr(options, name, None) or ()
+        if unknown := [str(value) for value in (given if isinstance(given, list) else [given]) if value not in values]:
             flag = name.replace("_", "-")
-            parser.error(f"--{flag} must be taken from {', '.join(map(str, values))}; got {', '.join(unknown)}")
+            parser.error(f"--{flag} must be of {', '.join(map(str, values))}; got {', '.join(unknown)}")
 
 
 def fill(options: argparse.Namespace, defaults: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The harness of all benchmarks: cases, each measured in a process of its own, whose rows are stored as they come.
+"""The harness of all benchmarks: cases, each measured in a separate process, whose rows are stored as they come.
 
 A program defines its cases as a frozen dataclass, a function that measures one of them, and the tables of all rows;
 `run` does the rest: --filter, --dry-run and --resume, isolation, time limits, progress, results.csv, tables.md and
@@ -70,7 +70,7 @@ class Program(Generic[CaseT]):
     Attributes:
         name: of its file, without .py.
         title: of its tables.
-        measure: measures a case in a process of its own, and returns its row or rows: the columns of figures, and
+        measure: measures a case in a separate process, and returns its row or rows: the columns of figures, and
             `status` and `reason` unless all is well. An exception becomes a row with a status. The columns of the case
             and `STAMP` are added. It must be a function of a module. The folder of the results is ``options.out``.
         tables: Markdown, from a DataFrame of all rows.
@@ -79,7 +79,7 @@ class Program(Generic[CaseT]):
         notes: how it is measured, in sentences for the tables, from the options.
         estimate: what a case takes, for --dry-run.
         packages: distributions whose versions belong to the environment.
-        preload: modules that every case imports, for example `torch_names.COMPILER` for what torch.compile needs.
+        preload: modules that every case imports, for example `COMPILER` of `profiling.torch_names` for torch.compile.
         isolated: false if ``measure`` itself starts the processes that compute, and may run in this one.
     """
 
@@ -208,7 +208,7 @@ def measure_here(measure: Measure[CaseT], case: CaseT, context: Context) -> list
 
 
 def environment_of(options: argparse.Namespace, program: Program[Any]) -> Environment:
-    """The environment, read in a process of its own, so that this one takes no memory of the GPU.
+    """The environment, read in a separate process, so that this one takes no memory of the GPU.
 
     Raises:
         RuntimeError: it cannot be read.
@@ -278,7 +278,7 @@ def run(
 
 
 def redraw(program: Program[Any], folder: Path) -> None:
-    """Draw the plots of a folder again from its results.csv. Raises ValueError if there is none, or no plots."""
+    """Draw the plots of a folder again from its results.csv. Raises ValueError without results or plots."""
     if program.plots is None:
         raise ValueError(f"--redraw must name a benchmark with plots; {program.name} has none")
     if not (folder / CSV).exists():

@@ -30,8 +30,8 @@ from benchmarks.harness import Case, Comparison, Context, Outcome, Program, Row,
 from benchmarks.results import outcome_of
 from benchmarks.tables import markdown, number
 from cs336_systems.attention import attention
-from cs336_systems.kernels.torch_names import without_donated_buffers
 from cs336_systems.profiling.timing import TimingMethod, host_milliseconds
+from cs336_systems.profiling.torch_names import without_donated_buffers
 
 REFERENCE = "torch"
 PROVIDERS = [REFERENCE, "auto", "flash", "sdpa", "compiled", "naive", "tiled"]

@@ -1,4 +1,4 @@
-"""Run a function in a process of its own, so that a crash, a hang or a broken GPU ends that process alone.
+"""Run a function in a separate process, so that a crash, a hang or a broken GPU ends that process alone.
 
 On Linux each process is forked by multiprocessing's fork server, which has imported torch and this project and has
 never used a GPU, so that it starts within milliseconds. Elsewhere each process is spawned. A process has the
@@ -34,7 +34,7 @@ OnStep = Callable[[str, str], None]
 
 @dataclass(frozen=True)
 class Finished:
-    """The end of an isolated call: its result, or the reason why there is none, and the last `step` it reported."""
+    """The end of an isolated call: its result, or why it has none, and the last `step` it reported."""
 
     result: Any = None
     failure: str = ""
@@ -145,7 +145,7 @@ class _Call:
         return Finished(None, f"{reason}, at: {where}", self.provider, self.step)
 
     def close(self, patience: float) -> None:
-        """Kill the process unless it exits within so many seconds."""
+        """Kill the process unless it exits within ``patience`` seconds."""
         self.connection.close()
         self._process.join(patience)
         self._process.kill()

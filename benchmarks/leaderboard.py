@@ -31,14 +31,13 @@ from torch import Tensor
 from benchmarks import flags, harness
 from benchmarks.comparison import time_columns
 from benchmarks.harness import Case, Context, Row
-from benchmarks.models import check_names
 from benchmarks.tables import markdown
 from cs336_systems.attention import FlashAttentionFunction, TiledAttentionFunction
-from cs336_systems.kernels.torch_names import COMPILER
 from cs336_systems.profiling.environment import device_name
 from cs336_systems.profiling.flops import attention_flops, implausible_rate, teraflops_per_second
 from cs336_systems.profiling.memory import collection_paused
 from cs336_systems.profiling.timing import RoundTimes, call_milliseconds
+from cs336_systems.profiling.torch_names import COMPILER
 from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs
 
 LONGEST_CHECKED = 1024
@@ -154,8 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rep=10000.0 if gpu else 1000.0,
     )
     options = flags.parse(parser, arguments)
-    check_names(parser, "providers", options.providers, [*FUNCTIONS, TORCH])
-    check_names(parser, "compile", options.compile, COMPILE)
+    flags.restrict(parser, options, providers=[*FUNCTIONS, TORCH], compile=COMPILE)
     if not options.heads:
         parser.error("--heads must be at least 1; got 0")
     cases = [

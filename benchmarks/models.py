@@ -20,11 +20,11 @@ from benchmarks import flags
 from benchmarks.harness import Case, Estimate, Outcome, Row, ran_out_of_memory
 from benchmarks.tables import markdown, number
 from cs336_systems.attention import Implementation
-from cs336_systems.kernels.torch_names import COMPILER
 from cs336_systems.profiling.environment import device_name
 from cs336_systems.profiling.flops import device_peak, teraflops_per_second
 from cs336_systems.profiling.report import ABSENT
 from cs336_systems.profiling.steps import MODES, Mode
+from cs336_systems.profiling.torch_names import COMPILER
 from cs336_systems.training.config import TINY, TINY_SIZES
 from cs336_systems.transformer import PRESETS, TransformerConfig, preset
 from cs336_systems.transformer.presets import VOCAB_SIZE
@@ -104,9 +104,7 @@ def model_cases(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
     Shorter sequences come before longer ones, and modes that need less memory before others. Ends the program with a
     message if a name is unknown or sizes do not fit.
     """
-    for name, known in (("providers", PROVIDERS), ("compile", COMPILE), ("modes", MODES)):
-        check_names(parser, name, getattr(options, name, ()), known)
-    check_names(parser, "suite", [options.suite], PRESETS)
+    flags.restrict(parser, options, providers=PROVIDERS, compile=COMPILE, modes=MODES, suite=PRESETS)
     work = [name for name in ("lengths", "batch", "batches") if hasattr(options, name)]
     if all(map(_BY_SIZES.fullmatch, options.models)):
         for name in work:
@@ -127,14 +125,6 @@ def model_cases(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         ]
     except ValueError as error:
         parser.error(str(error))
-
-
-def check_names(parser: argparse.ArgumentParser, flag: str, values: Iterable[str], known: Iterable[str]) -> None:
-    """End the program with a message if one of the flag's values is unknown."""
-    names = [*known]
-    for value in values:
-        if value not in names:
-            parser.error(f"--{flag} must be of {', '.join(names)}; got {value}")
 
 
 def _sized_models(options: argparse.Namespace) -> Iterator[tuple[str, TransformerConfig, int]]:
@@ -243,7 +233,7 @@ def varying(frame: pd.DataFrame, axes: Iterable[str] = AXES) -> list[str]:
 def paired(
     frame: pd.DataFrame, axis: str, baseline: object, figures: Mapping[str, str], axes: Iterable[str] = AXES
 ) -> str:
-    """A table of rows beside those that differ in ``axis`` alone, which is ``baseline`` there; "" without any.
+    """A table of rows next to those that differ in ``axis`` alone, which is ``baseline`` there; "" without any.
 
     A cell is `before → after (ratio)`, the ratio being before / after. ``figures`` are titles by column.
     """

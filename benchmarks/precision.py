@@ -4,7 +4,7 @@
     python benchmarks/precision.py --topics sums autocast
     python benchmarks/precision.py --topics attention --dtypes bf16 fp32 --lengths 512 4096 --masks causal full
 
-Errors of attention are those of the output, the log-sum-exp and the gradients against float64, beside the budget of the
+Errors of attention are those of the output, the log-sum-exp and the gradients against float64, with the budget of the
 tests. docs/measuring/precision.md says what is measured, and what the columns mean.
 """
 
@@ -30,13 +30,13 @@ from torch import nn
 from benchmarks import flags, harness
 from benchmarks.comparison import Comparison
 from benchmarks.harness import Case, Context, Estimate, Row
-from benchmarks.models import check_names, sections
+from benchmarks.models import sections
 from benchmarks.results import outcome_of
 from benchmarks.tables import markdown, plot_lines
 from cs336_systems.attention import Implementation, attention
-from cs336_systems.kernels.torch_names import COMPILER
 from cs336_systems.profiling import ACCUMULATIONS, AttentionReference, tensor_dtypes
 from cs336_systems.profiling.report import ABSENT
+from cs336_systems.profiling.torch_names import COMPILER
 from cs336_systems.testing import TF32_EPS, Finding, Shapes, make_inputs
 
 SUMS, AUTOCAST, ATTENTION = TOPICS = ("sums", "autocast", "attention")
@@ -292,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
     parser = make_parser(arguments)
     options = flags.parse(parser, arguments)
-    check_names(parser, "providers", options.providers, IMPLEMENTATIONS)
+    flags.restrict(parser, options, providers=IMPLEMENTATIONS)
     return harness.run(PROGRAM, options, precision_cases(options))
 
 

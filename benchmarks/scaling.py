@@ -23,7 +23,6 @@ import torch
 
 from benchmarks import flags, harness, models
 from benchmarks.harness import Context, Outcome, Row, Status
-from benchmarks.models import check_names
 from benchmarks.scaling_process import COMPILE, LONGEST, SCALES, STEP, STRONG, WEAK, ScalingCase, run_group
 from benchmarks.scaling_tables import tables
 from cs336_systems.parallel import MODES
@@ -70,13 +69,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options. Ends the program with a message if they do not fit together."""
     parser = make_parser(arguments)
     options = flags.parse(parser, arguments)
-    check_names(parser, "compile", options.compile or (), COMPILE)
+    flags.restrict(parser, options, compile=COMPILE)
     if options.device.type not in ("cpu", "cuda") or options.device.index is not None:
         parser.error(f"--device must be cuda or cpu; got {options.device}")
     if options.longest:
         if options.scale is not None:
             parser.error(f"--scale cannot be given with --longest, where all share one sequence; got {options.scale}")
-        check_names(parser, "parallel", options.parallel or (), WITH_CONTEXT)
+        flags.restrict(parser, options, parallel=WITH_CONTEXT)
         if len(options.lengths) > 1 or len(options.warmup_steps) > 1:
             parser.error("--lengths and --warmup-steps must have one value with --longest")
     options.compile = options.compile or ["none" if options.longest else "auto"]

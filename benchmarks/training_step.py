@@ -98,7 +98,7 @@ def tables(frame: pd.DataFrame) -> str:
 
 
 def plots(frame: pd.DataFrame, folder: Path) -> None:
-    """Plot tokens per second over the length. This library's kernels are "ours" beside another library's model."""
+    """Plot tokens per second over the length. This library's kernels are "ours" next to another's model."""
     frame = frame[frame["status"] == "ok"]
     if frame.empty:
         return

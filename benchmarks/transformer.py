@@ -27,11 +27,11 @@ from benchmarks.harness import Context, Row
 from benchmarks.models import FORWARD, NOT_COMPILED, STEP, ModelCase
 from benchmarks.steps import finite_loss, make_step, step_columns
 from benchmarks.transformer_tables import PREFIXES, plots, tables
-from cs336_systems.kernels.torch_names import compiler_counters
 from cs336_systems.profiling.environment import device_name
 from cs336_systems.profiling.flops import device_peak, implausible_rate, teraflops_per_second
 from cs336_systems.profiling.memory import MIB
 from cs336_systems.profiling.steps import StepTimes, time_model
+from cs336_systems.profiling.torch_names import compiler_counters
 
 _HOST_BOUND = 0.95
 

@@ -124,7 +124,7 @@ NO_AUX = Aux()
 
 
 class AuxLayout(NamedTuple):
-    """Which tensors an `Aux` has: what autograd keeps beside a flat list of them."""
+    """Which tensors an `Aux` has: what autograd saves with a flat list of them."""
 
     given: tuple[bool, ...]
     num_mask_aux: int
@@ -135,7 +135,7 @@ class AuxLayout(NamedTuple):
         return AuxLayout(tuple([x is not None for x in aux[:7]]), len(aux.mask_aux))
 
     def num_score_aux(self, num_tensors: int) -> int:
-        """How many of so many tensors are score_aux."""
+        """How many of ``num_tensors`` tensors are score_aux."""
         return num_tensors - sum(self.given) - self.num_mask_aux
 
     def restore(self, tensors: Sequence[Tensor]) -> Aux:

@@ -9,6 +9,7 @@ Triton.
 from __future__ import annotations
 
 import functools
+import os
 import types
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +20,15 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # there is none for this platform: functions are for torch alone
+except ImportError:  # Triton has no wheel for this platform: the functions run on torch alone
     triton = tl = None
 
-__all__ = ["at", "in_torch", "jit", "tanh", "tl"]
+__all__ = ["at", "in_torch", "interpreting", "jit", "tanh", "tl"]
+
+
+def interpreting() -> bool:
+    """Whether Triton is asked to interpret kernels on the CPU instead of compiling them."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
 def jit(function: Callable[..., Any]) -> Any:

@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from .call import rows_like
 from .torch_names import current_device
 from .versions import compile_options, names_of, runner_of
 
@@ -101,3 +102,12 @@ def num_sms(device: torch.device) -> int:
 def is_elsewhere(device: torch.device) -> bool:
     """Whether a CUDA device is not the current one, on which Triton launches."""
     return device.type == "cuda" and device.index != current_device()
+
+
+def output_like(x: Tensor, width: int) -> Callable[[Tensor], Tensor]:
+    """What allocates (*x.shape[:-1], width) with axes in memory in the order of x's, for tensors with x's metadata."""
+    layout, dtype, device = rows_like(x, width), x.dtype, x.device
+    alike = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta")
+    if width == x.shape[-1] and torch.empty_like(alike).stride() == layout.strides:
+        return torch.empty_like  # takes less host time
+    return lambda x: torch.empty_strided(layout.shape, layout.strides, dtype=dtype, device=device)

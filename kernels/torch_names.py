@@ -1,26 +1,25 @@
-"""Every private or moving name of torch that the library and its benchmarks use, and nothing else.
+"""Every private or moving name of torch that calls and modules use, and nothing else.
 
 Those of Triton and Gluon are in `versions`; this module imports neither, and not torch's compiler, which takes seconds.
 A name is private where torch begins it with an underscore, and moving where it is experimental. Each stands here once,
 with the reason for it and the public name that it gives way to.
 
 Importing this module never fails. Where the installed torch lacks a name that calls need, what stands in for it is
-right, if slower; `why_unknown` tells, and then the kernels for Hopper give way to the portable ones. Where it lacks one
-that only measurements need, those raise RuntimeError.
+right, if slower; `why_unknown` says so, and the kernels for Hopper refuse every call. What only measurements need is in
+`cs336_systems.profiling.torch_names`.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.autograd.graph import Node
 
 KNOWN = ("2.11.", "2.12.", "2.13.", "2.14.", "2.15.")
 """Versions of torch with which everything is run."""
@@ -65,22 +64,6 @@ def _has(name: str) -> bool:
     if find(name) is None:
         missing.append(name)
     return name not in missing
-
-
-def _lacking(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"this measurement needs {name}, which torch {torch.__version__} lacks. Install one of torch {LIST}, or a "
-        "newer cs336_systems."
-    )
-
-
-def _measured_by(name: str) -> Any:
-    """`find`, for what only measurements need; if it is missing, what raises when it is called."""
-
-    def lacking(*arguments: Any, **options: Any) -> Any:
-        raise _lacking(name.replace(":", "."))
-
-    return find(name) or lacking
 
 
 # --- What calls need. It is bound here once, because calls take a few microseconds.
@@ -213,6 +196,11 @@ def holds_for_all_sizes(condition: bool | torch.SymBool) -> bool:
     return statically_known_true(condition)
 
 
+def surely(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition holds; while torch traces, whether it holds for all sizes of the traced program."""
+    return holds_for_all_sizes(condition) if torch.compiler.is_compiling() else bool(condition)
+
+
 # --- What modules need. There are no public names for it.
 
 COMPILED = "_orig_mod"
@@ -258,56 +246,3 @@ class ToldOfCasts(nn.Module):
 
 def _tell(module: ToldOfCasts, arguments: Any) -> None:
     module.after_cast()
-
-
-# --- What only measurements need. There are no public names for it, but where one is given.
-
-# A memory snapshot as an interactive page.
-trace_plot: Any = _measured_by("torch.cuda._memory_viz:trace_plot")
-
-# The node of autograd that is computed in this thread, None outside of a backward pass.
-current_node: Callable[[], Any] = _measured_by("torch:_C._current_autograd_node")
-
-# The number that the next node of autograd gets in this thread.
-next_node_number: Callable[[], int] = _measured_by("torch:_C._autograd._get_sequence_nr")
-
-
-def node_number(node: Node) -> int:
-    """The number that autograd gave a node when the forward pass made it."""
-    try:
-        return node._sequence_nr()
-    except AttributeError:
-        raise _lacking("torch.autograd.graph.Node._sequence_nr") from None
-
-
-class _NoDispatchMode:
-    def __init__(self) -> None:
-        raise _lacking("torch.utils._python_dispatch.TorchDispatchMode")
-
-
-# What sees every operation, once autograd has.
-TorchDispatchMode: Any = find("torch.utils._python_dispatch:TorchDispatchMode") or _NoDispatchMode
-
-
-def without_donated_buffers() -> AbstractContextManager[object]:
-    """What compiles inside has backward passes that can run again on the same graph; others overwrite what they get.
-
-    Without the name torch says so where such a backward pass runs again.
-    """
-    if find("torch._functorch.config:donated_buffer") is None:
-        return nullcontext()
-    patched: AbstractContextManager[object] = find("torch._functorch.config:patch")(donated_buffer=False)
-    return patched
-
-
-def compiler_counters() -> Mapping[str, int]:
-    """How often Inductor met what, in this process: its cache's hits and misses among them."""
-    counters = find("torch._dynamo.utils:counters")
-    if counters is None:
-        raise _lacking("torch._dynamo.utils.counters")
-    found: Mapping[str, int] = counters["inductor"]
-    return found
-
-
-COMPILER = ("torch._inductor.compile_fx", "torch._inductor.codegen.cuda_combined_scheduling")
-"""What torch.compile imports when it is first used, nearly all of it. One that is missing is imported then."""

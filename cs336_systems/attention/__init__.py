@@ -7,7 +7,8 @@ packed sequences, `attention_with_cache` the new tokens of generation.
 
 from .api import attention, explain
 from .decode import attention_with_cache, explain_with_cache
-from .dispatch import Explanation, Implementation, use_backends
+from .dispatch import Implementation, use_backends
+from .explanation import Explanation
 from .functions import FlashAttentionFunction, TiledAttentionFunction
 from .modules import (
     Attention,

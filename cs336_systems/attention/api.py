@@ -14,8 +14,10 @@ from ..kernels.call import ALIGNMENT, NO_AUX, Aux
 from ..kernels.torch_names import any_autocast, must_dispatch
 from . import dispatch
 from .call import Arguments, make_call, sizes_of
-from .dispatch import Explanation, Implementation
+from .dispatch import Implementation
+from .explanation import Explanation, explain_call
 from .features import bind
+from .plan import Run, remember
 from .precision import autocast_inputs
 from .rules import Mask, Scores
 from .sizes import Packed
@@ -157,7 +159,7 @@ def explain(
     q, k, v = autocast_inputs(q, k, v)
     arguments: dict[str, Any] = {**options}
     impl = arguments.pop("impl", "auto")
-    return dispatch.explain(make_call(q, k, v, Arguments(**arguments, return_lse=return_lse)), impl)
+    return explain_call(make_call(q, k, v, Arguments(**arguments, return_lse=return_lse)), impl)
 
 
 def run(
@@ -178,7 +180,7 @@ def run(
         call = make_call(q, k, v, arguments, packed, cache_lengths)
         plan, aux = dispatch.choose(call, impl).plan(call), call.aux
         if key is not None:
-            dispatch.remember(key, plan)
+            remember(dispatch.plans, key, plan)
     elif cache_lengths is not None:
         aux = Aux(cache_lengths=cache_lengths)
     elif packed is not None or arguments.has_tensors:
@@ -199,13 +201,14 @@ def _known_plan(
     impl: str | Implementation,
     packed: Packed | None,
     cache_lengths: Tensor | None,
-) -> tuple[Hashable, dispatch.Run | None]:
+) -> tuple[Hashable, Run | None]:
     """All that a plan depends on, and the plan if there is one.
 
     The key is None where the call is traced, or where its arguments cannot be right and validation says why.
     """
     try:
-        if must_dispatch(q, k, v):
+        starts = () if packed is None else packed[:2]
+        if must_dispatch(q, k, v, *starts) or (cache_lengths is not None and must_dispatch(cache_lengths)):
             return None, None
         follows_torch = arguments.deterministic is None and torch.are_deterministic_algorithms_enabled()
         precision = torch.get_float32_matmul_precision() if q.dtype is torch.float32 else None

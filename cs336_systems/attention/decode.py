@@ -9,10 +9,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..kernels.torch_names import must_dispatch
-from . import dispatch
 from .api import run
 from .call import Arguments, make_call
-from .dispatch import Explanation, Implementation
+from .dispatch import Implementation
+from .explanation import Explanation, explain_call
 from .precision import autocast_inputs
 from .validation import INTEGERS, Window, check_qkv, check_tensors, shape_of
 
@@ -121,7 +121,7 @@ def explain_with_cache(
     q, k, v = autocast_inputs(q, k, v)
     arguments = Arguments(True, window, scale, softcap, return_lse=return_lse)
     _check(q, k, v, lengths)
-    return dispatch.explain(make_call(q, k, v, arguments, cache_lengths=lengths), impl)
+    return explain_call(make_call(q, k, v, arguments, cache_lengths=lengths), impl)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:

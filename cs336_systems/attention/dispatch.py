@@ -5,23 +5,19 @@ from __future__ import annotations
 import enum
 import importlib
 import importlib.util
-import os
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..kernels.call import ALIGNMENT, NO_AUX, Aux, Call, Gradients, Wanted, plan_caches
-from ..kernels.torch_names import apply_of, constant_when_traced, current_device, in_forward_mode, must_dispatch
+from ..kernels.call import Call, plan_caches
+from ..kernels.language import interpreting
+from ..kernels.torch_names import constant_when_traced, must_dispatch
 from . import naive, op, sdpa, tiled
 from .functions import FlashAttentionFunction, Plan, TiledAttentionFunction, TracedPlan
-
-Result = tuple[Tensor, "Tensor | None"]
-Run = Callable[[Tensor, Tensor, Tensor, Aux], Result]
+from .plan import KernelBackward, KernelPlan, Run, differentiable_run, remember
 
 TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
 
@@ -36,9 +32,8 @@ class Implementation(str, enum.Enum):
     NAIVE = "naive"
 
 
-# Written out because torch.compile cannot iterate over an enum.
-IMPLEMENTATIONS = tuple(Implementation)
-NAMES = ("auto", *(implementation.value for implementation in IMPLEMENTATIONS))
+# A tuple, because torch.compile cannot iterate over an enum.
+NAMES = ("auto", *(implementation.value for implementation in Implementation))
 
 
 class Backend:
@@ -56,7 +51,7 @@ class Backend:
 
     def supports(self, call: Call) -> str | None:
         """Why this backend cannot compute a call, or None if it can."""
-        raise NotImplementedError
+        return None
 
     def plan(self, call: Call) -> Run:
         """What computes calls with the metadata of this one."""
@@ -83,11 +78,11 @@ class KernelBackend(Backend):
         return _why_not_triton(call.device) or self.module.supports(call)
 
     def supports_backward(self, call: Call) -> str | None:
-        """The same of its backward, whose forward may be another backend's."""
+        """Why it cannot compute the backward of a call, whose forward may be another backend's; None if it can."""
         return _why_not_triton(call.device) or self.module.supports_backward(call)
 
     def plan(self, call: Call) -> Run:
-        return _differentiable(FlashAttentionFunction, self, call)
+        return differentiable_run(FlashAttentionFunction, differentiable_plan(self, call), call.return_lse)
 
 
 class SDPA(Backend):
@@ -114,7 +109,7 @@ class Tiled(Backend):
         return _why_not_decode(call)
 
     def plan(self, call: Call) -> Run:
-        return _differentiable(TiledAttentionFunction, self, call)
+        return differentiable_run(TiledAttentionFunction, differentiable_plan(self, call), call.return_lse)
 
 
 class Compiled(Backend):
@@ -141,9 +136,6 @@ class Naive(Backend):
     name = "naive"
     implementation = Implementation.NAIVE
 
-    def supports(self, call: Call) -> str | None:
-        return None
-
     def plan(self, call: Call) -> Run:
         options, return_lse = call.options, call.return_lse
         return lambda q, k, v, aux: naive.naive(q, k, v, options, return_lse, aux)
@@ -161,11 +153,9 @@ def _load(name: str) -> None:
             backend.loaded = importlib.import_module(f"..kernels.{name}.backend", __package__)
 
 
-plans: dict[Any, Run] = {}
-_kernel_plans: dict[Any, KernelPlan] = {}
+plans: dict[Hashable, Run] = {}
+_kernel_plans: dict[Hashable, KernelPlan] = {}
 plan_caches += [plans, _kernel_plans]
-MAX_PLANS = 4096
-"""Plans kept of a kind; beyond, all are dropped, and made again when they are needed."""
 
 _allowed: tuple[str, ...] | None = None
 
@@ -179,9 +169,8 @@ def use_backends(*names: str) -> Iterator[None]:
     """
     global _allowed
     known = [backend.name for backend in BACKENDS]
-    for name in names:
-        if name not in known:
-            raise ValueError(f"names must be of {', '.join(known)}; got {name!r}")
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"names must be of {', '.join(known)}; got {unknown[0]!r}")
     before, _allowed = _allowed, names
     clear_plans()
     try:
@@ -189,13 +178,6 @@ def use_backends(*names: str) -> Iterator[None]:
     finally:
         _allowed = before
         clear_plans()
-
-
-def remember(key: Hashable, plan: Run) -> None:
-    """Keep the plan of calls with this key."""
-    if len(plans) >= MAX_PLANS:
-        plans.clear()
-    plans[key] = plan
 
 
 def clear_plans() -> None:
@@ -225,11 +207,11 @@ def choose(call: Call, impl: str | Implementation = "auto") -> Backend:
     implementation = parse(impl)
     reasons = []
     for backend in BACKENDS:
-        if implementation is None and not _is_asked(backend, call.device.type):
+        if implementation is None and backend.auto is not None and call.device.type not in backend.auto:
             continue
         if implementation is not None and backend.implementation is not implementation:
             continue
-        reason = _supports(backend, call)
+        reason = supports(backend, call)
         if reason is None:
             return backend
         reasons.append((backend.name, reason))
@@ -239,47 +221,12 @@ def choose(call: Call, impl: str | Implementation = "auto") -> Backend:
     raise ValueError(f"impl={implementation.value!r} cannot compute this call: {reasons[-1][1]}")
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """What `attention` would do with a call.
+def choose_backward(call: Call) -> tuple[KernelBackend, dict[str, str]]:
+    """The backend of kernels that computes the backward of a call, and why not those before it.
 
-    Attributes:
-        choice: the implementation that would run.
-        backend: its backend.
-        backward: the backend of the backward, None where autograd differentiates the forward or there is none.
-        reasons: for each other backend by name, why not it.
+    Raises:
+        ValueError: none can.
     """
-
-    choice: Implementation
-    backend: str
-    backward: str | None
-    reasons: dict[str, str]
-
-    def __str__(self) -> str:
-        lines = [f"{self.backend}: chosen"]
-        if self.backward not in (None, self.backend):
-            lines[0] += f", with the backward of {self.backward}"
-        return "\n".join([*lines, *(f"{name}: {reason}" for name, reason in self.reasons.items())])
-
-
-def explain(call: Call, impl: str | Implementation = "auto") -> Explanation:
-    """Choose as `choose` does, and say why not each other backend."""
-    chosen = choose(call, impl)
-    implementation = parse(impl)
-    passed = f"impl={chosen.implementation.value!r} was asked for"
-    if implementation is None:
-        passed = f"{chosen.name!r} comes before it on {call.device.type}"
-    reasons = {backend.name: _supports(backend, call) or passed for backend in BACKENDS if backend is not chosen}
-    backward = None
-    if isinstance(chosen, KernelBackend) and call.aux.cache_lengths is None:
-        backend, refused = _choose_backward(call)
-        backward = backend.name
-        for name, reason in refused.items():
-            reasons[f"{name} backward"] = reason
-    return Explanation(chosen.implementation, chosen.name, backward, reasons)
-
-
-def _choose_backward(call: Call) -> tuple[KernelBackend, dict[str, str]]:
     refused: dict[str, str] = {}
     for backend in BACKENDS:
         if isinstance(backend, KernelBackend) and not _is_excluded(backend):
@@ -290,15 +237,12 @@ def _choose_backward(call: Call) -> tuple[KernelBackend, dict[str, str]]:
     raise ValueError(f"no backend can differentiate this call: {'; '.join(refused.values())}")
 
 
-def _is_asked(backend: Backend, device_type: str) -> bool:
-    return backend.auto is None or device_type in backend.auto
-
-
 def _is_excluded(backend: Backend) -> bool:
     return _allowed is not None and backend.name not in _allowed
 
 
-def _supports(backend: Backend, call: Call) -> str | None:
+def supports(backend: Backend, call: Call) -> str | None:
+    """Why a backend does not compute a call, or None if it does."""
     if _is_excluded(backend):
         return f"use_backends() leaves {', '.join(_allowed or ())} alone"
     return backend.supports(call)
@@ -313,11 +257,6 @@ def _why_not_triton(device: torch.device) -> str | None:
     return None
 
 
-def interpreting() -> bool:
-    """Whether Triton is asked to interpret kernels on the CPU instead of compiling them."""
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
-
-
 def _why_not_decode(call: Call) -> str | None:
     return None if call.aux.cache_lengths is None else "it takes no KV cache lengths that the device alone knows"
 
@@ -327,90 +266,36 @@ def differentiable_plan(backend: Backend, call: Call) -> Plan:
     implementation = backend.implementation.value
     if must_dispatch(call.q, call.k, call.v, *call.aux.tensors):
         return TracedPlan(implementation, call.options)
-    return kernel_plan(call) if isinstance(backend, KernelBackend) else tiled.TiledPlan(call.options)
+    return eager_plan(implementation, call)
 
 
-def _differentiable(function: Any, backend: Backend, call: Call) -> Run:
-    plan, return_lse = differentiable_plan(backend, call), call.return_lse
-    if isinstance(plan, TracedPlan):  # whose operators have gradients
-        return lambda q, k, v, aux: plan.forward(q, k, v, aux) if return_lse else (plan.forward(q, k, v, aux)[0], None)
-
-    apply = apply_of(function)
-
-    def run(q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> Result:
-        needs_grad = q.requires_grad or k.requires_grad or v.requires_grad
-        differentiable: tuple[Tensor, ...] = ()
-        if aux is not NO_AUX:
-            differentiable = aux.score_aux if aux.sinks is None else (aux.sinks, *aux.score_aux)
-            needs_grad = needs_grad or any(x.requires_grad for x in differentiable)
-        # Forward-mode tangents ride on tensors that require no gradient: the Functions refuse them.
-        if not ((needs_grad and torch.is_grad_enabled()) or in_forward_mode()):
-            out, lse = plan.forward(q, k, v, aux)
-            return out, lse if return_lse else None
-        result = apply(q, k, v, False, None, return_lse, plan, aux, *differentiable)
-        return result if return_lse else (result, None)
-
-    return run
-
-
-class KernelPlan:
-    """What follows from the metadata of a call for the kernels: its forward, and backwards by what they get."""
-
-    __slots__ = ("_backwards", "_forward", "_guard", "options")
-
-    def __init__(self, call: Call) -> None:
-        backends = [backend for backend in BACKENDS if isinstance(backend, KernelBackend)]
-        reasons = [_supports(backend, call) for backend in backends]
-        if None not in reasons:
-            raise ValueError(f"the flash kernels cannot compute this call: {reasons[-1]}")
-        self.options = call.options
-        self._guard = call.device if call.device.type == "cuda" else None
-        self._forward = backends[reasons.index(None)].module.plan_forward(call)
-        self._backwards: dict[Any, Callable[..., Gradients]] = {}
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, Tensor]:
-        """out and log-sum-exp."""
-        # Triton launches on the current device, wherever the tensors are.
-        if self._guard is not None and self._guard.index != current_device():
-            with torch.cuda.device(self._guard):
-                return self._forward(q, k, v, aux)
-        return self._forward(q, k, v, aux)
-
-    def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, aux: Aux,
-        wanted: Wanted,
-    ) -> Gradients:  # fmt: skip
-        """The gradients. Saved tensors may come back with other strides, through hooks that move them."""
-        if self._guard is not None and self._guard.index != current_device():
-            with torch.cuda.device(self._guard):
-                return self.backward(q, k, v, out, lse, dout, dlse, aux, wanted)
-        aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT == 0, dout.data_ptr() % ALIGNMENT == 0
-        key = (
-            *(q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()),
-            *(aligned, dlse is None, wanted),
-        )
-        run = self._backwards.get(key)
-        if run is None:
-            call = Call(q, k, v, self.options, aux)
-            run = _choose_backward(call)[0].module.plan_backward(call, out, dout, dlse is not None, wanted)
-            self._backwards[key] = run
-        return run(q, k, v, out, lse, dout, dlse, aux)
-
-
-def kernel_plan(call: Call) -> KernelPlan:
-    """The plan of a call, made once for its key."""
-    key = call.key
-    plan = _kernel_plans.get(key)
-    if plan is None:
-        if len(_kernel_plans) >= MAX_PLANS:
-            _kernel_plans.clear()
-        plan = _kernel_plans[key] = KernelPlan(call)
-    return plan
-
-
-def _plan_of_operator(implementation: str, call: Call) -> Plan:
+def eager_plan(implementation: str, call: Call) -> Plan:
+    """The plan of a call that nothing traces, by "flash" or "tiled"."""
     return kernel_plan(call) if implementation == "flash" else tiled.TiledPlan(call.options)
 
 
-op.register("flash", _plan_of_operator, ("CUDA", "CPU"))
-op.register("tiled", _plan_of_operator, ("CompositeExplicitAutograd",))
+def kernel_plan(call: Call) -> KernelPlan:
+    """The plan of a call for the kernels, made once for its key.
+
+    Raises:
+        ValueError: no kernels can compute the call.
+    """
+    key = call.key
+    if (plan := _kernel_plans.get(key)) is not None:
+        return plan
+    reason = None
+    for backend in BACKENDS:
+        if isinstance(backend, KernelBackend):
+            reason = supports(backend, call)
+            if reason is None:
+                return remember(_kernel_plans, key, KernelPlan(call, backend.module.plan_forward(call), _plan_backward))
+    raise ValueError(f"the flash kernels cannot compute this call: {reason}")
+
+
+def _plan_backward(call: Call, *arguments: Any) -> KernelBackward:
+    plan: KernelBackward = choose_backward(call)[0].module.plan_backward(call, *arguments)
+    return plan
+
+
+op.register("flash", eager_plan, ("CUDA", "CPU"))
+op.register("tiled", eager_plan, ("CompositeExplicitAutograd",))

@@ -60,7 +60,7 @@ def backward(
     operator = getattr(torch.ops.cs336_systems, f"{implementation}_backward")
     arguments = (*_aux_arguments(call.aux), *_option_arguments(call.options), wanted.sinks, list(wanted.score_aux))
     dq, dk, dv, others = operator(call.q, call.k, call.v, out, lse, dout, dlse, *arguments)
-    return Gradients(dq, dk, dv, *_unflatten(others, wanted))
+    return Gradients(dq, dk, dv, *unflatten(others, wanted))
 
 
 def _aux_arguments(aux: Aux) -> tuple[Any, ...]:
@@ -107,7 +107,8 @@ def _aux_of(arguments: Sequence[Any]) -> Aux:
     return Aux._make([*named, tuple(mask_aux), tuple(score_aux)])
 
 
-def _unflatten(gradients: Sequence[Tensor], wanted: Wanted) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+def unflatten(gradients: Sequence[Tensor], wanted: Wanted) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+    """The gradients of the sinks and of score_aux from a list of those wanted; None for the others."""
     rest = iter(gradients)
     sinks = next(rest) if wanted.sinks else None
     return sinks, tuple([next(rest) if want else None for want in wanted.score_aux])
@@ -174,7 +175,7 @@ def _register_gradient(implementation: str) -> None:
         operator = getattr(torch.ops.cs336_systems, f"{implementation}_backward")
         arguments = *_aux_arguments(aux), *ctx.options, wanted.sinks, list(wanted.score_aux)
         *gradients, flat = operator(q, k, v, out, lse, dout, dlse, *arguments)
-        sinks, of_score_aux = _unflatten(flat, wanted)
+        sinks, of_score_aux = unflatten(flat, wanted)
         none = [None] * (NUM_AUX - 3)
         return *gradients, sinks, *none, [None] * len(aux.mask_aux), [*of_score_aux], *[None] * NUM_OPTIONS
 

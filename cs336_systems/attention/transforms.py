@@ -70,9 +70,7 @@ class _Forward(torch.autograd.Function):
         wanted = Wanted(ctx.layout.given[0] and needed[0], needed[first:])
         arguments = *ctx.arguments, ctx.layout, wanted
         dq, dk, dv, *others = _Backward.apply(*arguments, q, k, v, out, lse, dout, dlse, *aux)
-        rest = iter(others)
-        sinks = next(rest) if wanted.sinks else None
-        score_aux = [next(rest) if want else None for want in wanted.score_aux]
+        sinks, score_aux = op.unflatten(others, wanted)
         between = [None] * (first - ctx.layout.given[0])
         return *[None] * NUM_ARGUMENTS, dq, dk, dv, *[sinks] * ctx.layout.given[0], *between, *score_aux
 

@@ -8,7 +8,7 @@ import sys
 import torch
 from torch import Tensor
 
-from ..kernels.torch_names import holds_for_all_sizes
+from ..kernels.torch_names import surely
 
 FAR = 2**29
 """Window sides from here on are clamped before they are compared with symbolic lengths."""
@@ -141,11 +141,6 @@ def _shape(*sizes: object) -> str:
     return f"({', '.join(map(str, sizes))}{',' if len(sizes) == 1 else ''})"
 
 
-def is_known(condition: bool | torch.SymBool) -> bool:
-    """Whether a condition holds; while torch traces, whether it holds for all sizes of the traced program."""
-    return holds_for_all_sizes(condition) if torch.compiler.is_compiling() else bool(condition)
-
-
 def smallest_of(x: int, y: int) -> int:
     """min(x, y). torch 2.11 does not compile `torch.sym_min` of numbers."""
     return min(x, y) if type(x) is int and type(y) is int else torch.sym_min(x, y)
@@ -161,6 +156,6 @@ def clamp_side(side: int | None, length: int) -> int | None:
 
     Kernels count in 32 bits; the caller may give any integer from 0 on.
     """
-    if side is None or is_known(side >= length - 1):
+    if side is None or surely(side >= length - 1):
         return None
     return side if side < FAR else smallest_of(min(side, FAR**2), length)

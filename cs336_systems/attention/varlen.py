@@ -11,10 +11,10 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..kernels.torch_names import must_dispatch
-from . import dispatch
 from .api import AttentionOptions, run
 from .call import Arguments, make_call
-from .dispatch import Explanation, Implementation
+from .dispatch import Implementation
+from .explanation import Explanation, explain_call
 from .precision import autocast_inputs
 from .sizes import Packed
 from .validation import INTEGERS, check_tensors, shape_of
@@ -93,9 +93,10 @@ def attention_varlen(
         cu_seqlens_q: (sequences + 1,) int32 or int64 on q's device: sequence i has the queries cu_seqlens_q[i] to
             cu_seqlens_q[i + 1]. The first is 0; rows after the last see nothing. Looked at on the CPU; on a GPU numbers
             out of order give meaningless results, but nothing is read or written out of bounds.
-        cu_seqlens_k: the same of keys; cu_seqlens_q if None.
+        cu_seqlens_k: as cu_seqlens_q, of the keys; cu_seqlens_q if None.
         max_seqlen_q: how many queries no sequence exceeds. What has an element for each row (a mask or bias, or what
-            rules captured) needs it, and nothing else; max_seqlen_k the same of columns.
+            rules captured) needs it, and nothing else.
+        max_seqlen_k: the largest number of keys of a sequence, for what has an element for each column.
         options: as `attention` takes them. Sequences stand for entries of the batch, and rows and columns count from
             where a sequence begins: a bias broadcasts to (sequences, q_heads, max_seqlen_q, max_seqlen_k).
 
@@ -133,7 +134,7 @@ def explain_varlen(
     impl = arguments.pop("impl", "auto")
     packed = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     call = make_call(*_as_heads(q, k, v), Arguments(**arguments, return_lse=return_lse), packed)
-    return dispatch.explain(call, impl)
+    return explain_call(call, impl)
 
 
 def nested_attention(

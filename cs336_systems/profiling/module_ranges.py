@@ -31,8 +31,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from ..kernels.torch_names import next_node_number, node_number
 from .regions import RegionOf, RegionTracker, region_of_module, tensors_in
+from .torch_names import next_node_number, node_number
 
 PHASE = "phase"
 """The region of the ranges of `ModuleRanges.phase`."""

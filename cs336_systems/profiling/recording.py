@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.torch_names import TorchDispatchMode, current_node, next_node_number, node_number, trace_plot
 from .memory import MemoryUsage
 from .regions import OPTIMIZER, UNKNOWN, RegionOf, RegionTracker, Statement, region_of_module, tensors_in
+from .torch_names import TorchDispatchMode, current_node, next_node_number, node_number, trace_plot
 
 if TYPE_CHECKING:
     import pandas as pd

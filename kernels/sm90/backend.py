@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..call import ALIGNMENT, NO_AUX, Aux, Call, Gradients, Wanted, one_a_row, rows_like
+from ..call import ALIGNMENT, NO_AUX, Aux, Call, Gradients, Wanted, one_a_row
 from .tiles import BACKWARD, HEAD_DIMS, split_head_dim
 
 CAPABILITY = (9, 0)
@@ -115,14 +115,15 @@ def _has_tma_strides(x: Tensor) -> bool:
 
 def plan_forward(call: Call) -> Forward:
     """A function of q, k, v and aux that returns out, laid out like q, and the natural log-sum-exp."""
+    from .. import launching
     from .forward import forward_kernel
     from .launcher import Launcher
     from .launches import forward_launch, forward_tiles
     from .workspace import workspace_for
 
-    options, device, num_sms = call.options, call.device, num_sms_of(call.device)
+    options, device, num_sms = call.options, call.device, launching.num_sms(call.device)
     split, _, num_tiles = forward_tiles(call)
-    new_out = _allocator(call.q, call.v_head_dim)
+    new_out = launching.output_like(call.q, call.v_head_dim)
     lse_shape = one_a_row(call.q).shape
     launch = Launcher(forward_kernel)
 
@@ -146,17 +147,18 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
 
     out and dout: as ``call``, for their metadata alone. has_dlse and wanted: not needed by these kernels.
     """
+    from .. import launching
     from .backward import backward_kernel
     from .backward_rows import finish_kernel, prepare_kernel
     from .launcher import Launcher
     from .launches import backward_launch, finish_launch, prepare_launch, row_buffers
     from .workspace import workspace_for
 
-    options, device, num_sms = call.options, call.device, num_sms_of(call.device)
+    options, device, num_sms = call.options, call.device, launching.num_sms(call.device)
     buffers = row_buffers(call)
     elements = buffers.elements
     counts_turns = BACKWARD[buffers.head_dim].has_turns
-    new_dq, new_dk, new_dv = (_allocator(x, x.shape[-1]) for x in (call.q, call.k, call.v))
+    new_dq, new_dk, new_dv = (launching.output_like(x, x.shape[-1]) for x in (call.q, call.k, call.v))
     copies_dout = not _has_tma_strides(dout) or dout.data_ptr() % ALIGNMENT != 0
     copies_out = out.stride(-1) != 1
     prepare, launch, finish = Launcher(prepare_kernel), Launcher(backward_kernel), Launcher(finish_kernel)
@@ -199,17 +201,3 @@ def _starts(aux: Aux) -> tuple[int | None, int | None]:
     if aux.cu_seqlens_q is None or aux.cu_seqlens_k is None:
         return None, None
     return aux.cu_seqlens_q.data_ptr(), aux.cu_seqlens_k.data_ptr()
-
-
-def num_sms_of(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _allocator(x: Tensor, columns: int) -> Callable[[Tensor], Tensor]:
-    """A function of a tensor like x that allocates (*x.shape[:-1], columns), its axes in memory in x's order."""
-    layout, dtype, device = rows_like(x, columns), x.dtype, x.device
-    alike = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta")
-    if columns == x.shape[-1] and torch.empty_like(alike).stride() == layout.strides:
-        return torch.empty_like
-    return lambda x: torch.empty_strided(layout.shape, layout.strides, dtype=dtype, device=device)

@@ -213,7 +213,7 @@ def consumer(
 
 @gluon.constexpr_function
 def tiles_in(elements, block_shape):
-    """How many tiles of a shape hold so many elements."""
+    """The number of tiles of a shape in this many elements."""
     for size in block_shape:
         elements //= size
     return elements

@@ -123,7 +123,7 @@ def float32_descriptor(x: Tensor, *block: int) -> TensorDescriptor:
 
 
 def band_arguments(band: Band) -> tuple[int, int]:
-    """Both limits, 0 where there is none."""
+    """Both limits; 0 for one that is None."""
     left, right = band
     return left or 0, right or 0
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ..call import MAX_LENGTH, Aux, Call, Gradients, Wanted
-from ..torch_names import holds_for_all_sizes
+from ..language import interpreting
+from ..torch_names import surely
 from .bound_mods import gradient_missing
 from .decode_launch import DecodePlan
 from .plans import BackwardPlan, ForwardPlan
@@ -68,7 +68,7 @@ def _unsupported_here(call: Call) -> str | None:
     device, dtype = call.device, call.dtype
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"it computes in float16, bfloat16 and float32; got {str(dtype).removeprefix('torch.')}"
-    interpreted = is_interpreted()
+    interpreted = interpreting()
     if device.type == "cpu" and interpreted:
         # It multiplies the bit patterns of bfloat16 numbers as integers.
         return "Triton's interpreter computes wrong bfloat16 products" if dtype == torch.bfloat16 else None
@@ -84,7 +84,7 @@ def _unsupported_here(call: Call) -> str | None:
 
 def _unsupported_sizes(call: Call) -> str | None:
     """A reason in lengths, head dimensions and dropout."""
-    if is_known(call.q_len > MAX_LENGTH) or is_known(call.k_len > MAX_LENGTH):
+    if surely(call.q_len > MAX_LENGTH) or surely(call.k_len > MAX_LENGTH):
         return f"it counts rows in 32 bits, up to {MAX_LENGTH}; got {call.q_len} of q and {call.k_len} of k"
     widest = max(call.head_dim, call.v_head_dim)
     if widest > MAX_HEAD_DIM:
@@ -107,13 +107,3 @@ def _unsupported_decoding(call: Call) -> str | None:
     }
     names = [name for name, is_given in given.items() if is_given]
     return f"its decoding kernels take a window and a softcap alone; got {', '.join(names)}" if names else None
-
-
-def is_known(condition: bool | torch.SymBool) -> bool:
-    """Whether a condition holds; while torch traces, whether it holds for all sizes."""
-    return holds_for_all_sizes(condition) if torch.compiler.is_compiling() else bool(condition)
-
-
-def is_interpreted() -> bool:
-    """Whether Triton is asked to interpret kernels on the CPU."""
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")

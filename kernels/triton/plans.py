@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import Aux, Call, Gradients, Wanted, one_a_row, rows_like
-from ..launching import Launcher, address_of
+from ..call import Aux, Call, Gradients, Wanted, one_a_row
+from ..launching import Launcher, address_of, output_like
 from ..lib.reductions import sink_gradient
 from .backward import dkdv_kernel, dq_kernel
 from .forward import forward_kernel
@@ -33,27 +33,12 @@ NO_OPERANDS = (None,) * 5
 NO_STATS = (None,) * 4
 
 
-class Output:
-    """A kernel's output: x.shape[:-1] and ``width``, dense, with its axes in memory in the order of x's."""
-
-    def __init__(self, x: Tensor, width: int) -> None:
-        layout = rows_like(x, width)
-        self._is_like = layout.shape == tuple(x.shape) and layout.strides == x.stride()
-        self._shape, self._strides = layout
-
-    def empty(self, x: Tensor) -> Tensor:
-        """An uninitialised output, with the dtype and device of ``x``, the tensor that it is laid out like."""
-        if self._is_like:
-            return torch.empty_like(x)
-        return torch.empty_strided(self._shape, self._strides, dtype=x.dtype, device=x.device)
-
-
 class ForwardPlan:
     """Computes out, laid out like q, and lse."""
 
     def __init__(self, call: Call) -> None:
         self.problem = Problem(call)
-        self._out, self._lse_shape = Output(call.q, call.v_head_dim), one_a_row(call.q).shape
+        self._out, self._lse_shape = output_like(call.q, call.v_head_dim), one_a_row(call.q).shape
         self._sees_nothing = call.is_empty or call.v_head_dim == 0
         tensors = [call.q, call.k, call.v]
         self._split = None if self.problem.precision == "half" else SplitPlan(tensors, self.problem)
@@ -61,7 +46,7 @@ class ForwardPlan:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, aux: Aux) -> tuple[Tensor, Tensor]:
         """Launch the kernel."""
-        out = self._out.empty(q)
+        out = self._out(q)
         lse = torch.empty(self._lse_shape, dtype=torch.float32, device=q.device)
         if self._sees_nothing:
             lse.fill_(-math.inf)
@@ -87,7 +72,7 @@ class BackwardPlan:
     def __init__(self, call: Call, dout: Tensor, has_dlse: bool, wanted: Wanted) -> None:
         self.problem = Problem(call, wanted)
         self._wanted = wanted
-        self._outputs = [Output(x, x.shape[-1]) for x in (call.q, call.k, call.v)]
+        self._new = [output_like(x, x.shape[-1]) for x in (call.q, call.k, call.v)]
         self._row_shape = one_a_row(call.q).shape
         self._sees_nothing = call.is_empty or call.v_head_dim == 0
         # Usually an expanded scalar: the kernels would read it element by element.
@@ -110,7 +95,7 @@ class BackwardPlan:
             dout = dout.contiguous()
         if dlse is not None:
             dlse = dlse.contiguous()
-        dq, dk, dv = [output.empty(x) for output, x in zip(self._outputs, (q, k, v), strict=True)]
+        dq, dk, dv = [new(x) for new, x in zip(self._new, (q, k, v), strict=True)]
         delta, lowered_lse = [torch.empty(self._row_shape, dtype=torch.float32, device=q.device) for _ in range(2)]
         if self._sees_nothing:
             return self._of_nothing(dq, dk, dv, lse, dlse, delta, aux)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from cs336_systems.attention import api, attention, attention_varlen, attention_with_cache, dispatch
+from cs336_systems.attention import api, attention, attention_varlen, attention_with_cache, dispatch, plan
 from cs336_systems.attention.variants import block_local, document, relative_bias, window
 from cs336_systems.testing import Shapes, make_cache, make_inputs, make_packed, starts_of
 
@@ -257,7 +257,7 @@ def test_other_lengths_of_a_cache_need_no_plan(planned):
 
 
 def test_no_more_plans_are_kept_than_allowed(planned, flash_device, monkeypatch):
-    monkeypatch.setattr(dispatch, "MAX_PLANS", 3)
+    monkeypatch.setattr(plan, "MAX_PLANS", 3)
     for length in range(1, 9):
         q = torch.randn(1, length, 16, device=flash_device)
         torch.testing.assert_close(attention(q, q, q, impl="flash"), attention(q, q, q, impl="naive"))

@@ -20,7 +20,7 @@ from benchmarks.comparison import Context, relative_difference
 from benchmarks.feature_cases import FEATURES, Feature, Sizes, sequence_lengths
 from benchmarks.feature_providers import PEERS, bind, block_mask
 from benchmarks.features import PLAIN, FeatureCase, cases_of, first_call, measure, parse, tables
-from cs336_systems.kernels.torch_names import without_donated_buffers
+from cs336_systems.profiling.torch_names import without_donated_buffers
 
 CPU = torch.device("cpu")
 SIZES = Sizes(2, 2, 96, 16, torch.float32, CPU)

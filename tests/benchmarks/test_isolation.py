@@ -108,7 +108,7 @@ print(json.dumps(asked))
 
 def test_imports_use_no_gpu():
     """The server imports them before it forks. is_available() asks the driver's management library there."""
-    from cs336_systems.kernels.torch_names import COMPILER
+    from cs336_systems.profiling.torch_names import COMPILER
 
     modules = ["benchmarks.attention", "benchmarks.host_overhead", "benchmarks.compare_trees", *COMPILER]
     command = [sys.executable, "-c", IMPORTS, *modules]

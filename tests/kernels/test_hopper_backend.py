@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton
 
+from cs336_systems.kernels import launching
 from cs336_systems.kernels.call import NO_AUX, Aux, Call, Options, Wanted
 from cs336_systems.kernels.sm90 import backend, launcher, launches, workspace
 from cs336_systems.kernels.sm90.tiles import split_head_dim
@@ -131,7 +132,7 @@ def calls(monkeypatch):
     made = []
     monkeypatch.setattr(launcher, "Launcher", lambda kernel: Recorder(kernel, made))
     monkeypatch.setattr(workspace, "workspace_for", lambda device, tiles: torch.zeros(1 + tiles, dtype=torch.int32))
-    monkeypatch.setattr(backend, "num_sms_of", lambda device: 2)
+    monkeypatch.setattr(launching, "num_sms", lambda device: 2)
     return made
 
 
@@ -188,7 +189,7 @@ def test_forward_launches(calls, d, dv, ctas, is_packed):
 @pytest.mark.parametrize("num_sms", [2, 1000])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_backward_launches(calls, monkeypatch, num_sms, d, with_dlse, is_packed):
-    monkeypatch.setattr(backend, "num_sms_of", lambda device: num_sms)
+    monkeypatch.setattr(launching, "num_sms", lambda device: num_sms)
     call = call_of(d, is_packed=is_packed)
     gradients = run_backward(call, dlse=torch.randn(call.q.shape[:-1]) if with_dlse else None)
     assert [x.stride() for x in gradients[:3]] == [x.stride() for x in (call.q, call.k, call.v)]

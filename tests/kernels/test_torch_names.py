@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from cs336_systems.attention import attention, dispatch, features, naive, op
+from cs336_systems.attention import attention, features, naive, op, plan
 from cs336_systems.kernels import torch_names
 from cs336_systems.profiling import MemoryRecorder, ModuleRanges, module_ranges, recording
+from cs336_systems.profiling import torch_names as measuring_names
 from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs
 from cs336_systems.transformer import RotaryEmbedding, SwiGLU, decoder, layers
 
@@ -25,14 +26,14 @@ from .anew import loaded_anew
 from .conftest import ROOT, environment
 
 
-def without(monkeypatch, *names):
-    """The module as a torch without these names has it, which the rest of the test has again."""
+def without(monkeypatch, *names, module=torch_names):
+    """A module of names as a torch without these names has it, which the rest of the test has again."""
     with monkeypatch.context() as changed:
         for name in names:
-            module, _, path = name.partition(":")
+            owner, _, path = name.partition(":")
             *owners, last = path.split(".")
-            changed.delattr(functools.reduce(getattr, owners, importlib.import_module(module)), last)
-        return loaded_anew(torch_names)
+            changed.delattr(functools.reduce(getattr, owners, importlib.import_module(owner)), last)
+        return loaded_anew(module)
 
 
 def test_the_installed_torch_is_known():
@@ -110,8 +111,8 @@ def test_without_their_level_transforms_are_known_by_what_they_refuse(monkeypatc
 
 def test_without_its_level_calls_are_right_and_forward_mode_is_refused(monkeypatch, flash_device):
     module = without(monkeypatch, "torch.autograd.forward_ad:_current_level")
-    monkeypatch.setattr(dispatch, "in_forward_mode", module.in_forward_mode)
-    assert dispatch.in_forward_mode()
+    monkeypatch.setattr(plan, "in_forward_mode", module.in_forward_mode)
+    assert plan.in_forward_mode()
     assert_right("flash", flash_device)
     x = torch.randn(1, 2, 5, 16, device=flash_device)
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward mode AD"):
@@ -203,8 +204,8 @@ MEASUREMENTS = {
 @pytest.mark.parametrize("own", MEASUREMENTS)
 def test_a_measurement_says_what_it_lacks(monkeypatch, own):
     name = MEASUREMENTS[own]
-    module = without(monkeypatch, name)
-    assert module.why_unknown() is None
+    assert without(monkeypatch, name).why_unknown() is None
+    module = without(monkeypatch, name, module=measuring_names)
     with pytest.raises(
         RuntimeError, match=f"needs {name.replace(':', '.')}, which torch .* lacks. Install one of torch"
     ):
@@ -213,12 +214,12 @@ def test_a_measurement_says_what_it_lacks(monkeypatch, own):
 
 def test_nodes_without_numbers_are_told():
     with pytest.raises(RuntimeError, match=r"needs torch\.autograd\.graph\.Node\._sequence_nr, which torch"):
-        torch_names.node_number(object())
+        measuring_names.node_number(object())
 
 
 @pytest.mark.parametrize("own", ["current_node", "next_node_number"])
 def test_a_recording_says_what_it_lacks(monkeypatch, own):
-    module = without(monkeypatch, MEASUREMENTS[own])
+    module = without(monkeypatch, MEASUREMENTS[own], module=measuring_names)
     monkeypatch.setattr(recording, own, getattr(module, own))
     model = nn.Linear(2, 2)
     with pytest.raises(RuntimeError, match="this measurement needs"), MemoryRecorder(model, "cpu"):
@@ -227,7 +228,7 @@ def test_a_recording_says_what_it_lacks(monkeypatch, own):
 
 
 def test_regions_say_what_they_lack(monkeypatch):
-    module = without(monkeypatch, MEASUREMENTS["next_node_number"])
+    module = without(monkeypatch, MEASUREMENTS["next_node_number"], module=measuring_names)
     monkeypatch.setattr(module_ranges, "next_node_number", module.next_node_number)
     model = nn.Linear(2, 2)
     with pytest.raises(RuntimeError, match="this measurement needs"), ModuleRanges(model, nvtx=False):
@@ -236,8 +237,8 @@ def test_regions_say_what_they_lack(monkeypatch):
 
 
 def test_benchmarks_of_the_compiler_do_without(monkeypatch):
-    monkeypatch.setattr(torch_names, "find", lambda *names: None)
-    with torch_names.without_donated_buffers():
+    monkeypatch.setattr(measuring_names, "find", lambda *names: None)
+    with measuring_names.without_donated_buffers():
         pass
     with pytest.raises(RuntimeError, match=r"needs torch\._dynamo\.utils\.counters, which torch"):
-        torch_names.compiler_counters()
+        measuring_names.compiler_counters()

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from ...kernels.language import at, tl
+from ...kernels.torch_names import surely
 from ..rules import Scores, score_rule
-from ..validation import is_known
 from .arguments import MOST, integer, tensor
 
 
@@ -42,7 +42,7 @@ def alibi(slopes: Tensor, shift: int | Tensor = 0) -> Scores:
         got = f"{tuple(slopes.shape)} {slopes.dtype}"
         raise ValueError(f"slopes must be (batch, heads) floating-point numbers; got {got}")
     if not isinstance(shift, Tensor):
-        if is_known(integer("shift", shift) > MOST) or is_known(shift < -MOST):
+        if surely(integer("shift", shift) > MOST) or surely(shift < -MOST):
             raise ValueError(f"shift must be from {-MOST} to {MOST}; got {shift}")
         return _alibi(slopes, shift)
     if shift.ndim != 1 or shift.is_floating_point():
