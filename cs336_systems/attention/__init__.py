@@ -7,9 +7,10 @@ packed sequences, `attention_with_cache` the new tokens of generation.
 
 from .api import attention, explain
 from .decode import attention_with_cache, explain_with_cache
-from .dispatch import Implementation, use_backends
+from .dispatch import use_backends
 from .explanation import Explanation
 from .functions import FlashAttentionFunction, TiledAttentionFunction
+from .implementation import Implementation
 from .modules import (
     Attention,
     CompiledAttention,

@@ -14,9 +14,9 @@ from ..kernels.call import ALIGNMENT, NO_AUX, Aux
 from ..kernels.torch_names import any_autocast, must_dispatch
 from . import dispatch
 from .call import Arguments, make_call, sizes_of
-from .dispatch import Implementation
 from .explanation import Explanation, explain_call
 from .features import bind
+from .implementation import Implementation
 from .plan import Run, remember
 from .precision import autocast_inputs
 from .rules import Mask, Scores

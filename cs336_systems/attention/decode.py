@@ -11,8 +11,8 @@ from torch import Tensor
 from ..kernels.torch_names import must_dispatch
 from .api import run
 from .call import Arguments, make_call
-from .dispatch import Implementation
 from .explanation import Explanation, explain_call
+from .implementation import Implementation
 from .precision import autocast_inputs
 from .validation import INTEGERS, Window, check_qkv, check_tensors, shape_of
 

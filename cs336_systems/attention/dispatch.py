@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import importlib
 import importlib.util
 from collections.abc import Hashable, Iterator
@@ -17,23 +16,10 @@ from ..kernels.language import interpreting
 from ..kernels.torch_names import constant_when_traced, must_dispatch
 from . import naive, op, sdpa, tiled
 from .functions import FlashAttentionFunction, Plan, TiledAttentionFunction, TracedPlan
+from .implementation import Implementation, parse
 from .plan import KernelBackward, KernelPlan, Run, differentiable_run, remember
 
 TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
-
-
-class Implementation(str, enum.Enum):
-    """What ``impl`` names."""
-
-    FLASH = "flash"
-    SDPA = "sdpa"
-    COMPILED = "compiled"
-    TILED = "tiled"
-    NAIVE = "naive"
-
-
-# A tuple, because torch.compile cannot iterate over an enum.
-NAMES = ("auto", *(implementation.value for implementation in Implementation))
 
 
 class Backend:
@@ -141,15 +127,20 @@ class Naive(Backend):
         return lambda q, k, v, aux: naive.naive(q, k, v, options, return_lse, aux)
 
 
-BACKENDS: tuple[Backend, ...] = (KernelBackend("sm90"), KernelBackend("triton"), SDPA(), Tiled(), Compiled(), Naive())
+KERNELS = (KernelBackend("sm90"), KernelBackend("triton"))
+"""The most general ones last."""
+OTHERS: tuple[Backend, ...] = (SDPA(), Tiled(), Compiled(), Naive())
+BACKENDS: tuple[Backend, ...] = (*KERNELS, *OTHERS)
 """In the order in which they are asked."""
+_WHILE_TRACED: tuple[Backend, ...] = (*KERNELS[::-1], *OTHERS)
+"""The operator chooses among the kernels when it runs: sizes may be symbolic before, and tensors have no addresses."""
 
 
 @constant_when_traced
 def _load(name: str) -> None:
     """Import a backend's module. torch.compile traces no import; it calls this as it is."""
-    for backend in BACKENDS:
-        if isinstance(backend, KernelBackend) and backend.name == name and backend.loaded is None:
+    for backend in KERNELS:
+        if backend.name == name and backend.loaded is None:
             backend.loaded = importlib.import_module(f"..kernels.{name}.backend", __package__)
 
 
@@ -186,18 +177,6 @@ def clear_plans() -> None:
         cache.clear()
 
 
-def parse(impl: str | Implementation) -> Implementation | None:
-    """The implementation that was named; None for "auto"."""
-    if isinstance(impl, Implementation):
-        return impl  # making a member of another is more than torch.compile of torch 2.11 can trace
-    expected = ", ".join(map(repr, NAMES))
-    if not isinstance(impl, str):
-        raise TypeError(f"impl must be one of {expected}; got {impl!r} of type {type(impl).__name__}")
-    if impl not in NAMES:
-        raise ValueError(f"impl must be one of {expected}; got {impl!r}")
-    return None if impl == "auto" else Implementation(impl)
-
-
 def choose(call: Call, impl: str | Implementation = "auto") -> Backend:
     """The backend that computes a call.
 
@@ -206,7 +185,7 @@ def choose(call: Call, impl: str | Implementation = "auto") -> Backend:
     """
     implementation = parse(impl)
     reasons = []
-    for backend in BACKENDS:
+    for backend in _WHILE_TRACED if must_dispatch(call.q, call.k, call.v) else BACKENDS:
         if implementation is None and backend.auto is not None and call.device.type not in backend.auto:
             continue
         if implementation is not None and backend.implementation is not implementation:
@@ -217,8 +196,9 @@ def choose(call: Call, impl: str | Implementation = "auto") -> Backend:
         reasons.append((backend.name, reason))
     if implementation is None:
         raise ValueError(f"no backend can compute this call: {'; '.join(': '.join(pair) for pair in reasons)}")
-    # Kernels for one GPU say that they are for that one; what the last says is what keeps the call from all.
-    raise ValueError(f"impl={implementation.value!r} cannot compute this call: {reasons[-1][1]}")
+    # Other kernels say which GPU they are for; the most general ones say what keeps the call from all.
+    reason = dict(reasons).get(KERNELS[-1].name, reasons[-1][1])
+    raise ValueError(f"impl={implementation.value!r} cannot compute this call: {reason}")
 
 
 def choose_backward(call: Call) -> tuple[KernelBackend, dict[str, str]]:
@@ -228,8 +208,8 @@ def choose_backward(call: Call) -> tuple[KernelBackend, dict[str, str]]:
         ValueError: none can.
     """
     refused: dict[str, str] = {}
-    for backend in BACKENDS:
-        if isinstance(backend, KernelBackend) and not _is_excluded(backend):
+    for backend in KERNELS:
+        if not _is_excluded(backend):
             reason = backend.supports_backward(call)
             if reason is None:
                 return backend, refused
@@ -284,11 +264,10 @@ def kernel_plan(call: Call) -> KernelPlan:
     if (plan := _kernel_plans.get(key)) is not None:
         return plan
     reason = None
-    for backend in BACKENDS:
-        if isinstance(backend, KernelBackend):
-            reason = supports(backend, call)
-            if reason is None:
-                return remember(_kernel_plans, key, KernelPlan(call, backend.module.plan_forward(call), _plan_backward))
+    for backend in KERNELS:
+        reason = supports(backend, call)
+        if reason is None:
+            return remember(_kernel_plans, key, KernelPlan(call, backend.module.plan_forward(call), _plan_backward))
     raise ValueError(f"the flash kernels cannot compute this call: {reason}")
 
 

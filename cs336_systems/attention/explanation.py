@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..kernels.call import Call
-from .dispatch import BACKENDS, Implementation, KernelBackend, choose, choose_backward, parse, supports
+from .dispatch import BACKENDS, KernelBackend, choose, choose_backward, supports
+from .implementation import Implementation, parse
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .api import TensorOptions, attention
-from .dispatch import Implementation, parse
+from .implementation import Implementation, parse
 from .validation import Window, check_causal, check_scale, check_window, positive, probability
 
 

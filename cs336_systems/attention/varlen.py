@@ -13,8 +13,8 @@ from typing_extensions import Unpack
 from ..kernels.torch_names import must_dispatch
 from .api import AttentionOptions, run
 from .call import Arguments, make_call
-from .dispatch import Implementation
 from .explanation import Explanation, explain_call
+from .implementation import Implementation
 from .precision import autocast_inputs
 from .sizes import Packed
 from .validation import INTEGERS, check_tensors, shape_of

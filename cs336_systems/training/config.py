@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..attention.dispatch import NAMES
+from ..attention.implementation import NAMES
 from ..parallel.layout import MODES
 from ..transformer import Sampling, TransformerConfig, preset
 from ..transformer.presets import Sizes
