@@ -194,7 +194,9 @@ def restrict(parser: argparse.ArgumentParser, options: argparse.Namespace, **kno
     Flags that the program does not have, or that were not given, are passed over.
     """
     for name, values in known.items():
-        given = getattr(options, name, None) or ()
+        given = getattr(options, name, None)
+        if given is None:
+            continue
         if unknown := [str(value) for value in (given if isinstance(given, list) else [given]) if value not in values]:
             flag = name.replace("_", "-")
             parser.error(f"--{flag} must be of {', '.join(map(str, values))}; got {', '.join(unknown)}")

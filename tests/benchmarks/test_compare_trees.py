@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -66,17 +67,16 @@ def test_a_checkout_that_computes_wrong_is_not_timed_and_the_others_are(wrong, t
 def test_a_process_that_ends_is_a_failure_and_starts_again(tmp_path):
     options = parse([str(ROOT), *SMALL])
     (tmp_path / "einops.py").write_text("raise SystemExit(7)")
-    tree = Tree(f"{ROOT}:{tmp_path}")  # packages precede the installed ones
-    with pytest.raises(TreeError, match="prepare: its process ended with 7"):
-        tree.ask("prepare", CASE, options)
-    (tmp_path / "einops.py").unlink()
-    assert tree.ask("time", CASE, options) > 0  # in a new process
-    with pytest.raises(TreeError, match="check: KeyError: 'float64'"):
-        tree.ask("check", TreeCase(**CASE.columns | {"dtype": "float64"}), options)
-    options.timeout = 0.01
-    with pytest.raises(TreeError, match="its process ended with -9"):
-        tree.ask("check", TreeCase(**CASE.columns | {"length": 100}), options)
-    tree.close()
+    with contextlib.closing(Tree(f"{ROOT}:{tmp_path}")) as tree:  # packages precede the installed ones
+        with pytest.raises(TreeError, match="prepare: its process ended with 7"):
+            tree.ask("prepare", CASE, options)
+        (tmp_path / "einops.py").unlink()
+        assert tree.ask("time", CASE, options) > 0  # in a new process
+        with pytest.raises(TreeError, match="check: KeyError: 'float64'"):
+            tree.ask("check", TreeCase(**CASE.columns | {"dtype": "float64"}), options)
+        options.timeout = 0.01  # seconds; the check takes many
+        with pytest.raises(TreeError, match="its process ended with -9"):
+            tree.ask("check", TreeCase(**CASE.columns | {"length": 4096}), options)
 
 
 @pytest.mark.parametrize(

@@ -116,19 +116,7 @@ def test_a_run_goes_on_where_memory_runs_out(monkeypatch, tmp_path):
         return real(case, *arguments, **how)
 
     monkeypatch.setattr(memory, "make_step", small_device)
-    arguments = [
-        *FLAGS,
-        "--batch",
-        "2",
-        "--steps",
-        "1",
-        "--dtypes",
-        "fp32",
-        "--modes",
-        "step",
-        "--recompute-every",
-        "1",
-    ]
+    arguments = [*FLAGS, "--batch", "2", "--steps", "1", "--dtypes", "fp32", "--modes", "step", "--recompute-every", "1"]
     rows = run_here(monkeypatch, memory.main, tmp_path, *arguments, "--lengths", "16", "24", "32")
     assert [(row["length"], row["recompute_every"], row["status"]) for row in rows] == [
         ("16", "", "ok"),
@@ -146,9 +134,12 @@ def test_a_run_goes_on_where_memory_runs_out(monkeypatch, tmp_path):
 @pytest.mark.parametrize("mode", ["forward", "forward+backward", "step"])
 def test_on_a_gpu(tmp_path, provider, mode):
     case = case_of(provider=provider, mode=mode, dtype="bfloat16", context_length=256, d_model=256, vocab_size=512)
-    row = measured(measure, case, tmp_path, device=torch.device("cuda"), **OPTIONS)
+    how = {"device": torch.device("cuda"), **OPTIONS}
+    measured(measure, case, tmp_path, **how)  # allocates workspaces and buffers that this process keeps
+    kept = torch.cuda.memory_allocated() / MIB
+    row = measured(measure, case, tmp_path, **how)
     assert row["status"] == "ok", row
     assert row["reserved_mib"] >= row["peak_mib"] > row["before_mib"] >= 4 * case.config.parameters() / MIB
     assert row["memory_method"] == "cuda allocator"
     recorded = sum(size for name, size in row.items() if name.startswith("peak: "))
-    assert recorded == pytest.approx(row["peak_mib"], rel=0.1)
+    assert recorded == pytest.approx(row["peak_mib"] - kept, rel=0.1)

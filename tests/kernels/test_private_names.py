@@ -23,7 +23,7 @@ OVERRIDDEN = {
     for name in dir(owner)
 }
 PATH = re.compile(r"(torch|triton)([.:]\w+)*[.:]_[a-z]\w*([.:]\w+)*")
-MOVING = re.compile(r"torch\.fx\.experimental|torch\.[\w.]*\bconfig\.patch|_dynamo|_inductor|_functorch|_pytree")
+MOVING = re.compile(r"torch\.fx\.experimental|torch\.[\w.]*\bconfig\.patch|\b_(dynamo|inductor|functorch|pytree)\b")
 
 
 def is_private(name: str) -> bool:
@@ -117,7 +117,7 @@ def test_a_private_name_is_found(code):
         "class A:\n    def __init__(self):\n        self._own = 1\n    def read(self):\n        return self._own",
         "class A:\n    def _own(self):\n        return self._own()",
         "sizes._asdict()",
-        "torch.compiler.is_compiling()",
+        "torch.compiler.is_dynamo_compiling()",
         "operation = 'aten._to_copy'",
     ],
 )
