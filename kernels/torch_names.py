@@ -150,14 +150,14 @@ current_device: Callable[[], int] = find("torch:_C._cuda_getDevice") or torch.cu
 any_autocast: Callable[[], bool] = find("torch:_C._is_any_autocast_enabled") or (lambda: True)
 
 
+_PLAIN = {Tensor, nn.Parameter}
+
+
 def must_dispatch(*tensors: Tensor) -> bool:
     """Whether something else has to see the call: tracing, a transform, a dispatch mode, a tensor subclass."""
     if torch.compiler.is_compiling() or modes_at_work() or transform_level() is not None:
         return True
-    for tensor in tensors:  # noqa: SIM110 - a generator costs a microsecond
-        if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
-            return True
-    return False
+    return not _PLAIN.issuperset(map(type, tensors))
 
 
 def constant_when_traced(function: Function) -> Function:

@@ -146,8 +146,6 @@ def attention(
         from .varlen import nested_attention
 
         return nested_attention(q, k, v, arguments, impl)
-    if torch.compiler.is_compiling() or any_autocast():
-        q, k, v = autocast_inputs(q, k, v)
     out, lse = run(q, k, v, arguments, impl)
     return out if lse is None else (out, lse)
 
@@ -173,9 +171,17 @@ def run(
 ) -> tuple[Tensor, Tensor | None]:
     """out and, if asked for, log-sum-exp. Validated and planned once for each new combination of metadata.
 
-    With ``packed``, q is (1, heads, all rows, d), and so on; with ``cache_lengths``, k and v are a KV cache.
+    With ``packed``, q is (1, heads, all rows, d), and so on; with ``cache_lengths``, k and v are a KV cache. Under
+    autocast inputs are cast.
     """
-    key, plan = _known_plan(q, k, v, arguments, impl, packed, cache_lengths)
+    starts = () if packed is None else packed[:2]
+    is_traced = must_dispatch(q, k, v, *starts) or (cache_lengths is not None and must_dispatch(cache_lengths))
+    if is_traced or any_autocast():
+        q, k, v = autocast_inputs(q, k, v)
+    has_tensors = arguments.has_tensors
+    key, plan = None, None
+    if not is_traced:
+        key, plan = _known_plan(q, k, v, arguments, has_tensors, impl, packed, cache_lengths)
     if plan is None:
         call = make_call(q, k, v, arguments, packed, cache_lengths)
         plan, aux = dispatch.choose(call, impl).plan(call), call.aux
@@ -183,7 +189,7 @@ def run(
             remember(dispatch.plans, key, plan)
     elif cache_lengths is not None:
         aux = Aux(cache_lengths=cache_lengths)
-    elif packed is not None or arguments.has_tensors:
+    elif packed is not None or has_tensors:
         aux = bind(arguments, sizes_of(q, k, packed), arguments.causal != "top_left", q.device)
     else:
         aux = NO_AUX
@@ -198,24 +204,22 @@ def _known_plan(
     k: Tensor,
     v: Tensor,
     arguments: Arguments,
+    has_tensors: bool,
     impl: str | Implementation,
     packed: Packed | None,
     cache_lengths: Tensor | None,
 ) -> tuple[Hashable, Run | None]:
     """All that a plan depends on, and the plan if there is one.
 
-    The key is None where the call is traced, or where its arguments cannot be right and validation says why.
+    The key is None where the arguments cannot be right, and validation says why.
     """
     try:
-        starts = () if packed is None else packed[:2]
-        if must_dispatch(q, k, v, *starts) or (cache_lengths is not None and must_dispatch(cache_lengths)):
-            return None, None
-        follows_torch = arguments.deterministic is None and torch.are_deterministic_algorithms_enabled()
         precision = torch.get_float32_matmul_precision() if q.dtype is torch.float32 else None
         key: tuple[Any, ...] = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
             q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT == 0,
-            arguments.key(), impl, follows_torch, precision, torch.is_grad_enabled(),
+            arguments.key(has_tensors), impl, precision, torch.are_deterministic_algorithms_enabled(),
+            torch.is_grad_enabled(),
         )  # fmt: skip
         if packed is not None:
             q_starts, k_starts, *lengths = packed
@@ -224,5 +228,5 @@ def _known_plan(
         if cache_lengths is not None:
             key += (cache_lengths.shape, cache_lengths.stride(), cache_lengths.dtype, cache_lengths.device)
         return key, dispatch.plans.get(key)
-    except (AttributeError, TypeError, RuntimeError):
+    except (TypeError, RuntimeError):
         return None, None

@@ -42,31 +42,30 @@ class Arguments(NamedTuple):
     seed: int | Tensor | None = None
     generator: torch.Generator | None = None
 
-    def key(self) -> tuple[Any, ...]:
-        """All that a plan depends on: the values of numbers, the metadata of tensors. Raises TypeError if unhashable.
+    def key(self, has_tensors: bool) -> tuple[Any, ...]:
+        """All that a plan depends on: the values of numbers, the metadata of tensors if `has_tensors`.
 
-        The types tell 1 from True.
+        The types tell 1 from True. Raises TypeError if it cannot be hashed.
         """
         plain = self[:7]
-        types = tuple(map(type, plain))
-        window = None if self.window is None else tuple(map(type, self.window))
-        if self.has_tensors:
-            return plain, types, window, tuple(map(_metadata, self[7:]))
-        return plain, types, window
+        window = plain[1]
+        types = *map(type, plain), *(() if window is None else map(type, window))
+        return (plain, types, *map(_metadata, self[7:])) if has_tensors else (plain, types)
 
     @property
     def has_tensors(self) -> bool:
         """Whether anything is given but numbers, or dropout draws a seed."""
-        # Written out: it runs in every call.
-        return (
-            self.dropout_p != 0
-            or self.alibi_slopes is not None
-            or self.bias is not None
-            or self.scores is not None
-            or self.mask is not None
-            or self.sinks is not None
-            or self.seed is not None
-            or self.generator is not None
+        # Written out, because it runs in every call. `is True`: nothing has checked yet that dropout_p is a number.
+        _, _, _, _, dropout_p, _, _, slopes, bias, scores, mask, sinks, seed, generator = self
+        return not (
+            slopes is None
+            and bias is None
+            and scores is None
+            and mask is None
+            and sinks is None
+            and seed is None
+            and generator is None
+            and (dropout_p == 0) is True
         )
 
 

@@ -67,7 +67,8 @@ class KernelPlan:
 
     def __init__(self, call: Call, forward: KernelForward, plan_backward: Callable[..., KernelBackward]) -> None:
         self.options = call.options
-        self._guard = call.device if call.device.type == "cuda" else None
+        several = call.device.type == "cuda" and torch.cuda.device_count() > 1
+        self._guard = call.device if several else None
         self._forward = forward
         self._plan_backward = plan_backward
         self._backwards: dict[Any, KernelBackward] = {}

@@ -107,7 +107,6 @@ def attention_varlen(
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices or values do not fit, or the implementation named cannot compute the call.
     """
-    q, k, v = autocast_inputs(q, k, v)
     arguments: dict[str, Any] = {**options}
     impl = arguments.pop("impl", "auto")
     packed = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)

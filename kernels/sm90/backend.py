@@ -30,6 +30,8 @@ MAX_PACKED_ROWS = 1 << 29
 
 NO_TAILS: tuple[int | None, ...] = (None, None, None, None)
 
+NO_STARTS = (None, None)
+
 Forward = Callable[[Tensor, Tensor, Tensor, Aux], tuple[Tensor, Tensor]]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Aux], Gradients]
 
@@ -125,7 +127,7 @@ def plan_forward(call: Call) -> Forward:
     split, _, num_tiles = forward_tiles(call)
     new_out = launching.output_like(call.q, call.v_head_dim)
     lse_shape = one_a_row(call.q).shape
-    launch = Launcher(forward_kernel)
+    launch, is_packed = Launcher(forward_kernel), call.is_packed
 
     def run(q: Tensor, k: Tensor, v: Tensor, aux: Aux = NO_AUX) -> tuple[Tensor, Tensor]:
         out = new_out(q)
@@ -135,7 +137,8 @@ def plan_forward(call: Call) -> Forward:
         tails = NO_TAILS
         if split.k_tail:
             tails = tensors if split.v_tail else (*tensors[:2], None, None)
-        if not launch((*tensors, *tails, lse.data_ptr(), workspace.data_ptr(), *_starts(aux))):
+        starts = _starts(aux) if is_packed else NO_STARTS
+        if not launch((*tensors, *tails, lse.data_ptr(), workspace.data_ptr(), *starts)):
             launch.first(forward_launch(Call(q, k, v, options, aux), out, lse, workspace, num_sms))
         return out, lse
 
