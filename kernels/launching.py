@@ -7,6 +7,7 @@ a plan holds a `Launcher`, which keeps the compiled binary and those integers; a
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,6 +22,10 @@ from .versions import compile_options, names_of, runner_of
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether TRITON_INTERPRET was set when the kernels were defined: they then run on CPU tensors, and only there."""
+
+
+MAX_ENTRIES = 1024
+"""Operands that a launcher keeps arguments for. The allocator hands out the same addresses again and again."""
 
 
 class Launch(NamedTuple):
@@ -47,12 +52,39 @@ class Launch(NamedTuple):
         return (*self.arguments, *[self.constants[name] for name in constant_names])
 
 
+class Address:
+    """Stands in for a tensor as the base of a descriptor, so that no tensor is kept alive."""
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._address = address
+
+    def data_ptr(self) -> int:
+        """The address."""
+        return self._address
+
+
+class Compiled(NamedTuple):
+    """A compiled kernel: how to launch it, and to encode its TMA descriptors by position; its last arguments."""
+
+    run: Callable[..., None]
+    encode: Callable[[Any, int], list[Any]]
+    descriptors: dict[int, Any]
+    rest: tuple[Any, ...]
+
+
 class Launcher:
-    """A kernel on tensors of fixed metadata, at any addresses."""
+    """A kernel on tensors of fixed metadata, at any addresses.
+
+    Triton compiles a kernel again for pointers that are not multiples of 16 bytes, and encodes TMA descriptors at every
+    launch. This keeps the compiled kernel by alignment, and all arguments, encoded, by the operands.
+    """
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._known: dict[Any, tuple[Callable[..., None], tuple[Any, ...]]] = {}
+        self._compiled: dict[Any, Compiled] = {}
+        self._encoded: dict[tuple[int, int], list[Any]] = {}
+        self._arguments: dict[tuple[Any, ...], tuple[Callable[..., None], list[Any]]] = {}
 
     def __call__(self, operands: tuple[Any, ...], describe: Callable[..., Launch], *described: Any) -> None:
         """Run on the current stream.
@@ -60,25 +92,48 @@ class Launcher:
         Args:
             operands: an address or None for each tensor of the launch; tuples of addresses and numbers where the launch
                 has tuples of tensors and numbers.
-            describe: returns the launch of the tensors ``described``. It is called for the first call of each
-                alignment: Triton compiles pointers to 16-byte boundaries differently from others.
+            describe: returns the launch of what is ``described``. It is called for the first call of each alignment.
         """
-        together = 0
-        for x in operands:
-            if x is not None:
-                together |= x if type(x) is int else bool(x)  # an empty tuple has no addresses
-        key = None if together % 16 == 0 else _alignment(operands)
-        known = self._known.get(key)
-        if known is None:
-            self._first(key, describe(*described))
+        found = self._arguments.get(operands) or self._add(operands)
+        if found is None:
+            self._first(operands, describe(*described))
         else:
-            run, rest = known
-            run(*operands, *rest)
+            run, arguments = found
+            run(*arguments)
 
-    def _first(self, key: Any, launch: Launch) -> None:
+    def _first(self, operands: tuple[Any, ...], launch: Launch) -> None:
         compiled = launch.of(self._kernel)
-        if not INTERPRETED:
-            self._known[key] = runner_of(compiled, launch.grid)[0], launch.after_tensors(self._kernel)
+        if INTERPRETED:
+            return
+        descriptors = {
+            position: dataclasses.replace(x, base=Address(0, x.base.dtype))
+            for position, x in enumerate(launch.tensors)
+            if hasattr(x, "base")
+        }
+        made = Compiled(*runner_of(compiled, launch.grid), descriptors, launch.after_tensors(self._kernel))
+        self._compiled[_alignment(operands)] = made
+
+    def _add(self, operands: tuple[Any, ...]) -> tuple[Callable[..., None], list[Any]] | None:
+        compiled = self._compiled.get(_alignment(operands))
+        if compiled is None:
+            return None
+        if len(self._arguments) >= MAX_ENTRIES:
+            self._arguments.clear()
+            self._encoded.clear()
+        arguments: list[Any] = []
+        for position, operand in enumerate(operands):
+            template = compiled.descriptors.get(position)
+            if template is None or operand is None:
+                arguments.append(operand)
+                continue
+            encoded = self._encoded.get((position, operand))
+            if encoded is None:
+                descriptor = dataclasses.replace(template, base=Address(operand, template.base.dtype))
+                encoded = compiled.encode(descriptor, [*compiled.descriptors].index(position))
+                self._encoded[position, operand] = encoded
+            arguments += encoded
+        found = self._arguments[operands] = compiled.run, [*arguments, *compiled.rest]
+        return found
 
 
 def _alignment(operand: Any) -> Any:

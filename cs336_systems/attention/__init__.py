@@ -10,7 +10,6 @@ from .decode import attention_with_cache, explain_with_cache
 from .dispatch import use_backends
 from .explanation import Explanation
 from .functions import FlashAttentionFunction, TiledAttentionFunction
-from .implementation import Implementation
 from .modules import (
     Attention,
     CompiledAttention,
@@ -19,6 +18,7 @@ from .modules import (
     SDPAAttention,
     TiledAttention,
 )
+from .validation import Implementation
 from .varlen import attention_varlen, explain_varlen
 
 __all__ = [

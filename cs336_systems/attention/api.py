@@ -16,12 +16,11 @@ from . import dispatch
 from .call import Arguments, make_call, sizes_of
 from .explanation import Explanation, explain_call
 from .features import bind
-from .implementation import Implementation
 from .plan import Run, remember
 from .precision import autocast_inputs
 from .rules import Mask, Scores
 from .sizes import Packed
-from .validation import Window
+from .validation import Implementation, Window
 
 
 class TensorOptions(TypedDict, total=False):

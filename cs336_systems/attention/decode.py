@@ -12,9 +12,8 @@ from ..kernels.torch_names import must_dispatch
 from .api import run
 from .call import Arguments, make_call
 from .explanation import Explanation, explain_call
-from .implementation import Implementation
 from .precision import autocast_inputs
-from .validation import INTEGERS, Window, check_qkv, check_tensors, shape_of
+from .validation import INTEGERS, Implementation, Window, check_qkv, check_tensors, shape_of
 
 
 @overload

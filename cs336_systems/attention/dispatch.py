@@ -16,8 +16,8 @@ from ..kernels.language import interpreting
 from ..kernels.torch_names import constant_when_traced, must_dispatch
 from . import naive, op, sdpa, tiled
 from .functions import FlashAttentionFunction, Plan, TiledAttentionFunction, TracedPlan
-from .implementation import Implementation, parse
 from .plan import KernelBackward, KernelPlan, Run, differentiable_run, remember
+from .validation import Implementation, parse_implementation
 
 TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
 
@@ -183,7 +183,7 @@ def choose(call: Call, impl: str | Implementation = "auto") -> Backend:
     Raises:
         ValueError: ``impl`` names an implementation that cannot compute the call.
     """
-    implementation = parse(impl)
+    implementation = parse_implementation(impl)
     reasons = []
     for backend in _WHILE_TRACED if must_dispatch(call.q, call.k, call.v) else BACKENDS:
         if implementation is None and backend.auto is not None and call.device.type not in backend.auto:

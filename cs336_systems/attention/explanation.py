@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..kernels.call import Call
 from .dispatch import BACKENDS, KernelBackend, choose, choose_backward, supports
-from .implementation import Implementation, parse
+from .validation import Implementation, parse_implementation
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Explanation:
 def explain_call(call: Call, impl: str | Implementation = "auto") -> Explanation:
     """Choose as `choose` does, and say why not each other backend."""
     chosen = choose(call, impl)
-    implementation = parse(impl)
+    implementation = parse_implementation(impl)
     passed = f"impl={chosen.implementation.value!r} was asked for"
     if implementation is None:
         passed = f"{chosen.name!r} comes before it on {call.device.type}"

@@ -8,8 +8,16 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .api import TensorOptions, attention
-from .implementation import Implementation, parse
-from .validation import Window, check_causal, check_scale, check_window, positive, probability
+from .validation import (
+    Implementation,
+    Window,
+    check_causal,
+    check_scale,
+    check_window,
+    parse_implementation,
+    positive,
+    probability,
+)
 
 
 class ModuleOptions(TypedDict, total=False):
@@ -54,7 +62,7 @@ class Attention(nn.Module):
         check_window(window)
         positive("softcap", softcap)
         probability(dropout_p)
-        parse(impl)
+        parse_implementation(impl)
         self.causal = causal
         self.window = window
         self.scale = scale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 import sys
 
@@ -18,6 +19,32 @@ INTEGERS = (torch.int32, torch.int64)
 
 Window = tuple[int | None, int | None]
 """(before, after): how many keys before and after its own position a query sees; None for all."""
+
+
+class Implementation(str, enum.Enum):
+    """What ``impl`` names."""
+
+    FLASH = "flash"
+    SDPA = "sdpa"
+    COMPILED = "compiled"
+    TILED = "tiled"
+    NAIVE = "naive"
+
+
+# A tuple, because torch.compile cannot iterate over an enum.
+IMPLEMENTATIONS = ("auto", *(implementation.value for implementation in Implementation))
+
+
+def parse_implementation(impl: str | Implementation) -> Implementation | None:
+    """The implementation that ``impl`` names; None for "auto"."""
+    if isinstance(impl, Implementation):
+        return impl  # making a member of another is more than torch.compile of torch 2.11 can trace
+    expected = ", ".join(map(repr, IMPLEMENTATIONS))
+    if not isinstance(impl, str):
+        raise TypeError(f"impl must be one of {expected}; got {impl!r} of type {type(impl).__name__}")
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl must be one of {expected}; got {impl!r}")
+    return None if impl == "auto" else Implementation(impl)
 
 
 def check_causal(causal: bool | str) -> str | None:

@@ -14,10 +14,9 @@ from ..kernels.torch_names import must_dispatch
 from .api import AttentionOptions, run
 from .call import Arguments, make_call
 from .explanation import Explanation, explain_call
-from .implementation import Implementation
 from .precision import autocast_inputs
 from .sizes import Packed
-from .validation import INTEGERS, check_tensors, shape_of
+from .validation import INTEGERS, Implementation, check_tensors, shape_of
 
 
 @overload

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..attention.implementation import NAMES
+from ..attention.validation import IMPLEMENTATIONS
 from ..parallel.layout import MODES
 from ..transformer import Sampling, TransformerConfig, preset
 from ..transformer.presets import Sizes
@@ -68,7 +68,7 @@ class TrainingConfig:
     num_kv_heads: int | None = _fixed(None, "key and value heads (default: as many as query heads)")
     window: int | None = _fixed(None, "sliding window in tokens (default: full causal attention)")
     tie_embeddings: bool = _fixed(False, "share one matrix between the embedding and the head")
-    attn: str = _free("auto", f"attention implementation: {', '.join(NAMES)}")
+    attn: str = _free("auto", f"attention implementation: {', '.join(IMPLEMENTATIONS)}")
 
     steps: int = _free(400, "optimizer steps of the whole run")
     batch_size: int = _fixed(16, "sequences per optimizer step, over all processes")

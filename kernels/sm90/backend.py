@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call import ALIGNMENT, NO_AUX, Aux, Call, Gradients, Wanted, one_a_row
+from ..call import ALIGNMENT, NO_AUX, Aux, Call, Gradients, Options, Wanted, one_a_row
+from ..torch_names import raw_stream
 from .tiles import BACKWARD, HEAD_DIMS, split_head_dim
 
 CAPABILITY = (9, 0)
@@ -29,8 +32,12 @@ MAX_PACKED_ROWS = 1 << 29
 """Packed rows: sequences end at TMA coordinates below 2**30, and per-row buffers have more rows."""
 
 NO_TAILS: tuple[int | None, ...] = (None, None, None, None)
-
 NO_STARTS = (None, None)
+
+MIN_WORKSPACE = 1 << 14
+"""Elements of a workspace that is kept."""
+
+_workspaces: dict[tuple[int, int], Tensor] = {}
 
 Forward = Callable[[Tensor, Tensor, Tensor, Aux], tuple[Tensor, Tensor]]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Aux], Gradients]
@@ -119,15 +126,13 @@ def plan_forward(call: Call) -> Forward:
     """A function of q, k, v and aux that returns out, laid out like q, and the natural log-sum-exp."""
     from .. import launching
     from .forward import forward_kernel
-    from .launcher import Launcher
     from .launches import forward_launch, forward_tiles
-    from .workspace import workspace_for
 
     options, device, num_sms = call.options, call.device, launching.num_sms(call.device)
     split, _, num_tiles = forward_tiles(call)
     new_out = launching.output_like(call.q, call.v_head_dim)
     lse_shape = one_a_row(call.q).shape
-    launch, is_packed = Launcher(forward_kernel), call.is_packed
+    launch, is_packed = launching.Launcher(forward_kernel), call.is_packed
 
     def run(q: Tensor, k: Tensor, v: Tensor, aux: Aux = NO_AUX) -> tuple[Tensor, Tensor]:
         out = new_out(q)
@@ -138,8 +143,8 @@ def plan_forward(call: Call) -> Forward:
         if split.k_tail:
             tails = tensors if split.v_tail else (*tensors[:2], None, None)
         starts = _starts(aux) if is_packed else NO_STARTS
-        if not launch((*tensors, *tails, lse.data_ptr(), workspace.data_ptr(), *starts)):
-            launch.first(forward_launch(Call(q, k, v, options, aux), out, lse, workspace, num_sms))
+        addresses = *tensors, *tails, lse.data_ptr(), workspace.data_ptr(), *starts
+        launch(addresses, _described, forward_launch, options, q, k, v, aux, out, lse, workspace, num_sms)
         return out, lse
 
     return run
@@ -153,9 +158,7 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
     from .. import launching
     from .backward import backward_kernel
     from .backward_rows import finish_kernel, prepare_kernel
-    from .launcher import Launcher
     from .launches import backward_launch, finish_launch, prepare_launch, row_buffers
-    from .workspace import workspace_for
 
     options, device, num_sms = call.options, call.device, launching.num_sms(call.device)
     buffers = row_buffers(call)
@@ -164,7 +167,7 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
     new_dq, new_dk, new_dv = (launching.output_like(x, x.shape[-1]) for x in (call.q, call.k, call.v))
     copies_dout = not _has_tma_strides(dout) or dout.data_ptr() % ALIGNMENT != 0
     copies_out = out.stride(-1) != 1
-    prepare, launch, finish = Launcher(prepare_kernel), Launcher(backward_kernel), Launcher(finish_kernel)
+    prepare, launch, finish = map(launching.Launcher, (prepare_kernel, backward_kernel, finish_kernel))
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, aux: Aux = NO_AUX
@@ -182,21 +185,25 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
         lse2_ptr, delta_ptr, sums_ptr, turns_ptr = rows = buffers.addresses(memory.data_ptr())
         cu_seqlens_q, _ = starts = _starts(aux)
         dout_ptr, dlse_ptr = dout.data_ptr(), None if dlse is None else dlse.data_ptr()
-        if not prepare((out.data_ptr(), dout_ptr, lse.data_ptr(), dlse_ptr, *rows, cu_seqlens_q)):
-            made = Call(q, k, v, options, aux)
-            prepare.first(prepare_launch(made, out, dout, lse, dlse, buffers, memory))
+        inputs = options, q, k, v, aux
+        outputs = out.data_ptr(), dout_ptr, lse.data_ptr(), dlse_ptr
+        prepare((*outputs, *rows, cu_seqlens_q), _described, prepare_launch, *inputs, out, dout, lse, dlse, buffers, memory)
         addresses = (
             *(q.data_ptr(), dout_ptr, k.data_ptr(), v.data_ptr(), lse2_ptr, delta_ptr, dk.data_ptr(), dv.data_ptr()),
             *(sums_ptr, turns_ptr if counts_turns else None, workspace.data_ptr(), *starts),
         )
-        if not launch(addresses):
-            made = Call(q, k, v, options, aux)
-            launch.first(backward_launch(made, dout, dk, dv, buffers, memory, workspace, num_sms))
-        if not finish((sums_ptr, dq.data_ptr(), cu_seqlens_q)):
-            finish.first(finish_launch(Call(q, k, v, options, aux), dq, buffers, memory))
+        launch(addresses, _described, backward_launch, *inputs, dout, dk, dv, buffers, memory, workspace, num_sms)
+        finish((sums_ptr, dq.data_ptr(), cu_seqlens_q), _described, finish_launch, *inputs, dq, buffers, memory)
         return Gradients(dq, dk, dv, None, ())
 
     return run
+
+
+def _described(
+    make: Callable[..., Any], options: Options, q: Tensor, k: Tensor, v: Tensor, aux: Aux, *others: Any
+) -> Any:
+    """The launch that ``make`` describes of a call and other arguments."""
+    return make(Call(q, k, v, options, aux), *others)
 
 
 def _starts(aux: Aux) -> tuple[int | None, int | None]:
@@ -204,3 +211,44 @@ def _starts(aux: Aux) -> tuple[int | None, int | None]:
     if aux.cu_seqlens_q is None or aux.cu_seqlens_k is None:
         return None, None
     return aux.cu_seqlens_q.data_ptr(), aux.cu_seqlens_k.data_ptr()
+
+
+def workspace_for(device: torch.device, num_tiles: int) -> Tensor:
+    """The int32 workspace of kernels on the device's current stream: at least 1 + num_tiles elements.
+
+    Element 0, the tile counter, is 0 whenever a kernel on that stream begins. The others, the links of the forward's
+    retry list (`lib.scheduler`), need no initial values.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        # A graph may be replayed on any stream, and at the same time as others.
+        return _new_workspace(1 + num_tiles, device)
+    # torch.cuda.current_stream makes an object, at a microsecond.
+    key = device.index, raw_stream(device.index)
+    workspace = _workspaces.get(key)
+    if workspace is None or workspace.numel() <= num_tiles:
+        workspace = _workspaces[key] = _new_kept_workspace(max(MIN_WORKSPACE, 2 * num_tiles), device)
+    return workspace
+
+
+def _new_workspace(elements: int, device: torch.device) -> Tensor:
+    workspace = torch.empty(elements, dtype=torch.int32, device=device)
+    workspace[:1].zero_()
+    return workspace
+
+
+def _new_kept_workspace(elements: int, device: torch.device) -> Tensor:
+    """A workspace that is kept. Another thread allocates it: CUDA graphs of torch.compile own what this one does."""
+
+    def make() -> tuple[Tensor, torch.cuda.Event]:
+        with torch.cuda.device(device):
+            workspace, is_zero = _new_workspace(elements, device), torch.cuda.Event()
+            is_zero.record()
+        return workspace, is_zero
+
+    with ThreadPoolExecutor(1) as other_thread:
+        workspace, is_zero = other_thread.submit(make).result()
+    stream = torch.cuda.current_stream(device)
+    stream.wait_event(is_zero)
+    # A larger one may replace it while kernels that use it are still in the stream.
+    workspace.record_stream(stream)
+    return workspace

@@ -8,7 +8,7 @@ import triton
 
 from cs336_systems.kernels import launching
 from cs336_systems.kernels.call import NO_AUX, Aux, Call, Options, Wanted
-from cs336_systems.kernels.sm90 import backend, launcher, launches, workspace
+from cs336_systems.kernels.sm90 import backend, launches
 from cs336_systems.kernels.sm90.tiles import split_head_dim
 
 OPTIONS = Options(0.1)
@@ -116,22 +116,19 @@ class Recorder:
     def __init__(self, kernel, calls):
         self.kernel, self.calls = kernel, calls
 
-    def __call__(self, addresses):
-        self.addresses = addresses
-        return False
-
-    def first(self, launch):
+    def __call__(self, addresses, describe, *described):
+        launch = describe(*described)
         bases = [getattr(x, "base", x) for x in launch.tensors]
-        assert self.addresses == tuple(None if x is None else x.data_ptr() for x in bases)
-        self.calls.append((self.kernel.__name__, self.addresses, launch))
+        assert addresses == tuple(None if x is None else x.data_ptr() for x in bases)
+        self.calls.append((self.kernel.__name__, addresses, launch))
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """The launches of plans, each checked to pass the addresses of what it describes; on a GPU of 2 multiprocessors."""
     made = []
-    monkeypatch.setattr(launcher, "Launcher", lambda kernel: Recorder(kernel, made))
-    monkeypatch.setattr(workspace, "workspace_for", lambda device, tiles: torch.zeros(1 + tiles, dtype=torch.int32))
+    monkeypatch.setattr(launching, "Launcher", lambda kernel: Recorder(kernel, made))
+    monkeypatch.setattr(backend, "workspace_for", lambda device, tiles: torch.zeros(1 + tiles, dtype=torch.int32))
     monkeypatch.setattr(launching, "num_sms", lambda device: 2)
     return made
 
