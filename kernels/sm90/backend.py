@@ -186,8 +186,8 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
         cu_seqlens_q, _ = starts = _starts(aux)
         dout_ptr, dlse_ptr = dout.data_ptr(), None if dlse is None else dlse.data_ptr()
         inputs = options, q, k, v, aux
-        outputs = out.data_ptr(), dout_ptr, lse.data_ptr(), dlse_ptr
-        prepare((*outputs, *rows, cu_seqlens_q), _described, prepare_launch, *inputs, out, dout, lse, dlse, buffers, memory)
+        read = out.data_ptr(), dout_ptr, lse.data_ptr(), dlse_ptr, *rows, cu_seqlens_q
+        prepare(read, _described, prepare_launch, *inputs, out, dout, lse, dlse, buffers, memory)
         addresses = (
             *(q.data_ptr(), dout_ptr, k.data_ptr(), v.data_ptr(), lse2_ptr, delta_ptr, dk.data_ptr(), dv.data_ptr()),
             *(sums_ptr, turns_ptr if counts_turns else None, workspace.data_ptr(), *starts),
