@@ -15,9 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 Pass = Literal["forward", "backward", "both"]
 """The forward pass, the backward pass, or both together."""
 
-PASSES: tuple[Pass, ...] = ("forward", "backward", "both")
-
 _PASS_FACTOR: dict[Pass, float] = {"forward": 1.0, "backward": 2.5, "both": 3.5}
+
+PASSES: tuple[Pass, ...] = tuple(_PASS_FACTOR)
 
 
 def count_flops(function: Callable[[], object]) -> int:
@@ -51,13 +51,11 @@ def attention_flops(
         ValueError: a size is negative, or ``which`` is unknown.
     """
     _check_pass(which)
-    sizes = {"batch": batch, "heads": heads, "query_length": query_length, "key_length": key_length}
-    sizes |= {"head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim}
-    for name, size in sizes.items():
-        if size < 0:
-            raise ValueError(f"{name} must not be negative; got {size}")
+    value_dim = head_dim if value_dim is None else value_dim
+    lengths = {"query_length": query_length, "key_length": key_length}
+    _check_sizes(0, batch=batch, heads=heads, **lengths, head_dim=head_dim, value_dim=value_dim)
     pairs = batch * heads * query_length * key_length * (0.5 if causal else 1.0)
-    return 2.0 * pairs * (head_dim + sizes["value_dim"]) * _PASS_FACTOR[which]
+    return 2.0 * pairs * (head_dim + value_dim) * _PASS_FACTOR[which]
 
 
 def attention_bytes(
@@ -89,6 +87,12 @@ def _check_pass(which: str) -> None:
         raise ValueError(f"which must be one of {', '.join(PASSES)}; got {which!r}")
 
 
+def _check_sizes(least: int, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < least:
+            raise ValueError(f"{name} must be at least {least}; got {size}")
+
+
 def naive_attention_flops(
     batch: int, heads: int, query_length: int, key_length: int, head_dim: int, *, which: Pass = "forward"
 ) -> dict[str, float]:
@@ -102,10 +106,9 @@ def naive_attention_flops(
         ValueError: a size is negative, or ``which`` is unknown.
     """
     _check_pass(which)
-    product = attention_flops(batch, heads, query_length, key_length, head_dim) / 2
-    pairs = float(batch * heads * query_length * key_length)
     forward, backward = which != "backward", which != "forward"
-    product *= forward + 2 * backward
+    product = attention_flops(batch, heads, query_length, key_length, head_dim) / 2 * (forward + 2 * backward)
+    pairs = float(batch * heads * query_length * key_length)
     softmax = pairs * (5 * forward + 4 * backward)
     return {"scores": product, "mask": pairs * (forward + backward), "softmax": softmax, "values": product}
 
@@ -156,8 +159,7 @@ def device_peak(device_name: str) -> DevicePeak | None:
 def implausible_rate(rate: float, device_name: str, dtype: str, *, tf32: bool) -> str | None:
     """A warning if ``rate`` in TFLOP/s is above the device's peak for the dtype; None if not, or if no peak is known.
 
-    Either the time is wrong, or less was computed, or in another precision. float32 products made of several 16-bit or
-    TF32 products exceed the plain float32 peak legitimately.
+    The time is wrong, or less was computed, or in another precision: as several 16-bit or TF32 products, for float32.
     """
     peak = device_peak(device_name)
     limit = None if peak is None else peak.rate(dtype, tf32=tf32)
@@ -179,10 +181,7 @@ def attention_memory(batch: int, heads: int, length: int, head_dim: int, itemsiz
     Raises:
         ValueError: a size is below 1.
     """
-    sizes = {"batch": batch, "heads": heads, "length": length, "head_dim": head_dim, "itemsize": itemsize}
-    for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1; got {value}")
+    _check_sizes(1, batch=batch, heads=heads, length=length, head_dim=head_dim, itemsize=itemsize)
     rows = batch * heads * length
     output, scores = rows * head_dim * itemsize, rows * length * itemsize
     tensors = {"inputs": 3 * output, "scores": scores, "probabilities": scores, "output": output}

@@ -16,7 +16,6 @@ COLOURS = (
     *("#00805e", "#a8326e", "#7a3b1e", "#5b3fa8", "#111111", "#a877c4"),
 )
 INK = "#1a1a1a"
-_GRID = "#d4d4d4"
 _PAPER = "#ffffff"
 STYLE: Any = {
     "font.size": 9,

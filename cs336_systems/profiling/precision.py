@@ -45,10 +45,6 @@ ACCUMULATIONS = (
 """The four loops of Stanford CS336's systems assignment, and two in bfloat16."""
 
 
-PARAMETER, OUTPUT, RESULT, LOSS = "parameter", "output", "result", "loss"
-GRADIENT, OUTPUT_GRADIENT = "gradient", "gradient of output"
-
-
 @dataclass(frozen=True)
 class TensorDtype:
     """The dtype of one tensor of a training step.
@@ -58,7 +54,6 @@ class TensorDtype:
             "gradient of output".
         name: of the parameter or of the module; "" for the model and the loss.
         module: class of the module; "" for the loss.
-        dtype: of the tensor.
     """
 
     role: str
@@ -97,12 +92,12 @@ def tensor_dtypes(
     def see_outputs(module: nn.Module, args: Any, output: Any) -> None:
         name, class_name = names[module], type(module).__name__
         for tensor in filter(Tensor.is_floating_point, tensors_in(output)):
-            see(RESULT if module is model else OUTPUT, name, class_name, tensor)
+            see("result" if module is model else "output", name, class_name, tensor)
             if tensor.requires_grad and loss is not None and module is not model:
-                tensor.register_hook(partial(see, OUTPUT_GRADIENT, name, class_name))
+                tensor.register_hook(partial(see, "gradient of output", name, class_name))
 
     for name, parameter in model.named_parameters():
-        see(PARAMETER, name, owners[parameter], parameter)
+        see("parameter", name, owners[parameter], parameter)
     device = next((tensor.device for tensor in [*model.parameters(), *tensors_in(inputs)]), torch.device("cpu"))
     with ExitStack() as hooks:
         for module in names:
@@ -113,12 +108,12 @@ def tensor_dtypes(
         if scalar is not None:
             if scalar.numel() != 1 or not scalar.requires_grad:
                 raise ValueError(f"loss must return a scalar that requires gradients; got shape {tuple(scalar.shape)}")
-            see(LOSS, "", "", scalar)
+            see("loss", "", "", scalar)
             trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
             gradients = torch.autograd.grad(scalar, [*trained.values()], allow_unused=True) if trained else ()
             for (name, parameter), gradient in zip(trained.items(), gradients, strict=True):
                 if gradient is not None:
-                    see(GRADIENT, name, owners[parameter], gradient)
+                    see("gradient", name, owners[parameter], gradient)
     return [*seen]
 
 
@@ -144,9 +139,9 @@ class AttentionReference:
     ) -> None:
         settings: dict[str, Any] = {"causal": causal, "scale": scale, "features": features, "return_lse": return_lse}
         self._inputs = inputs
-        self._naive = _off_mps(naive_results(inputs, **settings))
+        naive = _off_mps(naive_results(inputs, **settings))
         inputs = Inputs(**_off_mps(inputs._asdict()))
-        self._exact, self._terms, self._roundings = (f(inputs, **settings) for f in (oracle, terms, roundings))
+        self._budget = (oracle(inputs, **settings), naive, terms(inputs, **settings), roundings(inputs, **settings))
 
     def errors(self, attend: Attend, *, eps: float | None = None) -> list[Finding]:
         """Errors of out, lse, dq, dk and dv of ``attend(q, k, v)``, by norm and by largest element, with their budgets.
@@ -156,8 +151,7 @@ class AttentionReference:
         Raises:
             ValueError: a result is missing, or has another shape or dtype than naive's.
         """
-        results = _off_mps(evaluate(attend, self._inputs))
-        return compare_with_budget(results, self._exact, self._naive, self._terms, self._roundings, eps=eps)
+        return compare_with_budget(_off_mps(evaluate(attend, self._inputs)), *self._budget, eps=eps)
 
 
 def _off_mps(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -19,17 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from .memory import MemoryUsage
-from .regions import OPTIMIZER, UNKNOWN, RegionOf, RegionTracker, Statement, region_of_module, tensors_in
+from .regions import OPTIMIZER, RegionOf, RegionTracker, Statement, region_of_module, tensors_in
 from .torch_names import TorchDispatchMode, current_node, next_node_number, node_number, trace_plot
 
 if TYPE_CHECKING:
     import pandas as pd
 
 TRACKED_TENSORS = "tracked tensors"
-FORWARD, BACKWARD = "forward", "backward"
-PARAMETERS, GRADIENTS, OPTIMIZER_STATE, BEFORE = "parameters", "gradients", "optimizer state", "other before"
-PARAMETER_COPIES, OPTIMIZER_TEMPORARIES, OTHER = "copies of parameters", "optimizer temporaries", "other"
+PARAMETERS, GRADIENTS, OPTIMIZER_STATE = "parameters", "gradients", "optimizer state"
 _COPY = " of a parameter"
+UNKNOWN = Statement()
 
 
 @dataclass
@@ -61,10 +60,10 @@ class Allocation:
     def category(self) -> str:
         """The owner, or what else it was allocated for; for activations and their gradients the region."""
         if self.owner or self.begin == 0:
-            return self.owner or BEFORE
+            return self.owner or "other before"
         if self.phase == OPTIMIZER:
-            return OPTIMIZER_TEMPORARIES
-        return PARAMETER_COPIES if self.operation.endswith(_COPY) else self.region or OTHER
+            return "optimizer temporaries"
+        return "copies of parameters" if self.operation.endswith(_COPY) else self.region or "other"
 
 
 class MemoryRecorder:
@@ -155,13 +154,13 @@ class MemoryRecorder:
             ValueError: no phase is named "forward".
         """
         names = [name for name, _ in self.phases]
-        if FORWARD not in names:
-            raise ValueError(f"phases must include {FORWARD!r}; got {names}")
-        first = len(names) - 1 - names[::-1].index(FORWARD)
+        if "forward" not in names:
+            raise ValueError(f"phases must include 'forward'; got {names}")
+        first = len(names) - 1 - names[::-1].index("forward")
         begin, end = [*(event for _, event in self.phases), self.events][first : first + 2]
         total = self.timeline().sum(axis="columns")
         before = int(total[begin])
-        held = int(total[end]) - before if BACKWARD in names[first:] else None
+        held = int(total[end]) - before if "backward" in names[first:] else None
         return MemoryUsage(before, held, int(total[begin:].max()) - before, None, TRACKED_TENSORS)
 
     def snapshot(self) -> dict[str, Any]:

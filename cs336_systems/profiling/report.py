@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from .environment import Environment
 
@@ -44,7 +44,7 @@ def environment_lines(environment: Environment) -> list[str]:
     """The environment as items of a Markdown list."""
     on_cpu = environment.device_type == "cpu"
     commit, changes = environment.commit, " with uncommitted changes" if environment.dirty else ""
-    facts: Mapping[str, str | None] = {
+    facts: dict[str, str | None] = {
         "device": environment.device,
         "torch": environment.torch,
         "triton": environment.triton,

@@ -10,14 +10,7 @@ import pytest
 import torch
 
 from cs336_systems.profiling import environment
-from cs336_systems.profiling.environment import (
-    Commit,
-    DeviceState,
-    collect_environment,
-    command_line,
-    git_commit,
-    nvidia_smi,
-)
+from cs336_systems.profiling.environment import DeviceState, collect_environment, command_line, git_commit, nvidia_smi
 
 
 def test_the_environment_of_this_cpu(tmp_path):
@@ -26,15 +19,12 @@ def test_the_environment_of_this_cpu(tmp_path):
     assert found.device
     assert found.cuda is None
     assert found.driver is None
-    assert found.commit is None
+    assert (found.commit, found.dirty) == (None, None)
     assert list(found.packages) == ["torch"]
     found.write(tmp_path / "environment.json")
     assert json.loads((tmp_path / "environment.json").read_text())["cpu_threads"] == torch.get_num_threads()
-
-
-def test_a_stated_commit_is_taken_as_it_is(tmp_path):
-    found = collect_environment("cpu", repository=tmp_path, commit="abc")
-    assert (found.commit, found.dirty) == ("abc", None)
+    stated = collect_environment("cpu", repository=tmp_path, commit="abc")
+    assert (stated.commit, stated.dirty) == ("abc", None)
 
 
 def git(folder, *arguments):
@@ -43,34 +33,26 @@ def git(folder, *arguments):
 
 
 def test_the_commit_and_whether_files_changed_since(tmp_path):
-    assert git_commit(tmp_path) == Commit(None, None)
+    assert git_commit(tmp_path) == (None, None)
     git(tmp_path, "init")
     (tmp_path / "file").write_text("one")
     git(tmp_path, "add", "file")
     git(tmp_path, "commit", "-m", "one")
-    clean = git_commit(tmp_path)
-    assert clean.identifier is not None
-    assert len(clean.identifier) == 40
-    assert clean.dirty is False
+    identifier, dirty = git_commit(tmp_path)
+    assert (len(identifier), dirty) == (40, False)
     (tmp_path / "other").write_text("untracked files do not count")
-    assert git_commit(tmp_path) == clean
+    assert git_commit(tmp_path) == (identifier, False)
     (tmp_path / "file").write_text("two")
-    assert git_commit(tmp_path) == Commit(clean.identifier, True)
+    assert git_commit(tmp_path) == (identifier, True)
 
 
 @pytest.fixture
 def commands(monkeypatch):
-    """Commands that were run, each answered with what the list `answers` gives next."""
-    seen: list[list[str]] = []
-    answers: list[str | None] = []
-
-    def answer(command: list[str]) -> str | None:
-        seen.append(command)
-        return answers.pop(0)
-
-    properties = types.SimpleNamespace(uuid="1234-5678")
+    """Commands that were run, each answered with the next of `answers`."""
+    seen, answers = [], []
+    properties = types.SimpleNamespace(uuid="1234-5678", total_memory=7)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(environment, "_output_of", answer)
+    monkeypatch.setattr(environment, "_output_of", lambda command: seen.append(command) or answers.pop(0))
     return types.SimpleNamespace(seen=seen, answers=answers)
 
 
@@ -90,8 +72,6 @@ def test_a_silent_nvidia_smi_is_no_error(commands, answer):
 
 def test_the_environment_of_a_cuda_device(commands, monkeypatch):
     commands.answers += ["f00", "", "580.1, 1, 2, 3, 4, 5"]
-    properties = types.SimpleNamespace(uuid="u", total_memory=7)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     found = collect_environment("cuda")
