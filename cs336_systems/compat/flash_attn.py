@@ -102,8 +102,7 @@ def flash_attn_qkvpacked_func(
     """`flash_attn_func` for queries, keys and values in one tensor (batch, length, 3, heads, d)."""
     check_shape("qkv", qkv, "batch", "length", 3, "heads", "d")
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    q, k, v = qkv.unbind(2)
-    return flash_attn_func(q, k, v, *options)
+    return flash_attn_func(*qkv.unbind(2), *options)
 
 
 def flash_attn_kvpacked_func(
@@ -121,8 +120,7 @@ def flash_attn_kvpacked_func(
     """`flash_attn_func` for keys and values in one tensor (batch, k_len, 2, kv_heads, d)."""
     check_shape("kv", kv, "batch", "length", 2, "heads", "d")
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    k, v = kv.unbind(2)
-    return flash_attn_func(q, k, v, *options)
+    return flash_attn_func(q, *kv.unbind(2), *options)
 
 
 def install(*, force: bool = False) -> ExitStack:
@@ -156,19 +154,10 @@ def install(*, force: bool = False) -> ExitStack:
     return undo
 
 
-_FUNCTIONS = (
-    flash_attn_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_kvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_qkvpacked_func,
-    flash_attn_varlen_kvpacked_func,
-)
-
-
 def _module(name: str) -> ModuleType:
     module = ModuleType(name, __doc__)
     # importlib.util.find_spec raises for a module without a spec.
     module.__spec__ = ModuleSpec(name, None, origin=__file__)
-    module.__dict__.update({_MARK: True, **{function.__name__: function for function in _FUNCTIONS}})
+    functions = {each: value for each, value in globals().items() if each.startswith("flash_attn_")}
+    module.__dict__.update({_MARK: True, **functions})
     return module

@@ -7,6 +7,7 @@ import os
 import pathlib
 import pickle
 import random
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -113,13 +114,9 @@ def test_a_flipped_bit_is_detected_or_harmless(write, tmp_path):
 def test_a_failure_before_the_end_leaves_the_one_before(write, tmp_path, monkeypatch, owner, name, error):
     (path,) = write(1)
     content = path.read_bytes()
-
-    def fail(*_):
-        raise error
-
     (tmp_path / ".step-00000002.pt.1.part").touch()  # of a process that was killed
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, fail)
+        patch.setattr(owner, name, Mock(side_effect=error))
         with pytest.raises(type(error)):
             write(2, keep=1)
     assert list(tmp_path.iterdir()) == [path]

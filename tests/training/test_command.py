@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -39,8 +40,10 @@ def wait_for_checkpoint(process, folder):
     assert process.poll() is None, process.stderr.read()
 
 
-def contents(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def contents(folder, *, but=""):
+    """The content of each file by its path, without those named ``but``."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != but]
+    return {path.relative_to(folder): path.read_bytes() for path in files}
 
 
 @pytest.fixture
@@ -51,26 +54,30 @@ def last_line(capsys):
 
 def test_a_run_and_more_steps(flags, tmp_path, last_line):
     out = tmp_path / "run"
-    assert main(flags(out=out, steps=20, checkpoint_every=5, keep=2)) == 0
+    assert main(flags(out=out, steps=6, keep=2)) == 0
     assert last_line() == f"done; the model is in {out}"
-    assert [path.name for path in checkpoints(out / "checkpoints")] == ["step-00000015.pt", "step-00000020.pt"]
+    assert [path.name for path in checkpoints(out / "checkpoints")] == ["step-00000004.pt", "step-00000006.pt"]
     assert main(["--resume", str(out)]) == 2
-    assert last_line() == f"error: steps must be more than the 20 that {out} has; got 20"
-    assert main(["--resume", str(out), "--steps", "22"]) == 0
-    assert sorted(losses(out)) == list(range(1, 23))
-    assert json.loads((out / "config.json").read_text())["steps"] == 22
+    assert last_line() == f"error: steps must be more than the 6 that {out} has; got 6"
+    first = losses(out)
+    (out / "checkpoints/step-00000006.pt").write_bytes(b"damaged")
+    with pytest.warns(UserWarning, match=r"step-00000006\.pt in .* is damaged; using step-00000004\.pt"):
+        assert main(["--resume", str(out), "--steps", "8"]) == 0
+    assert sorted(losses(out)) == list(range(1, 9))
+    assert losses(out)[5] == first[5]
+    assert json.loads((out / "config.json").read_text())["steps"] == 8
 
 
 def test_a_run_killed_and_resumed_is_the_run_that_was_not(flags, text, tmp_path):
     """SIGKILL, somewhere after the first checkpoint and before the last step; the text is gone by then."""
-    settings = {"steps": 150, "checkpoint_every": 9, "eval_every": 20}
+    settings = {"steps": 80, "checkpoint_every": 9, "eval_every": 20}
     straight = program(*flags(out=tmp_path / "straight", **settings))
     killed = program(*flags(out=tmp_path / "killed", **settings))
     wait_for_checkpoint(killed, tmp_path / "killed")
     killed.kill()
     killed.communicate()
     step = int(newest(tmp_path / "killed/checkpoints").stem.removeprefix("step-"))
-    assert 0 < step < 150
+    assert 0 < step < 80
     assert straight.wait(timeout=120) == 0
     straight.communicate()
     (text / "a.txt").unlink()
@@ -79,7 +86,7 @@ def test_a_run_killed_and_resumed_is_the_run_that_was_not(flags, text, tmp_path)
     assert resumed.returncode == 0, printed
     assert f"from step {step}" in printed
     assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
-    assert len(losses(tmp_path / "killed")) == 150
+    assert len(losses(tmp_path / "killed")) == 80
     one, other = (torch.load(newest(tmp_path / name / "checkpoints")) for name in ("killed", "straight"))
     torch.testing.assert_close(one["model"], other["model"], rtol=0, atol=0)
     torch.testing.assert_close(one["optimizer"]["state"], other["optimizer"]["state"], rtol=0, atol=0)
@@ -152,19 +159,14 @@ def test_options_that_cannot_be_used_are_one_line_and_code_2(flags, tmp_path, la
 def test_a_run_that_fails_at_its_first_step_changes_nothing(flags, tmp_path, last_line, monkeypatch):
     """So that a second attempt with other options finds what it needs."""
 
-    def fail(_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
     out = tmp_path / "run"
     for arguments in (flags(out=out, steps=2), ["--resume", str(out), "--steps", "4", "--log-every", "3"]):
-        before = contents(out)
+        before = contents(out, but="train.bin")
         with monkeypatch.context() as patch:
-            patch.setattr(Trainer, "train_step", fail)
+            patch.setattr(Trainer, "train_step", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
             assert main(arguments) == 1
         assert "--recompute-every 1" in last_line()
-        assert {name: content for name, content in contents(out).items() if name.name != "train.bin"} == {
-            name: content for name, content in before.items() if name.name != "train.bin"
-        }
+        assert contents(out, but="train.bin") == before
         assert main(arguments) == 0
     assert json.loads((out / "config.json").read_text())["log_every"] == 3
 
@@ -182,28 +184,13 @@ def limit_file_size():
 def test_a_full_disk_is_code_1_and_loses_nothing(flags, tmp_path, last_line, limit_file_size, size):
     out = tmp_path / "run"
     assert main(flags(out=out, steps=4)) == 0
-    before, rows = contents(out), losses(out)
+    before, rows = contents(out / "checkpoints"), losses(out)
     limit_file_size(size)
     assert main(["--resume", str(out), "--steps", "6"]) == 1
     assert last_line().endswith(f"[Errno 27] File too large; the checkpoints in {out / 'checkpoints'} are intact")
-    after = contents(out)
-    assert {name: after[name] for name in before if "checkpoints" in name.parts} == {
-        name: content for name, content in before.items() if "checkpoints" in name.parts
-    }
+    assert contents(out / "checkpoints") == before
     assert losses(out).items() >= rows.items()
-    assert json.loads(after[Path("config.json")])["steps"] == (6 if size == 100_000 else 4)
-
-
-def test_a_resume_falls_back_to_the_newest_undamaged_checkpoint(flags, tmp_path, capsys):
-    out = tmp_path / "run"
-    assert main(flags(out=out, steps=4)) == 0
-    expected = losses(out)
-    (out / "checkpoints/step-00000004.pt").write_bytes(b"damaged")
-    with pytest.warns(UserWarning, match=r"step-00000004\.pt in .* is damaged; using step-00000002\.pt"):
-        assert main(["--resume", str(out), "--steps", "5"]) == 0
-    assert "from step 2" in capsys.readouterr().err
-    assert sorted(losses(out)) == [1, 2, 3, 4, 5]
-    assert losses(out)[3] == expected[3]
+    assert json.loads((out / "config.json").read_text())["steps"] == (6 if size == 100_000 else 4)
 
 
 @pytest.mark.parametrize("every", ["log_every", "eval_every", "sample_every", "checkpoint_every"])
@@ -216,8 +203,7 @@ def test_numbers_that_are_not_finite_are_code_1(flags, tmp_path, last_line, ever
     assert not checkpoints(tmp_path / "run/checkpoints")
 
 
-@pytest.mark.parametrize("window", [2**31, 2**70])
-def test_a_window_can_be_any_number(flags, tmp_path, window):
-    assert main(flags(out=tmp_path / "run", steps=1, window=window)) == 0
+def test_a_window_can_be_any_number(flags, tmp_path):
+    assert main(flags(out=tmp_path / "run", steps=1, window=2**70)) == 0
     assert main(flags(out=tmp_path / "other", steps=1)) == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "other")
