@@ -102,7 +102,8 @@ def flash_attn_qkvpacked_func(
     """`flash_attn_func` for queries, keys and values in one tensor (batch, length, 3, heads, d)."""
     check_shape("qkv", qkv, "batch", "length", 3, "heads", "d")
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_func(*qkv.unbind(2), *options)
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(q, k, v, *options)
 
 
 def flash_attn_kvpacked_func(
@@ -120,7 +121,8 @@ def flash_attn_kvpacked_func(
     """`flash_attn_func` for keys and values in one tensor (batch, k_len, 2, kv_heads, d)."""
     check_shape("kv", kv, "batch", "length", 2, "heads", "d")
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_func(q, *kv.unbind(2), *options)
+    k, v = kv.unbind(2)
+    return flash_attn_func(q, k, v, *options)
 
 
 def install(*, force: bool = False) -> ExitStack:
@@ -134,8 +136,7 @@ def install(*, force: bool = False) -> ExitStack:
     Returns:
         An ExitStack that restores the previous state: at the end of a ``with`` statement, or by ``close()``.
 
-    Raises:
-        RuntimeError: the real ``flash_attn`` has been imported, and ``force`` is False.
+    Raises RuntimeError if the real ``flash_attn`` has been imported, and ``force`` is False.
     """
     real = sys.modules.get(PACKAGE)
     if real is not None and not hasattr(real, _MARK) and not force:
@@ -154,10 +155,15 @@ def install(*, force: bool = False) -> ExitStack:
     return undo
 
 
+_FUNCTIONS = (
+    *(flash_attn_func, flash_attn_qkvpacked_func, flash_attn_kvpacked_func),
+    *(flash_attn_varlen_func, flash_attn_varlen_qkvpacked_func, flash_attn_varlen_kvpacked_func),
+)
+
+
 def _module(name: str) -> ModuleType:
     module = ModuleType(name, __doc__)
     # importlib.util.find_spec raises for a module without a spec.
     module.__spec__ = ModuleSpec(name, None, origin=__file__)
-    functions = {each: value for each, value in globals().items() if each.startswith("flash_attn_")}
-    module.__dict__.update({_MARK: True, **functions})
+    module.__dict__.update({_MARK: True, **{function.__name__: function for function in _FUNCTIONS}})
     return module

@@ -80,7 +80,8 @@ def flash_attn_varlen_qkvpacked_func(
     """`flash_attn_varlen_func` for queries, keys and values in one tensor (all, 3, heads, d)."""
     check_shape("qkv", qkv, "all", 3, "heads", "d")
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_varlen_func(*qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options)
+    q, k, v = qkv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -102,4 +103,5 @@ def flash_attn_varlen_kvpacked_func(
     """`flash_attn_varlen_func` for keys and values in one tensor (all_k, 2, kv_heads, d)."""
     check_shape("kv", kv, "all_k", 2, "heads", "d")
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_varlen_func(q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options)
+    k, v = kv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options)

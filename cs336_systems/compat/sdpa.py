@@ -94,8 +94,7 @@ def replaced(impl: str | Implementation = "auto") -> Iterator[None]:
     Args:
         impl: as for `attention`, for every call.
 
-    Raises:
-        TypeError, ValueError: ``impl`` is invalid.
+    Raises TypeError or ValueError if ``impl`` is invalid.
     """
     Attention(impl=impl)  # checks it
     before = F.scaled_dot_product_attention

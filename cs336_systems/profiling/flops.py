@@ -47,8 +47,7 @@ def attention_flops(
     The backward counts 2.5 times the forward, both together 3.5 times. ``heads`` are query heads, and ``value_dim`` is
     the head dimension of the values if it differs.
 
-    Raises:
-        ValueError: a size is negative, or ``which`` is unknown.
+    Raises ValueError if a size is negative, or ``which`` is unknown.
     """
     _check_pass(which)
     value_dim = head_dim if value_dim is None else value_dim
@@ -73,8 +72,7 @@ def attention_bytes(
     The forward reads q, k and v and writes the output; the backward reads these and the output's gradient, and writes
     three gradients. ``itemsize`` is in bytes.
 
-    Raises:
-        ValueError: ``which`` is unknown.
+    Raises ValueError if ``which`` is unknown.
     """
     _check_pass(which)
     forward = 2 * heads * query_length + 2 * kv_heads * key_length
@@ -102,8 +100,7 @@ def naive_attention_flops(
     quotient). Backward: 4 n head_dim for each product, which has two gradients; n for the mask; 4 n for the softmax's
     gradient P ⊙ (dP − rowsum(P ⊙ dP)). The scale of the scores does not count.
 
-    Raises:
-        ValueError: a size is negative, or ``which`` is unknown.
+    Raises ValueError if a size is negative, or ``which`` is unknown.
     """
     _check_pass(which)
     forward, backward = which != "backward", which != "forward"
@@ -178,8 +175,7 @@ def attention_memory(batch: int, heads: int, length: int, head_dim: int, itemsiz
     B·H·N·d·s, scores and probabilities B·H·N²·s each. "saved with n" is the output and n tensors of the scores' size;
     with 0, as in FlashAttention, the output and the float32 log-sum-exp, 4·B·H·N.
 
-    Raises:
-        ValueError: a size is below 1.
+    Raises ValueError if a size is below 1.
     """
     _check_sizes(1, batch=batch, heads=heads, length=length, head_dim=head_dim, itemsize=itemsize)
     rows = batch * heads * length

@@ -58,8 +58,7 @@ class ModuleRanges(RegionTracker):
         region_of: gives a module's region from its path and itself; None leaves it in the region around it.
         nvtx: whether to open NVTX ranges too, for Nsight Systems. Default: whether CUDA is available.
 
-    Raises:
-        RuntimeError: on entering, if another tracker is installed.
+    Entering raises RuntimeError if another tracker is installed.
     """
 
     def __init__(self, model: nn.Module, region_of: RegionOf = region_of_module, *, nvtx: bool | None = None) -> None:

@@ -79,8 +79,7 @@ def tensor_dtypes(
         loss: makes a scalar of the model's result, under the same autocast; None for no backward.
         autocast: dtype for `torch.autocast` on the model's device; None for no autocast.
 
-    Raises:
-        ValueError: the loss is no scalar, or does not require a gradient.
+    Raises ValueError if the loss is no scalar, or does not require a gradient.
     """
     names = {module: name for name, module in model.named_modules()}
     owners = {each: type(module).__name__ for module in names for each in module.parameters(recurse=False)}
@@ -148,8 +147,7 @@ class AttentionReference:
 
         ``eps`` stands in for float32's, for example `cs336_systems.testing.TF32_EPS`.
 
-        Raises:
-            ValueError: a result is missing, or has another shape or dtype than naive's.
+        Raises ValueError if a result is missing, or has another shape or dtype than naive's.
         """
         return compare_with_budget(_off_mps(evaluate(attend, self._inputs)), *self._budget, eps=eps)
 

@@ -150,8 +150,7 @@ class MemoryRecorder:
     def usage(self) -> MemoryUsage:
         """Memory of the last step, which begins with the last phase "forward"; held if "backward" follows.
 
-        Raises:
-            ValueError: no phase is named "forward".
+        Raises ValueError if no phase is named "forward".
         """
         names = [name for name, _ in self.phases]
         if "forward" not in names:

@@ -90,8 +90,7 @@ class RegionTracker:
     def installed(self) -> Iterator[None]:
         """Hooks modules and named ranges for the duration of the block.
 
-        Raises:
-            RuntimeError: another tracker is installed.
+        Raises RuntimeError if another tracker is installed.
         """
         registers: list[Any] = [(register_module_forward_pre_hook, register_module_forward_hook)]
         if not self._hook_all:

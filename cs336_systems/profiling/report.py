@@ -24,8 +24,7 @@ def format_number(value: float | int | None, digits: int = 3) -> str:
 def markdown_table(headers: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """A Markdown table with aligned columns: the first to the left, the others to the right.
 
-    Raises:
-        ValueError: a line has not as many cells as there are headers.
+    Raises ValueError if a line has not as many cells as there are headers.
     """
     rows = [[" ".join(cell.replace("|", "\\|").split()) for cell in line] for line in (headers, *lines)]
     for row in rows:

@@ -88,8 +88,7 @@ def time_steps(
         warmup: steps before the timed ones.
         between: called before each step, untimed.
 
-    Raises:
-        ValueError: there are no phases, or ``steps`` or ``warmup`` is too small.
+    Raises ValueError if there are no phases, or ``steps`` or ``warmup`` is too small.
     """
     if not phases:
         raise ValueError("phases must have at least one function; got none")
@@ -140,8 +139,8 @@ def time_model(
         update: the phase "optimizer" of mode "step": updates the parameters and clears the gradients.
         steps, warmup: see `time_steps`.
 
-    Raises:
-        ValueError: ``mode`` is unknown, ``update`` is missing or unexpected, or ``steps`` or ``warmup`` is too small.
+    Raises ValueError if ``mode`` is unknown, ``update`` is missing or unexpected, or ``steps`` or ``warmup`` is too
+    small.
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}; got {mode!r}")

@@ -93,8 +93,7 @@ def time_by(calls: pd.DataFrame, columns: str | Sequence[str], *, steps: int) ->
     ``steps`` is the number of steps in the trace. Columns: ``milliseconds`` and ``instances`` per step; ``share`` of
     the time of all calls; ``mean_us``, ``median_us``, ``min_us``, ``max_us`` and ``std_us`` of single calls.
 
-    Raises:
-        ValueError: ``steps`` is below 1.
+    Raises ValueError if ``steps`` is below 1.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1; got {steps}")

@@ -58,8 +58,7 @@ def assert_cached_within_budget(
     The oracle, naive and the terms are those of causal attention over the sequence's own slots. ``features`` are a
     ``window`` and a ``softcap``, if any.
 
-    Raises:
-        AssertionError: one is beyond it; the message names the sequence and lists its results.
+    Raises AssertionError if one is beyond it; the message names the sequence and lists its results.
     """
     capacity = cache.k.shape[2]
     for number, length in enumerate(cache.lengths.clamp(0, capacity).tolist()):

@@ -50,8 +50,7 @@ def assert_packed_within_budget(
     The oracle, naive and the terms are those of each sequence called by itself. Features are of all sequences: tensors
     of two axes (sequences or 1, heads), or of four, rows and columns being those of the longest.
 
-    Raises:
-        AssertionError: it is beyond it; the message lists every result.
+    Raises AssertionError if it is beyond it; the message lists every result.
     """
     features = features or {}
     whole: list[Results] = [

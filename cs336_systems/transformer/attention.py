@@ -24,8 +24,7 @@ class MultiHeadAttention(nn.Module):
             has tokens, for which "auto" chooses.
         device, dtype: of the weights.
 
-    Raises:
-        TypeError, ValueError: sizes do not divide one another, or an argument is invalid.
+    Raises TypeError or ValueError if sizes do not divide one another, or an argument is invalid.
     """
 
     def __init__(

@@ -100,8 +100,7 @@ class TransformerConfig:
             length: of the sequence, in tokens; the context length if None.
             every_pair: count masked pairs too, as torch's ``FlopCounterMode`` does for naive attention.
 
-        Raises:
-            TypeError, ValueError: ``length`` is not a positive int.
+        Raises TypeError or ValueError if ``length`` is not a positive int.
         """
         length = self.context_length if length is None else length
         check_size("length", length)
@@ -118,8 +117,7 @@ class TransformerConfig:
         blocks or by FlashAttention, does not count. Divided by the device's peak rate this gives the model FLOPs
         utilisation of Chowdhery et al., "PaLM" (2022).
 
-        Raises:
-            TypeError, ValueError: ``length``, the context length if None, is not a positive int.
+        Raises TypeError or ValueError if ``length``, the context length if None, is not a positive int.
         """
         return 3.0 * self.forward_flops_per_token(length)
 

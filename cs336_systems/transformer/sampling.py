@@ -21,8 +21,7 @@ class Sampling:
         top_p: sample from the fewest most likely tokens whose probabilities, among those that ``top_k`` keeps, sum to
             at least this (Holtzman et al., 2020). None or 1 for all.
 
-    Raises:
-        TypeError, ValueError: an attribute has the wrong type or is out of range.
+    Raises TypeError or ValueError if an attribute has the wrong type or is out of range.
     """
 
     temperature: float = 1.0

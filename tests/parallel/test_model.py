@@ -142,10 +142,11 @@ def check_bfloat16(layout):
         assert error < 3e-2, f"{layout.mode}, {name}: {error}"
 
 
-def all_modes(place, modes, cases):
+def all_modes(place, *modes):
+    """Each mode with its context size and its cases."""
     # Code generation would take most of the time, and is not tested here.
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
-    for mode, context_size in modes:
+    for mode, context_size, *cases in modes:
         with layout_of(mode, place, context_size) as layout:
             for case in cases:
                 check_gradients(layout, *case)
@@ -154,15 +155,20 @@ def all_modes(place, modes, cases):
 
 
 def test_two_processes_have_the_gradients_of_one(place):
-    spawn(all_modes, 2, place, [("ddp", None), ("fsdp", None), ("context", None), ("fsdp+context", None)], CASES)
+    plain, options, compiled = CASES
+    shared = ("context", None, options), ("fsdp+context", None, plain, compiled)
+    spawn(all_modes, 2, place, ("ddp", None, plain, compiled), ("fsdp", None, options), *shared)
 
 
-def test_four_processes_in_two_dimensions():
-    spawn(all_modes, 4, "cpu", [("fsdp+context", 2), ("context", 2)], CASES[:2])
+@pytest.mark.slow
+def test_every_case_in_every_mode(place):
+    spawn(all_modes, 2, place, *((mode, None, *CASES) for mode in ("ddp", "fsdp", "context", "fsdp+context")))
 
 
-def test_a_process_group_of_one():
-    spawn(all_modes, 1, "cpu", [("context", None), ("fsdp", None)], CASES[:1])
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "context_size"), [(4, 2), (1, None)])
+def test_two_dimensions_and_a_group_of_one(count, context_size):
+    spawn(all_modes, count, "cpu", *((mode, context_size, *CASES[:2]) for mode in ("fsdp+context", "context")))
 
 
 def test_a_single_process():
@@ -177,7 +183,7 @@ def test_no_target_at_all_is_no_loss():
     loss = model(tokens[5:6], targets=targets[5:6], count=3)
     loss.backward()
     assert loss == 0
-    assert all(parameter.grad.eq(0).all() for parameter in model.parameters())
+    assert all(parameter.grad is not None and parameter.grad.eq(0).all() for parameter in model.parameters())
     for wrong, error in ((0, ValueError), (True, TypeError)):
         with pytest.raises(error, match="count must be"):
             model(tokens, targets=targets, count=wrong)

@@ -182,6 +182,7 @@ class TestRanges:
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
         assert named._open_range is None
 
+    @pytest.mark.slow
     @pytest.mark.usefixtures("compile_afresh")
     def test_compiled_attention_has_no_ranges(self):
         q, seen = torch.randn(1, 2, 8, 4), []

@@ -44,8 +44,9 @@ def sharded(config, mesh, device, checkpoint_every=None, **options):
     return model
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("options", [{}, {"checkpoint_every": 1}, {"reshard_after_forward": False}])
+@pytest.mark.parametrize(
+    ("tied", "options"), [(False, {}), (True, {"checkpoint_every": 1}), (True, {"reshard_after_forward": False})]
+)
 def test_sharded_blocks_have_the_same_gradients(tiny, device, tokens, mesh, tied, options):
     config = tiny(tie_embeddings=tied, attn="auto")
     model, whole = sharded(config, mesh, device, **options), Transformer(config, device=device)

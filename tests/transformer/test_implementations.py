@@ -40,7 +40,6 @@ def assert_close_to_naive(config, device, length, batch=2):
         assert error <= 2 * naive_error + 32 * torch.finfo(torch.float32).eps * exact[name].abs().amax(), name
 
 
-SLOW = (("flash", "wide"), ("flash", "10B"))
 # torch's attention has no windows.
 CASES = [
     (impl, shape) for impl in ("flash", "tiled", "sdpa") for shape in SHAPES if (impl, shape) != ("sdpa", "window")
@@ -53,17 +52,17 @@ def test_logits_loss_and_gradients(device, impl, shape):
     assert_close_to_naive(TransformerConfig(**sizes, attn=impl), device, length=40)
 
 
-# The other names of 2026 have sizes of 2025.
-PRESET_CASES = [
-    pytest.param(impl, name, suite, marks=pytest.mark.slow if (impl, name) in SLOW else ())
-    for impl in ("flash", "tiled")
-    for name, suite in (*[(name, "2025") for name in PRESETS["2025"]], ("10B", "2026"))
-]
+# One preset for each width of a head.
+PRESET_CASES = {
+    sizes.d_model // sizes.num_heads: (name, suite) for suite in PRESETS for name, sizes in PRESETS[suite].items()
+}
 
 
-@pytest.mark.parametrize(("impl", "name", "suite"), PRESET_CASES)
-def test_heads_of_every_preset(device, impl, name, suite):
+@pytest.mark.parametrize("impl", ["flash", "tiled"])
+@pytest.mark.parametrize("width", PRESET_CASES)
+def test_heads_of_every_preset(device, impl, width):
     """One block with the preset's heads; on a CPU a quarter of them, and a narrow feed-forward network."""
+    name, suite = PRESET_CASES[width]
     config = preset(name, suite, num_layers=1, vocab_size=32, context_length=8, attn=impl)
     if device.type == "cpu":
         heads = config.num_heads // 4
@@ -71,7 +70,7 @@ def test_heads_of_every_preset(device, impl, name, suite):
     assert_close_to_naive(config, device, length=8, batch=1)
 
 
-def train(config, state, tokens, steps=20):
+def train(config, state, tokens, steps=10):
     model = Transformer(config, device=tokens[0].device)
     model.load_state_dict(state)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -90,5 +89,5 @@ def test_training_has_the_same_losses(tiny, device, tokens, impl):
     config = tiny(attn=impl)
     state = Transformer(config, device=device).state_dict()
     losses = train(config, state, tokens)
-    assert losses[-1] < losses[0] / 3
+    assert losses[-1] < losses[0] / 2
     assert losses == pytest.approx(train(dataclasses.replace(config, attn="naive"), state, tokens), rel=1e-3)
