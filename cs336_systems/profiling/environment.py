@@ -20,18 +20,15 @@ import torch
 from ..files import write_text
 
 
-@dataclass(frozen=True)
-class DeviceState:
-    """A GPU's clocks in MHz, power limit in W and temperature in °C, as `nvidia-smi` reports them at one moment."""
-
-    sm_clock_mhz: float | None = None
-    memory_clock_mhz: float | None = None
-    maximum_sm_clock_mhz: float | None = None
-    power_limit_watts: float | None = None
-    temperature_celsius: float | None = None
-
-
-_STATE_QUERY = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit", "temperature.gpu")
+_STATE_QUERIES = {
+    "sm_clock_mhz": "clocks.sm",
+    "memory_clock_mhz": "clocks.mem",
+    "maximum_sm_clock_mhz": "clocks.max.sm",
+    "power_limit_watts": "power.limit",
+    "temperature_celsius": "temperature.gpu",
+}
+DeviceState = dict[str, float | None]
+"""A GPU's clocks in MHz, power limit in W and temperature in °C, as `nvidia-smi` reports them at one moment."""
 
 
 @dataclass(frozen=True)
@@ -157,12 +154,13 @@ def nvidia_smi(device: torch.device | str) -> tuple[str | None, DeviceState | No
     """
     # By its identifier: nvidia-smi numbers the machine's devices, CUDA only those that are visible to the process.
     identifier = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    query = ",".join(("driver_version", *_STATE_QUERY))
+    query = ",".join(("driver_version", *_STATE_QUERIES.values()))
     answer = _output_of(["nvidia-smi", f"--id={identifier}", f"--query-gpu={query}", "--format=csv,noheader,nounits"])
     driver, *values = (value.strip() for value in (answer or "").partition("\n")[0].split(","))
-    if len(values) != len(_STATE_QUERY):
+    if len(values) != len(_STATE_QUERIES):
         return None, None
-    return driver, DeviceState(*(None if value.startswith("[") else float(value) for value in values))  # "[N/A]"
+    numbers = (None if value.startswith("[") else float(value) for value in values)  # "[N/A]"
+    return driver, dict(zip(_STATE_QUERIES, numbers, strict=True))
 
 
 def _output_of(command: list[str]) -> str | None:

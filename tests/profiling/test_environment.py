@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cs336_systems.profiling import environment
-from cs336_systems.profiling.environment import DeviceState, collect_environment, command_line, git_commit, nvidia_smi
+from cs336_systems.profiling.environment import collect_environment, command_line, git_commit, nvidia_smi
 
 
 def test_the_environment_of_this_cpu(tmp_path):
@@ -58,7 +58,8 @@ def commands(monkeypatch):
 
 def test_nvidia_smi_is_queried_for_the_device_itself(commands):
     commands.answers.append("580.159.04, 1980, 3201, 1980, 700.00, [N/A]")
-    assert nvidia_smi("cuda") == ("580.159.04", DeviceState(1980, 3201, 1980, 700, None))
+    driver, state = nvidia_smi("cuda")
+    assert (driver, [*state.values()]) == ("580.159.04", [1980, 3201, 1980, 700, None])
     (command,) = commands.seen
     assert command[:2] == ["nvidia-smi", "--id=GPU-1234-5678"]
     assert all(argument.startswith(("--id=", "--query-gpu=", "--format=")) for argument in command[1:])
@@ -77,7 +78,8 @@ def test_the_environment_of_a_cuda_device(commands, monkeypatch):
     found = collect_environment("cuda")
     assert (found.device, found.driver, found.cudnn, found.device_memory_bytes) == ("NVIDIA H200", "580.1", "91900", 7)
     assert (found.commit, found.dirty) == ("f00", False)
-    assert found.state_at_start == DeviceState(1, 2, 3, 4, 5)
+    names = ("sm_clock_mhz", "memory_clock_mhz", "maximum_sm_clock_mhz", "power_limit_watts", "temperature_celsius")
+    assert found.state_at_start == dict(zip(names, (1, 2, 3, 4, 5), strict=True))
 
 
 def test_a_missing_command_has_no_output():
