@@ -19,7 +19,6 @@ import torch
 
 from ..files import write_text
 
-
 _STATE_QUERIES = {
     "sm_clock_mhz": "clocks.sm",
     "memory_clock_mhz": "clocks.mem",

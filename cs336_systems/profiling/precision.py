@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..testing import Attend, Features, Finding, Inputs, evaluate, naive_results, oracle, roundings, terms
-from ..testing import compare as compare_with_budget
+from ..testing import Attend, Features, Finding, Inputs, budget_of, compare, evaluate
 from .regions import tensors_in
 
 
@@ -136,11 +135,9 @@ class AttentionReference:
         features: Features | None = None,
         return_lse: bool = True,
     ) -> None:
-        settings: dict[str, Any] = {"causal": causal, "scale": scale, "features": features, "return_lse": return_lse}
         self._inputs = inputs
-        naive = _off_mps(naive_results(inputs, **settings))
-        inputs = Inputs(**_off_mps(inputs._asdict()))
-        self._budget = (oracle(inputs, **settings), naive, terms(inputs, **settings), roundings(inputs, **settings))
+        asked: dict[str, Any] = {"causal": causal, "scale": scale, "features": features, "return_lse": return_lse}
+        self._budget = budget_of(Inputs(*map(_off_mps, inputs)), **asked)
 
     def errors(self, attend: Attend, *, eps: float | None = None) -> list[Finding]:
         """Errors of out, lse, dq, dk and dv of ``attend(q, k, v)``, by norm and by largest element, with their budgets.
@@ -149,9 +146,10 @@ class AttentionReference:
 
         Raises ValueError if a result is missing, or has another shape or dtype than naive's.
         """
-        return compare_with_budget(_off_mps(evaluate(attend, self._inputs)), *self._budget, eps=eps)
+        results = {name: _off_mps(x) for name, x in evaluate(attend, self._inputs).items()}
+        return compare(results, *self._budget, eps=eps)
 
 
-def _off_mps(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _off_mps(x: Tensor) -> Tensor:
     """MPS has no float64."""
-    return {name: x.cpu() if x.device.type == "mps" else x for name, x in tensors.items()}
+    return x.cpu() if x.device.type == "mps" else x

@@ -184,8 +184,3 @@ def test_no_target_at_all_is_no_loss():
     loss.backward()
     assert loss == 0
     assert all(parameter.grad is not None and parameter.grad.eq(0).all() for parameter in model.parameters())
-    for wrong, error in ((0, ValueError), (True, TypeError)):
-        with pytest.raises(error, match="count must be"):
-            model(tokens, targets=targets, count=wrong)
-    with pytest.raises(ValueError, match="count must be None without targets; got 3"):
-        model(tokens, count=3)

@@ -59,7 +59,8 @@ def commands(monkeypatch):
 def test_nvidia_smi_is_queried_for_the_device_itself(commands):
     commands.answers.append("580.159.04, 1980, 3201, 1980, 700.00, [N/A]")
     driver, state = nvidia_smi("cuda")
-    assert (driver, [*state.values()]) == ("580.159.04", [1980, 3201, 1980, 700, None])
+    assert driver == "580.159.04"
+    assert [*(state or {}).values()] == [1980, 3201, 1980, 700, None]
     (command,) = commands.seen
     assert command[:2] == ["nvidia-smi", "--id=GPU-1234-5678"]
     assert all(argument.startswith(("--id=", "--query-gpu=", "--format=")) for argument in command[1:])

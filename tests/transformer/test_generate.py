@@ -198,7 +198,6 @@ INVALID = [
     (torch.tensor([1, 2]), {}, TypeError, f"{TENSOR}: 'int' object .*"),
     ([[1]], {"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1; got 0"),
     ([[1]], {"max_new_tokens": 2.0}, TypeError, "max_new_tokens must be an int; got 2.0 of type float"),
-    ([[1]], {"top_k": -1}, ValueError, "top_k must be at least 1; got -1"),
     ([[1]], {"temperature": "hot"}, TypeError, "temperature must be a float; got 'hot' of type str"),
     ([[1]], {"stop_tokens": "ab"}, TypeError, "stop_tokens must be ints: 'str' object cannot be .*"),
     ([[1]], {"stop_tokens": 7}, TypeError, "stop_tokens must be ints: 'int' object is not iterable"),
