@@ -22,22 +22,8 @@ from cs336_systems.training.loop import read_metrics
 ROOT = Path(__file__).parents[2]
 
 
-def program(*arguments):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "cs336_systems.training", *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 def losses(folder):
     return {row["step"]: row["loss"] for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"}
-
-
-def wait_for_checkpoint(process, folder):
-    for _ in range(1200):
-        if checkpoints(folder / "checkpoints") or process.poll() is not None:
-            break
-        time.sleep(0.05)
-    assert process.poll() is None, process.stderr.read()
 
 
 def contents(folder, *, but=""):
@@ -68,41 +54,53 @@ def test_a_run_and_more_steps(flags, tmp_path, last_line):
     assert json.loads((out / "config.json").read_text())["steps"] == 8
 
 
-def test_a_run_killed_and_resumed_is_the_run_that_was_not(flags, text, tmp_path):
+@pytest.fixture
+def one_thread():
+    """As many as the other process has: sums have the same order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_run_killed_and_resumed_is_the_run_that_was_not(flags, text, tmp_path, capsys):
     """SIGKILL, somewhere after the first checkpoint and before the last step; the text is gone by then."""
-    settings = {"steps": 80, "checkpoint_every": 9, "eval_every": 20}
-    straight = program(*flags(out=tmp_path / "straight", **settings))
-    killed = program(*flags(out=tmp_path / "killed", **settings))
-    wait_for_checkpoint(killed, tmp_path / "killed")
-    killed.kill()
-    killed.communicate()
-    step = int(newest(tmp_path / "killed/checkpoints").stem.removeprefix("step-"))
-    assert 0 < step < 80
-    assert straight.wait(timeout=120) == 0
-    straight.communicate()
+    settings = {"steps": 150, "checkpoint_every": 9, "eval_every": 20}
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    command = [sys.executable, "-m", "cs336_systems.training", *flags(out=killed, **settings)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        while not checkpoints(killed / "checkpoints"):
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.05)
+        process.kill()
+    step = int(newest(killed / "checkpoints").stem.removeprefix("step-"))
+    assert 0 < step < 150
+    assert main(flags(out=straight, **settings)) == 0
     (text / "a.txt").unlink()
-    resumed = program("--resume", tmp_path / "killed")
-    _, printed = resumed.communicate(timeout=120)
-    assert resumed.returncode == 0, printed
-    assert f"from step {step}" in printed
-    assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
-    assert len(losses(tmp_path / "killed")) == 80
-    one, other = (torch.load(newest(tmp_path / name / "checkpoints")) for name in ("killed", "straight"))
+    assert main(["--resume", str(killed)]) == 0
+    assert f"from step {step}" in capsys.readouterr().err
+    assert losses(killed) == losses(straight)
+    assert len(losses(killed)) == 150
+    one, other = (torch.load(newest(folder / "checkpoints")) for folder in (killed, straight))
     torch.testing.assert_close(one["model"], other["model"], rtol=0, atol=0)
     torch.testing.assert_close(one["optimizer"]["state"], other["optimizer"]["state"], rtol=0, atol=0)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM to send")
-def test_sigterm_writes_a_checkpoint(flags, tmp_path):
-    out = tmp_path / "run"
-    process = program(*flags(out=out, steps=100_000, checkpoint_every=3, eval_every=0))
-    wait_for_checkpoint(process, out)
-    process.send_signal(signal.SIGTERM)
-    printed, errors = process.communicate(timeout=60)
-    assert (process.returncode, printed) == (143, "")
-    step = int(newest(out / "checkpoints").stem.removeprefix("step-"))
-    assert errors.endswith(f"SIGTERM at step {step}; --resume {out} continues\n")
-    assert max(losses(out)) == step
+def test_sigterm_writes_a_checkpoint(flags, tmp_path, last_line, monkeypatch):
+    out, train_step = tmp_path / "run", Trainer.train_step
+
+    def stopped(trainer):
+        if trainer.step == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return train_step(trainer)
+
+    monkeypatch.setattr(Trainer, "train_step", stopped)
+    assert main(flags(out=out)) == 143
+    assert last_line() == f"SIGTERM at step 5; --resume {out} continues"
+    assert newest(out / "checkpoints").name == "step-00000005.pt"
+    assert max(losses(out)) == 5
 
 
 def test_a_second_ctrl_c_interrupts_at_once(flags, tmp_path, last_line, monkeypatch):
