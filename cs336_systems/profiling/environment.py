@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -158,7 +159,7 @@ def nvidia_smi(device: torch.device | str) -> tuple[str | None, DeviceState | No
     driver, *values = (value.strip() for value in (answer or "").partition("\n")[0].split(","))
     if len(values) != len(_STATE_QUERIES):
         return None, None
-    numbers = (None if value.startswith("[") else float(value) for value in values)  # "[N/A]"
+    numbers = (float(value) if re.fullmatch(r"[\d.]+", value) else None for value in values)  # "[N/A]"
     return driver, dict(zip(_STATE_QUERIES, numbers, strict=True))
 
 

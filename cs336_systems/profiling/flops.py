@@ -1,8 +1,4 @@
-"""FLOP counts, bytes and peak rates: what attention computes, moves and saves by formula, and what GPUs reach.
-
-Attention's FLOPs are counted as in the FlashAttention papers: the two matrix products, halved by a causal mask; the
-backward, which recomputes the scores, has five products.
-"""
+"""FLOP counts, bytes and peak rates: what attention computes, moves and saves by formula, and what GPUs reach."""
 
 from __future__ import annotations
 
@@ -44,8 +40,8 @@ def attention_flops(
 ) -> float:
     """FLOPs of attention: 4 · batch · heads · query_length · key_length · head_dim forward, half of it if causal.
 
-    The backward counts 2.5 times the forward, both together 3.5 times. ``heads`` are query heads, and ``value_dim`` is
-    the head dimension of the values if it differs.
+    As in the FlashAttention papers, the backward, which recomputes the scores, has five products to the forward's two.
+    ``heads`` are query heads, and ``value_dim`` is the head dimension of the values if it differs.
 
     Raises ValueError if a size is negative, or ``which`` is unknown.
     """

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from ..testing import Attend, Features, Finding, Inputs, budget_of, compare, evaluate
+from ..testing import Asked, Attend, Finding, Inputs, budget_of, compare, evaluate
 from .regions import tensors_in
 
 
@@ -122,21 +123,12 @@ class AttentionReference:
 
     Args:
         inputs: q, k, v and the gradients of the results, in the dtype under test.
-        causal, scale, features: as in `cs336_systems.attention.attention`.
-        return_lse: whether implementations return (out, lse) or out alone.
+        asked: ``causal``, ``scale`` and ``features``, as in `cs336_systems.attention.attention`; and ``return_lse``,
+            whether implementations return (out, lse), the default, or out alone.
     """
 
-    def __init__(
-        self,
-        inputs: Inputs,
-        *,
-        causal: bool | str = False,
-        scale: float | None = None,
-        features: Features | None = None,
-        return_lse: bool = True,
-    ) -> None:
+    def __init__(self, inputs: Inputs, **asked: Unpack[Asked]) -> None:
         self._inputs = inputs
-        asked: dict[str, Any] = {"causal": causal, "scale": scale, "features": features, "return_lse": return_lse}
         self._budget = budget_of(Inputs(*map(_off_mps, inputs)), **asked)
 
     def errors(self, attend: Attend, *, eps: float | None = None) -> list[Finding]:

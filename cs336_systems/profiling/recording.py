@@ -1,8 +1,7 @@
 """Memory over time: when each tensor's storage is allocated and freed, by what, and by category.
 
-A dispatch mode sees the tensors that each operation returns, on any device, and follows their storages until they are
-freed. It sees neither temporaries inside of an operation nor the rounding and caching of an allocator: for the memory
-that a step needs, see `measure_memory`.
+A dispatch mode follows the storages of the tensors that operations return, on any device, until they are freed. It sees
+neither temporaries inside of an operation nor the rounding and caching of an allocator, as `measure_memory` does.
 """
 
 from __future__ import annotations
@@ -80,9 +79,8 @@ class MemoryRecorder:
     since torch.compile does nothing under a dispatch mode, and runs slower than without it.
 
     Args:
-        model: whose modules, parameters and gradients are distinguished.
+        model, optimizer: whose modules, parameters, gradients and state are distinguished.
         device: whose memory is recorded.
-        optimizer: whose state is distinguished.
         region_of: gives a module's region from its path and itself; see `region_of_module`.
 
     Attributes:

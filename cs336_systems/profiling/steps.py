@@ -3,8 +3,8 @@
     times = time_model(lambda: model(x).square().mean(), model, mode="forward+backward", device=x.device)
     times.phases["backward"].median, times.step.median, times.memory.peak_bytes
 
-A phase lies between two marks of one clock (`timing.Clock`), so the phases add up to the step, and no time is the
-difference of two measurements. On CUDA marks are events and the host may run ahead, as in training.
+A phase lies between two marks of one `timing.Clock`, so the phases add up to the step. On CUDA marks are events, and
+the host may run ahead, as in training.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@
     time_by(calls, "name", steps=3).head(10)
     time_by(calls, ["phase", "region"], steps=3)
 
-Phases and regions are those of `ModuleRanges`. On a GPU a call is a kernel, a copy or a fill, in
-the phase and region in which it was launched. A trace without kernels is that of a CPU, where a call is an operator.
-https://ui.perfetto.dev shows such a trace.
+Phases and regions are those of `ModuleRanges`. On a GPU a call is a kernel, a copy or a fill, in the phase and region
+that launched it. In a trace without kernels, of a CPU, it is an operator. https://ui.perfetto.dev shows the trace.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ def record_trace(
 ) -> RoundTimes:
     """Profile ``steps`` calls and write their Chrome trace to ``path``; returns the time of each profiled call.
 
-    One more call before them warms up the profiler and is not in the trace. Whatever ``function`` compiles must be
-    compiled already.
+    A first call warms up the profiler, and is not in the trace. ``function`` must be compiled already.
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.device(device).type == "cuda" else [])]
     with warnings.catch_warnings():

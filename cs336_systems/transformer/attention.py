@@ -60,7 +60,6 @@ class MultiHeadAttention(nn.Module):
         """Attention of each token to itself and earlier ones, in x's dtype, or autocast's.
 
         Args:
-            x: the input.
             positions: for RoPE only; 0, 1, 2, ... if None. The causal mask follows the order in x.
             cache: stores the keys and values of x, after those of earlier tokens, which x attends to as well.
         """

@@ -94,11 +94,8 @@ class TransformerConfig:
 
         Two for each weight of a matrix (the embedding, which is looked up, and the norms have none), and 4 d_head for
         each head and each pair of a query and a key, as FlashAttention's papers count. The causal mask leaves half of
-        the pairs, a window a band of them.
-
-        Args:
-            length: of the sequence, in tokens; the context length if None.
-            every_pair: count masked pairs too, as torch's ``FlopCounterMode`` does for naive attention.
+        the pairs, a window a band of them; ``every_pair`` counts masked pairs too, as torch's ``FlopCounterMode`` does.
+        ``length`` is the context length if None.
 
         Raises TypeError or ValueError if ``length`` is not a positive int.
         """

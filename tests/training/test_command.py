@@ -72,7 +72,7 @@ def test_a_run_killed_and_resumed_is_the_run_that_was_not(flags, text, tmp_path,
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
         while not checkpoints(killed / "checkpoints"):
-            assert process.poll() is None, process.stderr.read()
+            assert process.poll() is None, process.communicate()
             time.sleep(0.05)
         process.kill()
     step = int(newest(killed / "checkpoints").stem.removeprefix("step-"))
