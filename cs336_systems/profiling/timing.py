@@ -10,6 +10,7 @@ is short and comes after the same pause, and ratios are taken within a round, be
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
@@ -241,12 +242,10 @@ def compare(
     functions: Mapping[str, Callable[[], object]], *, device: torch.device | str, method: TimingMethod | None = None
 ) -> dict[str, RoundTimes]:
     """Time functions, interleaved. Each is called once before anything is timed. Raises what a function raises."""
-    chosen = method or TimingMethod()
+    method = method or TimingMethod()
     for function in functions.values():
         function()
     synchronize(device)
-
-    def measurement(function: Callable[[], object]) -> Callable[[], float]:
-        return lambda: measure_ms(function, device=device, method=chosen)
-
-    return interleave({name: measurement(function) for name, function in functions.items()}, method=chosen)
+    options: dict[str, Any] = {"device": device, "method": method}
+    calls = {name: functools.partial(measure_ms, function, **options) for name, function in functions.items()}
+    return interleave(calls, method=method)

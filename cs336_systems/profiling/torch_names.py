@@ -20,12 +20,13 @@ def _lacking(name: str) -> RuntimeError:
 
 
 def _measured_by(name: str) -> Any:
-    """`find`; a function that raises if there is no such name."""
+    """`find`; if there is no such name, a class that raises when it is called."""
 
-    def lacking(*arguments: Any, **options: Any) -> Any:
-        raise _lacking(name.replace(":", "."))
+    class Lacking:
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            raise _lacking(name.replace(":", "."))
 
-    return find(name) or lacking
+    return find(name) or Lacking
 
 
 # A memory snapshot as an interactive page.
@@ -46,13 +47,8 @@ def node_number(node: Node) -> int:
         raise _lacking("torch.autograd.graph.Node._sequence_nr") from None
 
 
-class _NoDispatchMode:
-    def __init__(self) -> None:
-        raise _lacking("torch.utils._python_dispatch.TorchDispatchMode")
-
-
 # Sees every operation below autograd.
-TorchDispatchMode: Any = find("torch.utils._python_dispatch:TorchDispatchMode") or _NoDispatchMode
+TorchDispatchMode: Any = _measured_by("torch.utils._python_dispatch:TorchDispatchMode")
 
 
 def without_donated_buffers() -> AbstractContextManager[Any]:

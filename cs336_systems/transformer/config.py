@@ -78,11 +78,6 @@ class TransformerConfig:
         """Number of key and value heads."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
-    @property
-    def effective_window(self) -> int | None:
-        """The window; None if it covers the whole context."""
-        return None if self.window is None or self.window >= self.context_length else self.window
-
     def parameters(self) -> int:
         """Number of trainable parameters; a tied matrix counts once."""
         embeddings = self.vocab_size * self.d_model * (1 if self.tie_embeddings else 2)

@@ -42,7 +42,8 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.ln1 = RMSNorm(config.d_model, config.norm_eps, device, dtype)
-        window = config.effective_window
+        whole = config.window is None or config.window >= config.context_length
+        window = None if whole else config.window
         self.attn = MultiHeadAttention(
             config.d_model, config.num_heads, config.num_kv_heads, rope, window, config.attn, device, dtype
         )
