@@ -1,7 +1,7 @@
 """Memory over time: when each tensor's storage is allocated and freed, by what, and by category.
 
-A dispatch mode follows the storages of the tensors that operations return, on any device, until they are freed. It sees
-neither temporaries inside of an operation nor the rounding and caching of an allocator, as `measure_memory` does.
+A dispatch mode follows the storages of the tensors that operations return, on any device, until they are freed. It does
+not see temporaries inside of an operation, rounding and caching; on CUDA `measure_memory` does.
 """
 
 from __future__ import annotations

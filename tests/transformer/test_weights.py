@@ -97,14 +97,13 @@ def test_a_llama_checkpoint_has_llamas_logits(changes):
     torch.testing.assert_close(model(token_ids), llama(tensors, settings, token_ids))
 
 
-@pytest.mark.parametrize("files", [1, 2])
-def test_a_folder_of_safetensors(tmp_path, files):
+def test_a_folder_of_safetensors(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     tensors = llama_tensors()
     (tmp_path / "config.json").write_text(json.dumps(SETTINGS))
-    for number in range(files):
-        part = dict(list(tensors.items())[number::files])
-        safetensors.save_file(part, tmp_path / f"model-{number}-of-{files}.safetensors")
+    for number in range(2):
+        part = dict(list(tensors.items())[number::2])
+        safetensors.save_file(part, tmp_path / f"model-{number}-of-2.safetensors")
     model = load_llama(tmp_path, dtype=torch.float64, context_length=20, attn="tiled")
     assert (model.config.context_length, model.config.attn) == (20, "tiled")
     token_ids = torch.randint(40, (2, 20))
