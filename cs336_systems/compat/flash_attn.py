@@ -136,8 +136,7 @@ def install(*, force: bool = False) -> ExitStack:
     Returns:
         An ExitStack that restores the previous state: at the end of a ``with`` statement, or by ``close()``.
 
-    Raises:
-        RuntimeError: the real ``flash_attn`` has been imported, and ``force`` is False.
+    Raises RuntimeError if the real ``flash_attn`` has been imported, and ``force`` is False.
     """
     real = sys.modules.get(PACKAGE)
     if real is not None and not hasattr(real, _MARK) and not force:
@@ -157,12 +156,8 @@ def install(*, force: bool = False) -> ExitStack:
 
 
 _FUNCTIONS = (
-    flash_attn_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_kvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_qkvpacked_func,
-    flash_attn_varlen_kvpacked_func,
+    *(flash_attn_func, flash_attn_qkvpacked_func, flash_attn_kvpacked_func),
+    *(flash_attn_varlen_func, flash_attn_varlen_qkvpacked_func, flash_attn_varlen_kvpacked_func),
 )
 
 

@@ -81,8 +81,8 @@ def attention_forward(
     Returns:
         (out, None) with out (batch, q_len, q_heads, dv); probabilities are never returned.
 
-    Raises:
-        ValueError: probabilities or a paged cache are requested, or a layer does not pass its model's sliding window.
+    Raises ValueError if probabilities or a paged cache are requested, or a layer does not pass its model's sliding
+    window.
     """
     for name in ("output_attentions", "cache"):
         if kwargs.get(name) not in (None, False):

@@ -89,13 +89,9 @@ def replaced(impl: str | Implementation = "auto") -> Iterator[None]:
     It does not affect names bound to torch's function before, as by
     ``from torch.nn.functional import scaled_dot_product_attention``, and code that does not call the function: C++, and
     ``nn.MultiheadAttention`` if it returns weights, or in evaluation mode without gradients, where torch fuses whole
-    layers. The previous function is restored at the end, also after an exception.
+    layers. The previous function is restored at the end, also after an exception. ``impl`` is as for `attention`.
 
-    Args:
-        impl: as for `attention`, for every call.
-
-    Raises:
-        TypeError, ValueError: ``impl`` is invalid.
+    Raises TypeError or ValueError if ``impl`` is invalid.
     """
     Attention(impl=impl)  # checks it
     before = F.scaled_dot_product_attention

@@ -152,8 +152,7 @@ class ContextAttention(nn.Module):
         attention: its implementation, window, scale and softcap are used.
         group: the processes; each calls this the same number of times.
 
-    Raises:
-        ValueError: ``attention`` is not causal, or has dropout, which depends on the indices of rows.
+    Raises ValueError if ``attention`` is not causal, or has dropout, which depends on the indices of rows.
     """
 
     def __init__(self, attention: Attention, group: dist.ProcessGroup) -> None:
@@ -177,8 +176,7 @@ class ContextAttention(nn.Module):
 
         Gradients of k and v are summed over the processes in float32: they are those of the full sequences.
 
-        Raises:
-            ValueError: the length is odd, so that it is not two chunks.
+        Raises ValueError if the length is odd, so that it is not two chunks.
         """
         if q.shape[2] % 2:
             raise ValueError(f"q must have an even length, two chunks of a sequence; got {q.shape[2]}")

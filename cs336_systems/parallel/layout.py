@@ -113,8 +113,7 @@ class Layout:
     def raise_together(self, function: Callable[[], T]) -> T:
         """Call a function, which must not communicate; if it fails in one process, all of them raise its exception.
 
-        Raises:
-            ValueError, TypeError, OSError: of the first process that raised it.
+        The exception is the ValueError, TypeError or OSError of the first process that raised one.
         """
         failure: Exception | None = None
         try:
@@ -139,8 +138,7 @@ def start(
         context_size: number of processes that share each sequence; None for all, in modes with context parallelism.
         timeout: of communication; None for torch's default, and `HOST_TIMEOUT` between hosts.
 
-    Raises:
-        ValueError: the mode does not fit how the process was started, or a size does not divide another.
+    Raises ValueError if the mode does not fit how the process was started, or a size does not divide another.
     """
     size = check(mode, device, context_size)
     if mode == NONE:

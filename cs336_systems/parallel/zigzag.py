@@ -55,8 +55,7 @@ def zigzag_shard(
     A length that is not a multiple of 2 · size is padded at the end, with targets of -100. This is exact: no token
     attends to the padding, and no loss counts it. Padding has the last position, for which the model has RoPE angles.
 
-    Raises:
-        ValueError: the sequences have fewer tokens than there are chunks.
+    Raises ValueError if the sequences have fewer tokens than there are chunks.
     """
     length = tokens.shape[1]
     if length < 2 * size:

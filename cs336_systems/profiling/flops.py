@@ -1,8 +1,4 @@
-"""FLOP counts, bytes and peak rates: what attention computes, moves and saves by formula, and what GPUs reach.
-
-Attention's FLOPs are counted as in the FlashAttention papers: the two matrix products, halved by a causal mask; the
-backward, which recomputes the scores, has five products.
-"""
+"""FLOP counts, bytes and peak rates: what attention computes, moves and saves by formula, and what GPUs reach."""
 
 from __future__ import annotations
 
@@ -15,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 Pass = Literal["forward", "backward", "both"]
 """The forward pass, the backward pass, or both together."""
 
-PASSES: tuple[Pass, ...] = ("forward", "backward", "both")
-
 _PASS_FACTOR: dict[Pass, float] = {"forward": 1.0, "backward": 2.5, "both": 3.5}
+
+PASSES: tuple[Pass, ...] = tuple(_PASS_FACTOR)
 
 
 def count_flops(function: Callable[[], object]) -> int:
@@ -44,20 +40,17 @@ def attention_flops(
 ) -> float:
     """FLOPs of attention: 4 · batch · heads · query_length · key_length · head_dim forward, half of it if causal.
 
-    The backward counts 2.5 times the forward, both together 3.5 times. ``heads`` are query heads, and ``value_dim`` is
-    the head dimension of the values if it differs.
+    As in the FlashAttention papers, the backward, which recomputes the scores, has five products to the forward's two.
+    ``heads`` are query heads, and ``value_dim`` is the head dimension of the values if it differs.
 
-    Raises:
-        ValueError: a size is negative, or ``which`` is unknown.
+    Raises ValueError if a size is negative, or ``which`` is unknown.
     """
     _check_pass(which)
-    sizes = {"batch": batch, "heads": heads, "query_length": query_length, "key_length": key_length}
-    sizes |= {"head_dim": head_dim, "value_dim": head_dim if value_dim is None else value_dim}
-    for name, size in sizes.items():
-        if size < 0:
-            raise ValueError(f"{name} must not be negative; got {size}")
+    value_dim = head_dim if value_dim is None else value_dim
+    lengths = {"query_length": query_length, "key_length": key_length}
+    _check_sizes(0, batch=batch, heads=heads, **lengths, head_dim=head_dim, value_dim=value_dim)
     pairs = batch * heads * query_length * key_length * (0.5 if causal else 1.0)
-    return 2.0 * pairs * (head_dim + sizes["value_dim"]) * _PASS_FACTOR[which]
+    return 2.0 * pairs * (head_dim + value_dim) * _PASS_FACTOR[which]
 
 
 def attention_bytes(
@@ -75,8 +68,7 @@ def attention_bytes(
     The forward reads q, k and v and writes the output; the backward reads these and the output's gradient, and writes
     three gradients. ``itemsize`` is in bytes.
 
-    Raises:
-        ValueError: ``which`` is unknown.
+    Raises ValueError if ``which`` is unknown.
     """
     _check_pass(which)
     forward = 2 * heads * query_length + 2 * kv_heads * key_length
@@ -89,6 +81,12 @@ def _check_pass(which: str) -> None:
         raise ValueError(f"which must be one of {', '.join(PASSES)}; got {which!r}")
 
 
+def _check_sizes(least: int, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < least:
+            raise ValueError(f"{name} must be at least {least}; got {size}")
+
+
 def naive_attention_flops(
     batch: int, heads: int, query_length: int, key_length: int, head_dim: int, *, which: Pass = "forward"
 ) -> dict[str, float]:
@@ -98,14 +96,12 @@ def naive_attention_flops(
     quotient). Backward: 4 n head_dim for each product, which has two gradients; n for the mask; 4 n for the softmax's
     gradient P ⊙ (dP − rowsum(P ⊙ dP)). The scale of the scores does not count.
 
-    Raises:
-        ValueError: a size is negative, or ``which`` is unknown.
+    Raises ValueError if a size is negative, or ``which`` is unknown.
     """
     _check_pass(which)
-    product = attention_flops(batch, heads, query_length, key_length, head_dim) / 2
-    pairs = float(batch * heads * query_length * key_length)
     forward, backward = which != "backward", which != "forward"
-    product *= forward + 2 * backward
+    product = attention_flops(batch, heads, query_length, key_length, head_dim) / 2 * (forward + 2 * backward)
+    pairs = float(batch * heads * query_length * key_length)
     softmax = pairs * (5 * forward + 4 * backward)
     return {"scores": product, "mask": pairs * (forward + backward), "softmax": softmax, "values": product}
 
@@ -156,8 +152,7 @@ def device_peak(device_name: str) -> DevicePeak | None:
 def implausible_rate(rate: float, device_name: str, dtype: str, *, tf32: bool) -> str | None:
     """A warning if ``rate`` in TFLOP/s is above the device's peak for the dtype; None if not, or if no peak is known.
 
-    Either the time is wrong, or less was computed, or in another precision. float32 products made of several 16-bit or
-    TF32 products exceed the plain float32 peak legitimately.
+    The time is wrong, or less was computed, or in another precision: as several 16-bit or TF32 products, for float32.
     """
     peak = device_peak(device_name)
     limit = None if peak is None else peak.rate(dtype, tf32=tf32)
@@ -176,13 +171,9 @@ def attention_memory(batch: int, heads: int, length: int, head_dim: int, itemsiz
     B·H·N·d·s, scores and probabilities B·H·N²·s each. "saved with n" is the output and n tensors of the scores' size;
     with 0, as in FlashAttention, the output and the float32 log-sum-exp, 4·B·H·N.
 
-    Raises:
-        ValueError: a size is below 1.
+    Raises ValueError if a size is below 1.
     """
-    sizes = {"batch": batch, "heads": heads, "length": length, "head_dim": head_dim, "itemsize": itemsize}
-    for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1; got {value}")
+    _check_sizes(1, batch=batch, heads=heads, length=length, head_dim=head_dim, itemsize=itemsize)
     rows = batch * heads * length
     output, scores = rows * head_dim * itemsize, rows * length * itemsize
     tensors = {"inputs": 3 * output, "scores": scores, "probabilities": scores, "output": output}

@@ -29,23 +29,16 @@ CLASSES = (
     *(HOST, OTHER),
 )
 
-_OURS = "|".join(
-    [
-        *("forward_kernel", "forward_more_kernel", "backward_kernel", "backward_wide_kernel", "dq_kernel"),
-        *("dkdv_kernel", "prepare_kernel", "finish_kernel", "pair_gradient_kernel", "cached_kernel", "merge_kernel"),
-        *("measure_kernel", "rewrite_kernel"),
-    ]
+_OURS = (
+    "forward_kernel|forward_more_kernel|backward_kernel|backward_wide_kernel|dq_kernel|dkdv_kernel|prepare_kernel|"
+    "finish_kernel|pair_gradient_kernel|cached_kernel|merge_kernel|measure_kernel|rewrite_kernel"
 )
-_VIEWS = "|".join(
-    [
-        *("view", "_unsafe_view", "_reshape_alias", "reshape", "as_strided", "t", "transpose", "permute", "expand"),
-        *("slice", "select", "unsqueeze", "squeeze", "detach", "alias", "unbind", "split", "chunk", "narrow"),
-        *("flatten", "unflatten", "empty", "empty_like", "empty_strided", "new_empty", "resize_", "set_"),
-        *("resolve_conj", "resolve_neg", "result_type", "promote_types", "item", "_local_scalar_dense"),
-        *("is_nonzero", "lift_fresh"),
-        *("expand_as", "view_as", "movedim", "swapaxes", "diagonal", "numpy_T", "can_cast", "record_stream"),
-        *("einsum", "to", "type_as", "contiguous", "detach_", "unfold", "broadcast_tensors", "new_empty_strided"),
-    ]
+_VIEWS = (
+    "view|_unsafe_view|_reshape_alias|reshape|as_strided|t|transpose|permute|expand|slice|select|unsqueeze|squeeze|"
+    "detach|alias|unbind|split|chunk|narrow|flatten|unflatten|empty|empty_like|empty_strided|new_empty|resize_|set_|"
+    "resolve_conj|resolve_neg|result_type|promote_types|item|_local_scalar_dense|is_nonzero|lift_fresh|expand_as|"
+    "view_as|movedim|swapaxes|diagonal|numpy_T|can_cast|record_stream|einsum|to|type_as|contiguous|detach_|unfold|"
+    "broadcast_tensors|new_empty_strided"
 )
 _COPIES = "_to_copy|copy|clone|view|transpose|permute|cat|stack|zeros|zeros_like|full|new_zeros|t|_unsafe_view|expand"
 

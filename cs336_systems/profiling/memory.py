@@ -49,13 +49,10 @@ def measure_memory(
 ) -> MemoryUsage:
     """Memory of ``forward()``, then ``backward(output)`` and ``update()`` if given.
 
-    On CUDA these are the caching allocator's counters, which round each allocation up to 512 bytes, and above 1 MiB by
-    up to 1 MiB. Run the same step once before, since libraries allocate workspaces at first use, and clear gradients.
-
-    Elsewhere only ``held_bytes`` is known: the size of the output and of what autograd saves, each storage once, those
-    of ``inputs`` left out. The backward does not run.
-
-    Without ``backward`` the forward runs under ``torch.no_grad()``.
+    Without ``backward`` the forward runs under ``torch.no_grad()``. On CUDA these are the caching allocator's counters,
+    which round each allocation up to 512 bytes, and above 1 MiB by up to 1 MiB. Run the same step once before, since
+    libraries allocate workspaces at first use, and clear gradients. Elsewhere only ``held_bytes`` is known: the size of
+    the output and of what autograd saves, each storage once, without those of ``inputs``. The backward does not run.
     """
     if torch.device(device).type != "cuda":
         if backward is None:
@@ -116,16 +113,22 @@ def release_memory(device: torch.device | str) -> None:
         torch.cuda.empty_cache()
 
 
-def without_frames(error: Exception) -> Exception:
-    """Clear the tracebacks of an exception and its causes, whose frames keep the failed call's tensors alive."""
-    seen: set[int] = set()
+def _with_causes(error: BaseException) -> list[BaseException]:
+    """An exception and all its causes, which can form a cycle."""
+    found: dict[int, BaseException] = {}
     pending: list[BaseException | None] = [error]
     while pending:
         current = pending.pop()
-        if current is not None and id(current) not in seen:
-            seen.add(id(current))
-            current.__traceback__ = None
+        if current is not None and id(current) not in found:
+            found[id(current)] = current
             pending += [current.__cause__, current.__context__]
+    return list(found.values())
+
+
+def without_frames(error: Exception) -> Exception:
+    """Clear the tracebacks of an exception and its causes, whose frames keep the failed call's tensors alive."""
+    for each in _with_causes(error):
+        each.__traceback__ = None
     return error
 
 
@@ -137,14 +140,11 @@ _OUT_OF_MEMORY_PHRASES = (
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception, or one of its causes, means that device or host memory ran out."""
-    current: BaseException | None = error
-    for _ in range(10):  # causes can form a cycle
-        if isinstance(current, (MemoryError, torch.OutOfMemoryError)):
-            return True
-        if isinstance(current, RuntimeError) and any(p in str(current).lower() for p in _OUT_OF_MEMORY_PHRASES):
-            return True
-        current = None if current is None else current.__cause__ or current.__context__
-    return False
+    return any(
+        isinstance(each, (MemoryError, torch.OutOfMemoryError))
+        or (isinstance(each, RuntimeError) and any(phrase in str(each).lower() for phrase in _OUT_OF_MEMORY_PHRASES))
+        for each in _with_causes(error)
+    )
 
 
 def available_bytes(device: torch.device | str) -> int | None:
@@ -162,12 +162,10 @@ def available_bytes(device: torch.device | str) -> int | None:
 
 
 def _kernel_available(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    try:
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
+    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
     try:
         # Not Linux: three quarters of the physical memory.
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 3 // 4

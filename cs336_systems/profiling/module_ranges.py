@@ -10,8 +10,8 @@ A range is named ``[region] path``, such as ``[projections] layers.3.attn.q_proj
 appended. Hooks exist only inside the ``with`` block.
 
 Backward ranges come from autograd's sequence numbers: a node's number tells in which forward range it was created, and
-each node of the graph of the model's output gets hooks that open and close that range. Module backward hooks could not
-tell the scores from the softmax of one function, nor see modules whose inputs need no gradient.
+each node of the graph of the model's output gets hooks that open and close that range. Module backward hooks neither
+separate the scores and the softmax of one function, nor see modules whose inputs need no gradient.
 
 These have no backward range: sums of gradients, which autograd computes between nodes; operations outside of the model;
 the inside of a compiled function, which is one node; graphs created before the block. Recomputation in checkpointed
@@ -58,16 +58,13 @@ class ModuleRanges(RegionTracker):
         region_of: gives a module's region from its path and itself; None leaves it in the region around it.
         nvtx: whether to open NVTX ranges too, for Nsight Systems. Default: whether CUDA is available.
 
-    Raises:
-        RuntimeError: on entering, if another tracker is installed.
+    Entering raises RuntimeError if another tracker is installed.
     """
 
     def __init__(self, model: nn.Module, region_of: RegionOf = region_of_module, *, nvtx: bool | None = None) -> None:
         super().__init__(model, region_of, hook_all=False)
         self._model = model
         self._nvtx = torch.cuda.is_available() if nvtx is None else nvtx
-        self._open = threading.local()
-        self._thread = 0
         self._hooks = ExitStack()
         # Nodes with numbers from _starts[i] up to _starts[i + 1] were created in the range _creators[i].
         self._starts: list[int] = []
@@ -97,18 +94,18 @@ class ModuleRanges(RegionTracker):
     def push(self, region: str, path: str, label: str | None = None) -> None:
         """Open a range."""
         super().push(region, path)
-        label = range_label(region, path) if label is None else label
+        label = label or range_label(region, path)
         if self._nvtx:
             torch.cuda.nvtx.range_push(label)
         record = torch.profiler.record_function(label)
         record.__enter__()
-        self._open.__dict__.setdefault("records", []).append(record)
+        self._threads.__dict__.setdefault("records", []).append(record)
         self._assign_next_nodes()
 
     def pop(self) -> None:
         """Close the innermost range."""
         super().pop()
-        self._open.records.pop().__exit__(None, None, None)
+        self._threads.records.pop().__exit__(None, None, None)
         if self._nvtx:
             torch.cuda.nvtx.range_pop()
         self._assign_next_nodes()
@@ -133,11 +130,9 @@ class ModuleRanges(RegionTracker):
             index = bisect.bisect_right(self._starts, node_number(node)) - 1
             region, path = self._creators[index] if index >= 0 else ("", "")
             if region not in ("", PHASE):
-                self._hook_node(node, region, path)
+                label = range_label(region, path, backward=True)
+                node.register_prehook(lambda grads, opened=(region, path, label): self.push(*opened))
+                node.register_hook(lambda grad_inputs, grad_outputs: self.pop())
             pending.extend(next_node for next_node, _ in node.next_functions)
         self._starts.clear()
         self._creators.clear()
-
-    def _hook_node(self, node: Node, region: str, path: str) -> None:
-        node.register_prehook(lambda grad_outputs: self.push(region, path, range_label(region, path, backward=True)))
-        node.register_hook(lambda grad_inputs, grad_outputs: self.pop())

@@ -16,23 +16,14 @@ COLOURS = (
     *("#00805e", "#a8326e", "#7a3b1e", "#5b3fa8", "#111111", "#a877c4"),
 )
 INK = "#1a1a1a"
-_GRID = "#d4d4d4"
-_PAPER = "#ffffff"
 STYLE: Any = {
     "font.size": 9,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.facecolor": _PAPER,
-    "figure.facecolor": _PAPER,
-    "savefig.facecolor": _PAPER,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(("axes.facecolor", "figure.facecolor", "savefig.facecolor"), "#ffffff"),
     "figure.constrained_layout.w_pad": 0.08,
     "figure.constrained_layout.h_pad": 0.06,
 }
 """matplotlib's settings for every figure."""
-_DOTS_PER_INCH = 160
 
 
 def save_figure(figure: Any, path: Path) -> None:
@@ -40,7 +31,7 @@ def save_figure(figure: Any, path: Path) -> None:
     from PIL import Image
 
     drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=_DOTS_PER_INCH)
+    figure.savefig(drawn, format="png", dpi=160)
     image = Image.open(drawn).convert("RGB")
     few = image.quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     few.save(path, format="PNG", optimize=True)

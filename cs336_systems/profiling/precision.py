@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from ..testing import Attend, Features, Finding, Inputs, evaluate, naive_results, oracle, roundings, terms
-from ..testing import compare as compare_with_budget
+from ..testing import Asked, Attend, Finding, Inputs, budget_of, compare, evaluate
 from .regions import tensors_in
 
 
@@ -45,10 +45,6 @@ ACCUMULATIONS = (
 """The four loops of Stanford CS336's systems assignment, and two in bfloat16."""
 
 
-PARAMETER, OUTPUT, RESULT, LOSS = "parameter", "output", "result", "loss"
-GRADIENT, OUTPUT_GRADIENT = "gradient", "gradient of output"
-
-
 @dataclass(frozen=True)
 class TensorDtype:
     """The dtype of one tensor of a training step.
@@ -58,7 +54,6 @@ class TensorDtype:
             "gradient of output".
         name: of the parameter or of the module; "" for the model and the loss.
         module: class of the module; "" for the loss.
-        dtype: of the tensor.
     """
 
     role: str
@@ -84,8 +79,7 @@ def tensor_dtypes(
         loss: makes a scalar of the model's result, under the same autocast; None for no backward.
         autocast: dtype for `torch.autocast` on the model's device; None for no autocast.
 
-    Raises:
-        ValueError: the loss is no scalar, or does not require a gradient.
+    Raises ValueError if the loss is no scalar, or does not require a gradient.
     """
     names = {module: name for name, module in model.named_modules()}
     owners = {each: type(module).__name__ for module in names for each in module.parameters(recurse=False)}
@@ -97,12 +91,12 @@ def tensor_dtypes(
     def see_outputs(module: nn.Module, args: Any, output: Any) -> None:
         name, class_name = names[module], type(module).__name__
         for tensor in filter(Tensor.is_floating_point, tensors_in(output)):
-            see(RESULT if module is model else OUTPUT, name, class_name, tensor)
+            see("result" if module is model else "output", name, class_name, tensor)
             if tensor.requires_grad and loss is not None and module is not model:
-                tensor.register_hook(partial(see, OUTPUT_GRADIENT, name, class_name))
+                tensor.register_hook(partial(see, "gradient of output", name, class_name))
 
     for name, parameter in model.named_parameters():
-        see(PARAMETER, name, owners[parameter], parameter)
+        see("parameter", name, owners[parameter], parameter)
     device = next((tensor.device for tensor in [*model.parameters(), *tensors_in(inputs)]), torch.device("cpu"))
     with ExitStack() as hooks:
         for module in names:
@@ -113,12 +107,12 @@ def tensor_dtypes(
         if scalar is not None:
             if scalar.numel() != 1 or not scalar.requires_grad:
                 raise ValueError(f"loss must return a scalar that requires gradients; got shape {tuple(scalar.shape)}")
-            see(LOSS, "", "", scalar)
+            see("loss", "", "", scalar)
             trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
             gradients = torch.autograd.grad(scalar, [*trained.values()], allow_unused=True) if trained else ()
             for (name, parameter), gradient in zip(trained.items(), gradients, strict=True):
                 if gradient is not None:
-                    see(GRADIENT, name, owners[parameter], gradient)
+                    see("gradient", name, owners[parameter], gradient)
     return [*seen]
 
 
@@ -129,37 +123,25 @@ class AttentionReference:
 
     Args:
         inputs: q, k, v and the gradients of the results, in the dtype under test.
-        causal, scale, features: as in `cs336_systems.attention.attention`.
-        return_lse: whether implementations return (out, lse) or out alone.
+        asked: ``causal``, ``scale`` and ``features``, as in `cs336_systems.attention.attention`; and ``return_lse``,
+            whether implementations return (out, lse), the default, or out alone.
     """
 
-    def __init__(
-        self,
-        inputs: Inputs,
-        *,
-        causal: bool | str = False,
-        scale: float | None = None,
-        features: Features | None = None,
-        return_lse: bool = True,
-    ) -> None:
-        settings: dict[str, Any] = {"causal": causal, "scale": scale, "features": features, "return_lse": return_lse}
+    def __init__(self, inputs: Inputs, **asked: Unpack[Asked]) -> None:
         self._inputs = inputs
-        self._naive = _off_mps(naive_results(inputs, **settings))
-        inputs = Inputs(**_off_mps(inputs._asdict()))
-        self._exact, self._terms, self._roundings = (f(inputs, **settings) for f in (oracle, terms, roundings))
+        self._budget = budget_of(Inputs(*map(_off_mps, inputs)), **asked)
 
     def errors(self, attend: Attend, *, eps: float | None = None) -> list[Finding]:
         """Errors of out, lse, dq, dk and dv of ``attend(q, k, v)``, by norm and by largest element, with their budgets.
 
         ``eps`` stands in for float32's, for example `cs336_systems.testing.TF32_EPS`.
 
-        Raises:
-            ValueError: a result is missing, or has another shape or dtype than naive's.
+        Raises ValueError if a result is missing, or has another shape or dtype than naive's.
         """
-        results = _off_mps(evaluate(attend, self._inputs))
-        return compare_with_budget(results, self._exact, self._naive, self._terms, self._roundings, eps=eps)
+        results = {name: _off_mps(x) for name, x in evaluate(attend, self._inputs).items()}
+        return compare(results, *self._budget, eps=eps)
 
 
-def _off_mps(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _off_mps(x: Tensor) -> Tensor:
     """MPS has no float64."""
-    return {name: x.cpu() if x.device.type == "mps" else x for name, x in tensors.items()}
+    return x.cpu() if x.device.type == "mps" else x

@@ -1,8 +1,7 @@
 """Memory over time: when each tensor's storage is allocated and freed, by what, and by category.
 
-A dispatch mode sees the tensors that each operation returns, on any device, and follows their storages until they are
-freed. It sees neither temporaries inside of an operation nor the rounding and caching of an allocator: for the memory
-that a step needs, see `measure_memory`.
+A dispatch mode follows the storages of the tensors that operations return, on any device, until they are freed. It does
+not see temporaries inside of an operation, rounding and caching; on CUDA `measure_memory` does.
 """
 
 from __future__ import annotations
@@ -19,17 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from .memory import MemoryUsage
-from .regions import OPTIMIZER, UNKNOWN, RegionOf, RegionTracker, Statement, region_of_module, tensors_in
+from .regions import OPTIMIZER, RegionOf, RegionTracker, Statement, region_of_module, tensors_in
 from .torch_names import TorchDispatchMode, current_node, next_node_number, node_number, trace_plot
 
 if TYPE_CHECKING:
     import pandas as pd
 
 TRACKED_TENSORS = "tracked tensors"
-FORWARD, BACKWARD = "forward", "backward"
-PARAMETERS, GRADIENTS, OPTIMIZER_STATE, BEFORE = "parameters", "gradients", "optimizer state", "other before"
-PARAMETER_COPIES, OPTIMIZER_TEMPORARIES, OTHER = "copies of parameters", "optimizer temporaries", "other"
+PARAMETERS, GRADIENTS, OPTIMIZER_STATE = "parameters", "gradients", "optimizer state"
 _COPY = " of a parameter"
+UNKNOWN = Statement()
 
 
 @dataclass
@@ -61,10 +59,10 @@ class Allocation:
     def category(self) -> str:
         """The owner, or what else it was allocated for; for activations and their gradients the region."""
         if self.owner or self.begin == 0:
-            return self.owner or BEFORE
+            return self.owner or "other before"
         if self.phase == OPTIMIZER:
-            return OPTIMIZER_TEMPORARIES
-        return PARAMETER_COPIES if self.operation.endswith(_COPY) else self.region or OTHER
+            return "optimizer temporaries"
+        return "copies of parameters" if self.operation.endswith(_COPY) else self.region or "other"
 
 
 class MemoryRecorder:
@@ -81,9 +79,8 @@ class MemoryRecorder:
     since torch.compile does nothing under a dispatch mode, and runs slower than without it.
 
     Args:
-        model: whose modules, parameters and gradients are distinguished.
+        model, optimizer: whose modules, parameters, gradients and state are distinguished.
         device: whose memory is recorded.
-        optimizer: whose state is distinguished.
         region_of: gives a module's region from its path and itself; see `region_of_module`.
 
     Attributes:
@@ -151,17 +148,16 @@ class MemoryRecorder:
     def usage(self) -> MemoryUsage:
         """Memory of the last step, which begins with the last phase "forward"; held if "backward" follows.
 
-        Raises:
-            ValueError: no phase is named "forward".
+        Raises ValueError if no phase is named "forward".
         """
         names = [name for name, _ in self.phases]
-        if FORWARD not in names:
-            raise ValueError(f"phases must include {FORWARD!r}; got {names}")
-        first = len(names) - 1 - names[::-1].index(FORWARD)
+        if "forward" not in names:
+            raise ValueError(f"phases must include 'forward'; got {names}")
+        first = len(names) - 1 - names[::-1].index("forward")
         begin, end = [*(event for _, event in self.phases), self.events][first : first + 2]
         total = self.timeline().sum(axis="columns")
         before = int(total[begin])
-        held = int(total[end]) - before if BACKWARD in names[first:] else None
+        held = int(total[end]) - before if "backward" in names[first:] else None
         return MemoryUsage(before, held, int(total[begin:].max()) - before, None, TRACKED_TENSORS)
 
     def snapshot(self) -> dict[str, Any]:

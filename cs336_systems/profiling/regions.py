@@ -23,22 +23,21 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from ..ranges import ranges_opened_by
 
-EMBEDDING, ROPE, NORM, MLP, PROJECTIONS = "embedding", "rope", "norm", "mlp", "projections"
-ATTENTION, RESIDUAL, HEAD, OPTIMIZER = "attention", "residual", "head and loss", "optimizer"
+OPTIMIZER = "optimizer"
 ATTENTION_STEPS = SCORES, MASK, SOFTMAX, VALUES = tuple(
     f"attention: {name}" for name in ("scores", "mask", "softmax", "values")
 )
 """The named ranges of naive attention."""
 
 REGION_RULES: tuple[tuple[str, str], ...] = (
-    (r"(^|\.)(lm_head|head)( |$)", HEAD),
-    (r" \w*(Rotary|RoPE)\w*$", ROPE),
-    (r" \w*Embedding$", EMBEDDING),
-    (r" \w*Norm$", NORM),
-    (r"attn\.\w*proj(ection)? \w+$", PROJECTIONS),
-    (r" \w*(SwiGLU|MLP|FeedForward)$", MLP),
-    (r" \w*Attention$", ATTENTION),
-    (r" \w*(Block|DecoderLayer|EncoderLayer)$", RESIDUAL),
+    (r"(^|\.)(lm_head|head)( |$)", "head and loss"),
+    (r" \w*(Rotary|RoPE)\w*$", "rope"),
+    (r" \w*Embedding$", "embedding"),
+    (r" \w*Norm$", "norm"),
+    (r"attn\.\w*proj(ection)? \w+$", "projections"),
+    (r" \w*(SwiGLU|MLP|FeedForward)$", "mlp"),
+    (r" \w*Attention$", "attention"),
+    (r" \w*(Block|DecoderLayer|EncoderLayer)$", "residual"),
     (r"^ ", "model"),
 )
 """Patterns of "path class", and the region of the first that is found."""
@@ -55,17 +54,11 @@ def region_of_module(path: str, module: nn.Module) -> str | None:
     return next((region for pattern, region in REGION_RULES if re.search(pattern, text)), None)
 
 
-class _Stack(threading.local):
-    def __init__(self) -> None:
-        self.items: list[tuple[str, str]] = []
-
-
 class RegionTracker:
     """Tracks the region and the module path that run, on each thread: the innermost module or named range.
 
-    Unlike `torch.utils.module_tracker.ModuleTracker` it knows which module is the innermost, gives a module that is
-    shared by several the path below its caller, and survives a forward that raises, as a checkpointed block's does once
-    everything that its backward needs is recomputed.
+    Unlike `torch.utils.module_tracker.ModuleTracker` it knows the innermost module, gives a shared module the path
+    below its caller, and survives a forward that raises, as recomputation in a checkpointed block does.
 
     Args:
         model: the root, whose path is "".
@@ -82,29 +75,32 @@ class RegionTracker:
         self._regions = {module: region_of(paths[0], module) for module, paths in self._paths.items()}
         self._regions[model] = self._regions[model] or "model"
         self._hook_all = hook_all
-        self._stack = _Stack()
+        self._threads = threading.local()
+
+    @property
+    def _stack(self) -> list[tuple[str, str]]:
+        return self._threads.__dict__.setdefault("stack", [])
 
     @property
     def current(self) -> tuple[str, str]:
         """Region and path; ("", "") outside of the model."""
-        return self._stack.items[-1] if self._stack.items else ("", "")
+        return self._stack[-1] if self._stack else ("", "")
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Hooks modules and named ranges for the duration of the block.
 
-        Raises:
-            RuntimeError: another tracker is installed.
+        Raises RuntimeError if another tracker is installed.
         """
+        registers: list[Any] = [(register_module_forward_pre_hook, register_module_forward_hook)]
+        if not self._hook_all:
+            modules = [module for module, region in self._regions.items() if region is not None]
+            registers = [(module.register_forward_pre_hook, module.register_forward_hook) for module in modules]
         with ExitStack() as hooks:
             hooks.enter_context(ranges_opened_by(self.range))
-            if self._hook_all:
-                hooks.callback(register_module_forward_pre_hook(self._enter).remove)
-                hooks.callback(register_module_forward_hook(self._exit, always_call=True).remove)
-            else:
-                for module in [module for module, region in self._regions.items() if region is not None]:
-                    hooks.callback(module.register_forward_pre_hook(self._enter).remove)
-                    hooks.callback(module.register_forward_hook(self._exit, always_call=True).remove)
+            for register_pre_hook, register_hook in registers:
+                hooks.callback(register_pre_hook(self._enter).remove)
+                hooks.callback(register_hook(self._exit, always_call=True).remove)
             yield
 
     @contextmanager
@@ -118,11 +114,11 @@ class RegionTracker:
 
     def push(self, region: str, path: str) -> None:
         """Enter a region."""
-        self._stack.items.append((region, path))
+        self._stack.append((region, path))
 
     def pop(self) -> None:
         """Leave the innermost region."""
-        self._stack.items.pop()
+        self._stack.pop()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -165,9 +161,6 @@ class Statement(NamedTuple):
         while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
             frame = frame.f_back
         return cls() if frame is None else cls(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-
-
-UNKNOWN = Statement()
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

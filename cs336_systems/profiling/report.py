@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from .environment import Environment
 
@@ -24,8 +24,7 @@ def format_number(value: float | int | None, digits: int = 3) -> str:
 def markdown_table(headers: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """A Markdown table with aligned columns: the first to the left, the others to the right.
 
-    Raises:
-        ValueError: a line has not as many cells as there are headers.
+    Raises ValueError if a line has not as many cells as there are headers.
     """
     rows = [[" ".join(cell.replace("|", "\\|").split()) for cell in line] for line in (headers, *lines)]
     for row in rows:
@@ -44,7 +43,7 @@ def environment_lines(environment: Environment) -> list[str]:
     """The environment as items of a Markdown list."""
     on_cpu = environment.device_type == "cpu"
     commit, changes = environment.commit, " with uncommitted changes" if environment.dirty else ""
-    facts: Mapping[str, str | None] = {
+    facts: dict[str, str | None] = {
         "device": environment.device,
         "torch": environment.torch,
         "triton": environment.triton,

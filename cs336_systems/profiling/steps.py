@@ -3,8 +3,8 @@
     times = time_model(lambda: model(x).square().mean(), model, mode="forward+backward", device=x.device)
     times.phases["backward"].median, times.step.median, times.memory.peak_bytes
 
-A phase lies between two marks of one clock (see `clocks`), so the phases add up to the step, and no time is the
-difference of two measurements. On CUDA marks are events and the host may run ahead, as in training.
+A phase lies between two marks of one `timing.Clock`, so the phases add up to the step. On CUDA marks are events, and
+the host may run ahead, as in training.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from .clocks import Clock, clock_of
 from .memory import collection_paused
-from .timing import RoundTimes, call_milliseconds, synchronize
+from .timing import Clock, RoundTimes, call_milliseconds, synchronize
 
 Mode = Literal["forward", "forward+backward", "step"]
 """The forward alone, under ``no_grad``; forward and backward; or both and the optimizer's update."""
@@ -56,7 +55,7 @@ class StepTimes:
         step: the sum of the phases of each timed step.
         warmup_ms: wall-clock time of each warm-up step, synchronized before and after.
         memory: in the timed steps.
-        host_ms: wall-clock time that each timed step takes the host, which may run ahead of the device. Where the least
+        host_ms: wall-clock time that each timed step takes the host, which may run ahead of the device. If the least
             of them is the step's time, the device waits for the host.
     """
 
@@ -89,8 +88,7 @@ def time_steps(
         warmup: steps before the timed ones.
         between: called before each step, untimed.
 
-    Raises:
-        ValueError: there are no phases, or ``steps`` or ``warmup`` is too small.
+    Raises ValueError if there are no phases, or ``steps`` or ``warmup`` is too small.
     """
     if not phases:
         raise ValueError("phases must have at least one function; got none")
@@ -100,13 +98,9 @@ def time_steps(
     device, functions = torch.device(device), tuple(phases.values())
     before_step = between or (lambda: None)
 
-    def run_phases() -> None:
-        for function in functions:
-            function()
-
     def warmup_step() -> float:
         before_step()
-        return call_milliseconds(run_phases, device)
+        return call_milliseconds(lambda: [function() for function in functions], device)
 
     # CUDA events are recorded in a stream of the current device.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -114,7 +108,7 @@ def time_steps(
         synchronize(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        clock = clock_of(device, steps * (len(functions) + 1))
+        clock = Clock(device)
         with collection_paused():
             host_ms = tuple(_timed_step(functions, clock, before_step) for _ in range(steps))
             intervals = clock.intervals()
@@ -145,8 +139,8 @@ def time_model(
         update: the phase "optimizer" of mode "step": updates the parameters and clears the gradients.
         steps, warmup: see `time_steps`.
 
-    Raises:
-        ValueError: ``mode`` is unknown, ``update`` is missing or unexpected, or ``steps`` or ``warmup`` is too small.
+    Raises ValueError if ``mode`` is unknown, ``update`` is missing or unexpected, or ``steps`` or ``warmup`` is too
+    small.
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}; got {mode!r}")

@@ -1,8 +1,8 @@
 """Time measured so that implementations can be compared: short measurements, interleaved in rounds.
 
 A device's clocks fall under load, so what is measured first, or after a pause, reads faster than the same code after
-minutes of work. Here every contender is measured once a round, the order rotates from round to round, each
-measurement is short and comes after the same pause, and ratios are taken within a round, between neighbours in time.
+minutes of work. Here every function is measured once a round, the order rotates from round to round, each measurement
+is short and comes after the same pause, and ratios are taken within a round, between neighbours in time.
 
     times = compare({"softmax": lambda: x.softmax(-1), "sigmoid": lambda: x.sigmoid()}, device=x.device)
     times["softmax"].median, times["sigmoid"].speedup_over(times["softmax"])
@@ -10,18 +10,17 @@ measurement is short and comes after the same pause, and ratios are taken within
 
 from __future__ import annotations
 
+import functools
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from cs336_systems.profiling.clocks import clock_of
-from cs336_systems.profiling.memory import collection_paused, without_frames
-
-Item = TypeVar("Item")
+from .memory import collection_paused, without_frames
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class TimingMethod:
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """The time of one contender in each round, in milliseconds and in the order of the rounds."""
+    """The times of one function in milliseconds, one for each round, and their statistics."""
 
     milliseconds: tuple[float, ...]
 
@@ -53,58 +52,73 @@ class RoundTimes:
 
     @property
     def median(self) -> float:
-        """Median over the rounds, in milliseconds."""
         return statistics.median(self.milliseconds)
 
     @property
     def mean(self) -> float:
-        """Mean over the rounds, in milliseconds."""
         return statistics.fmean(self.milliseconds)
 
     @property
     def minimum(self) -> float:
-        """Fastest round, in milliseconds."""
         return min(self.milliseconds)
 
     @property
     def maximum(self) -> float:
-        """Slowest round, in milliseconds."""
         return max(self.milliseconds)
 
     @property
     def standard_deviation(self) -> float:
-        """Sample standard deviation over the rounds, in milliseconds; 0 for a single round."""
+        """Sample standard deviation; 0 for a single round."""
         return statistics.stdev(self.milliseconds) if len(self.milliseconds) > 1 else 0.0
 
     @property
     def coefficient_of_variation(self) -> float:
-        """The standard deviation as a part of the mean; 0 where all rounds took no time."""
+        """The standard deviation over the mean; 0 if all rounds took no time."""
         return self.standard_deviation / self.mean if self.mean else 0.0
 
     def speedup_over(self, baseline: RoundTimes) -> float:
-        """How many times faster than `baseline`: the median of the ratios within each round.
+        """How many times faster than ``baseline``: the median of the ratios within each round.
 
-        Raises ValueError when the two were not measured in the same number of rounds.
+        Raises ValueError if the two were not measured in the same number of rounds.
         """
-        if len(baseline.milliseconds) != len(self.milliseconds):
-            raise ValueError(
-                f"baseline must have the same {len(self.milliseconds)} rounds; got {len(baseline.milliseconds)}"
-            )
-        return statistics.median(
-            theirs / ours for theirs, ours in zip(baseline.milliseconds, self.milliseconds, strict=True)
-        )
+        ours, theirs = self.milliseconds, baseline.milliseconds
+        if len(theirs) != len(ours):
+            raise ValueError(f"baseline must have the same {len(ours)} rounds; got {len(theirs)}")
+        return statistics.median(before / after for before, after in zip(theirs, ours, strict=True))
 
 
-def rotated(items: Sequence[Item], round_index: int) -> list[Item]:
-    """The items in the order of one round: each round starts one item later than the round before."""
-    if not items:
-        return []
-    start = round_index % len(items)
-    return [*items[start:], *items[:start]]
+class Clock:
+    """Marks in a computation, and the time between each and the next.
+
+    On CUDA a mark is an event in the current stream, so the host runs ahead. Elsewhere it is the wall clock's time, on
+    MPS after a synchronization.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """Mark this point."""
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            synchronize(self._device)
+            self._marks.append(time.perf_counter())
+
+    def intervals(self) -> tuple[float, ...]:
+        """Milliseconds between neighbouring marks; waits for the last one."""
+        synchronize(self._device)
+        pairs = itertools.pairwise(self._marks)
+        if self._device.type == "cuda":
+            return tuple(float(begin.elapsed_time(end)) for begin, end in pairs)
+        return tuple(1e3 * (end - begin) for begin, end in pairs)
 
 
 def synchronize(device: torch.device | str) -> None:
-    """Wait until the device has done all the work it was given. A CPU has nothing to wait for."""
+    """Wait until the device has done all its work. A CPU has nothing to wait for."""
     kind = torch.device(device).type
     if kind == "cuda":
         torch.cuda.synchronize(device)
@@ -124,8 +138,8 @@ def call_milliseconds(function: Callable[[], object], device: torch.device | str
 def host_milliseconds(function: Callable[[], object], count: int, *, device: torch.device | str) -> float:
     """Milliseconds that the host takes for a call, on average over ``count`` calls that do not wait for the device.
 
-    The device is idle before, and is waited for afterwards. Keep ``count`` small enough for its queue, which has room
-    for about a thousand launches. On a CPU a call computes before it returns, so this is its whole time.
+    Keep ``count`` small enough for the device's queue, which has room for about a thousand launches. On a CPU a call
+    computes before it returns, so this is its whole time.
     """
     synchronize(device)
     with collection_paused():
@@ -137,73 +151,53 @@ def host_milliseconds(function: Callable[[], object], count: int, *, device: tor
     return elapsed * 1e3 / count
 
 
-def measure_ms(function: Callable[[], object], *, device: torch.device | str, method: TimingMethod) -> float:
-    """One short measurement of `function`: the median time of a call, in milliseconds.
-
-    On CUDA it is measured with device events by `triton.testing.do_bench`, which clears the L2 cache before each call.
-    A call that takes longer than all the repetitions together is timed once, after one call that is not timed. On
-    other devices the clock is the wall's. `function` must already have been called once: whatever it compiles on its
-    first call would be measured with it.
-    """
-    with collection_paused():
-        if torch.device(device).type == "cuda":
-            return _measure_on_cuda(function, method)
-        return _measure_by_wall_clock(function, device, method)
-
-
-def _measure_on_cuda(function: Callable[[], object], method: TimingMethod) -> float:
-    # do_bench makes at least eight calls. Where one of them fills the whole window, one timed call says as much; two
-    # agree on that before it is believed, because a single slow call may only have been an allocation.
-    for _ in range(2):
-        milliseconds = _event_milliseconds(function)
-        if milliseconds < method.repetitions_ms:
-            return _do_bench(function, method)
-    return milliseconds
-
-
-def _event_milliseconds(function: Callable[[], object]) -> float:
-    start = torch.cuda.Event(enable_timing=True)
-    end = torch.cuda.Event(enable_timing=True)
-    start.record()
-    function()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end))
-
-
-def _do_bench(function: Callable[[], object], method: TimingMethod) -> float:
-    # Imported here: Triton is needed for CUDA only, and it has no wheels for some systems.
-    from triton.testing import do_bench
-
-    median: Any = do_bench(function, warmup=method.warmup_ms, rep=method.repetitions_ms, return_mode="median")
-    return float(median)
-
-
-def _measure_by_wall_clock(function: Callable[[], object], device: torch.device | str, method: TimingMethod) -> float:
-    warmed = call_milliseconds(function, device)
-    while warmed < method.warmup_ms:
-        warmed += call_milliseconds(function, device)
-    times = [call_milliseconds(function, device)]
-    while sum(times) < method.repetitions_ms:
-        times.append(call_milliseconds(function, device))
-    return statistics.median(times)
-
-
 def consecutive_ms(function: Callable[[], object], count: int, *, device: torch.device | str) -> RoundTimes:
-    """The time of each of so many calls that follow one another, as in a loop that does not wait for its device.
+    """The time of each of ``count`` consecutive calls, without synchronization between them; see `Clock`.
 
-    On CUDA a time is that between two events which the device records, one before the first call and one after each:
-    the host may run ahead, as it does in training, so that its own time counts only where the device waits for it. On
-    other devices the clock is the wall's. `function` must already have been called, as for `measure_ms`.
+    On CUDA the host may run ahead, as in training: its own time counts only where the device waits for it. Call
+    ``function`` once before, as for `measure_ms`.
     """
     with collection_paused():
         synchronize(device)
-        clock = clock_of(device, count + 1)
+        clock = Clock(device)
         clock.mark()
         for _ in range(count):
             function()
             clock.mark()
         return RoundTimes(clock.intervals())
+
+
+def measure_ms(function: Callable[[], object], *, device: torch.device | str, method: TimingMethod) -> float:
+    """One short measurement of ``function``: the median time of a call, in milliseconds.
+
+    On CUDA `triton.testing.do_bench` measures with device events, and clears the L2 cache before each call. A call that
+    takes longer than all the repetitions together is timed once, after one call that is not timed. On other devices the
+    clock is the wall's. Call ``function`` once before: what it compiles on its first call would be measured too.
+    """
+    with collection_paused():
+        if torch.device(device).type == "cuda":
+            return _measure_on_cuda(function, device, method)
+        warmed = call_milliseconds(function, device)
+        while warmed < method.warmup_ms:
+            warmed += call_milliseconds(function, device)
+        times = [call_milliseconds(function, device)]
+        while sum(times) < method.repetitions_ms:
+            times.append(call_milliseconds(function, device))
+        return statistics.median(times)
+
+
+def _measure_on_cuda(function: Callable[[], object], device: torch.device | str, method: TimingMethod) -> float:
+    # do_bench makes at least eight calls. If a call fills the whole window, one is enough. It must be long twice,
+    # because a single slow call may have been an allocation.
+    for _ in range(2):
+        milliseconds = consecutive_ms(function, 1, device=device).median
+        if milliseconds < method.repetitions_ms:
+            # Imported here: Triton is needed for CUDA only, and has no wheels for some systems.
+            from triton.testing import do_bench
+
+            options: dict[str, Any] = {"warmup": method.warmup_ms, "rep": method.repetitions_ms}
+            return float(do_bench(function, **options, return_mode="median"))
+    return milliseconds
 
 
 def interleave(
@@ -215,49 +209,43 @@ def interleave(
 ) -> dict[str, RoundTimes]:
     """Make every measurement once a round, in an order that rotates, each after the same pause.
 
-    `measurements` maps a name to a function that measures once and returns milliseconds. A measurement that raises is
-    passed to `on_error`, is left out of the later rounds and is not in the result; without `on_error` the exception
-    goes to the caller. `on_measurement(name, round_index)` is told what comes next, before the pause.
+    Args:
+        measurements: by name, functions that measure once and return milliseconds.
+        on_error: called with a measurement that raises, which is left out of later rounds and of the result. Without
+            it the exception goes to the caller.
+        on_measurement: called with the name and the round's index, before the pause.
     """
     names = list(measurements)
     times: dict[str, list[float]] = {name: [] for name in names}
     for round_index in range(method.rounds):
-        for name in rotated(names, round_index):
+        first = round_index % max(1, len(names))
+        for name in names[first:] + names[:first]:
             if name not in times:
                 continue
             if on_measurement is not None:
                 on_measurement(name, round_index)
             time.sleep(method.pause_ms * 1e-3)
-            failure: Exception | None = None
             try:
                 times[name].append(measurements[name]())
+                continue
             except Exception as error:
                 if on_error is None:
                     raise
-                failure = without_frames(error)
-            if failure is not None and on_error is not None:
-                # Reported out here, where nothing refers to the failed call's tensors any more.
-                del times[name]
-                on_error(name, failure)
+                failure, report = without_frames(error), on_error
+            # Reported here, where nothing refers to the failed call's tensors any more.
+            del times[name]
+            report(name, failure)
     return {name: RoundTimes(tuple(rounds)) for name, rounds in times.items()}
 
 
 def compare(
-    functions: Mapping[str, Callable[[], object]],
-    *,
-    device: torch.device | str,
-    method: TimingMethod | None = None,
+    functions: Mapping[str, Callable[[], object]], *, device: torch.device | str, method: TimingMethod | None = None
 ) -> dict[str, RoundTimes]:
-    """Time several functions against one another, interleaved. Each is called once before anything is timed.
-
-    Raises what a function raises.
-    """
-    chosen = TimingMethod() if method is None else method
+    """Time functions, interleaved. Each is called once before anything is timed. Raises what a function raises."""
+    method = method or TimingMethod()
     for function in functions.values():
         function()
     synchronize(device)
-
-    def measurement(function: Callable[[], object]) -> Callable[[], float]:
-        return lambda: measure_ms(function, device=device, method=chosen)
-
-    return interleave({name: measurement(function) for name, function in functions.items()}, method=chosen)
+    options: dict[str, Any] = {"device": device, "method": method}
+    calls = {name: functools.partial(measure_ms, function, **options) for name, function in functions.items()}
+    return interleave(calls, method=method)

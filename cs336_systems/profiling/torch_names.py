@@ -20,21 +20,22 @@ def _lacking(name: str) -> RuntimeError:
 
 
 def _measured_by(name: str) -> Any:
-    """`find`, for what only measurements need; if it is missing, what raises when it is called."""
+    """`find`; if there is no such name, a class that raises when it is called."""
 
-    def lacking(*arguments: Any, **options: Any) -> Any:
-        raise _lacking(name.replace(":", "."))
+    class Lacking:
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            raise _lacking(name.replace(":", "."))
 
-    return find(name) or lacking
+    return find(name) or Lacking
 
 
 # A memory snapshot as an interactive page.
 trace_plot: Any = _measured_by("torch.cuda._memory_viz:trace_plot")
 
-# The node of autograd that is computed in this thread, None outside of a backward pass.
+# The autograd node that this thread computes, None outside of a backward pass.
 current_node: Callable[[], Any] = _measured_by("torch:_C._current_autograd_node")
 
-# The number that the next node of autograd gets in this thread.
+# The number of this thread's next autograd node.
 next_node_number: Callable[[], int] = _measured_by("torch:_C._autograd._get_sequence_nr")
 
 
@@ -46,34 +47,27 @@ def node_number(node: Node) -> int:
         raise _lacking("torch.autograd.graph.Node._sequence_nr") from None
 
 
-class _NoDispatchMode:
-    def __init__(self) -> None:
-        raise _lacking("torch.utils._python_dispatch.TorchDispatchMode")
+# Sees every operation below autograd.
+TorchDispatchMode: Any = _measured_by("torch.utils._python_dispatch:TorchDispatchMode")
 
 
-# What sees every operation, once autograd has.
-TorchDispatchMode: Any = find("torch.utils._python_dispatch:TorchDispatchMode") or _NoDispatchMode
+def without_donated_buffers() -> AbstractContextManager[Any]:
+    """Graphs that are compiled inside can run their backward pass again; others overwrite the saved tensors.
 
-
-def without_donated_buffers() -> AbstractContextManager[object]:
-    """What compiles inside has backward passes that can run again on the same graph; others overwrite what they get.
-
-    Without the name torch says so where such a backward pass runs again.
+    Without the name torch raises when such a backward pass runs again.
     """
     if find("torch._functorch.config:donated_buffer") is None:
         return nullcontext()
-    patched: AbstractContextManager[object] = find("torch._functorch.config:patch")(donated_buffer=False)
-    return patched
+    return find("torch._functorch.config:patch")(donated_buffer=False)
 
 
 def compiler_counters() -> Mapping[str, int]:
-    """How often Inductor met what, in this process: its cache's hits and misses among them."""
+    """Inductor's counters in this process, such as its cache's hits and misses."""
     counters = find("torch._dynamo.utils:counters")
     if counters is None:
         raise _lacking("torch._dynamo.utils.counters")
-    found: Mapping[str, int] = counters["inductor"]
-    return found
+    return counters["inductor"]
 
 
 COMPILER = ("torch._inductor.compile_fx", "torch._inductor.codegen.cuda_combined_scheduling")
-"""What torch.compile imports when it is first used, nearly all of it. One that is missing is imported then."""
+"""Nearly all that torch.compile imports at its first use. It imports a missing one itself."""

@@ -5,15 +5,15 @@
     time_by(calls, "name", steps=3).head(10)
     time_by(calls, ["phase", "region"], steps=3)
 
-Phases and regions are those of `ModuleRanges`. On a GPU a call is a kernel, a copy or a fill, in
-the phase and region in which it was launched. A trace without kernels is that of a CPU, where a call is an operator.
-https://ui.perfetto.dev shows such a trace.
+Phases and regions are those of `ModuleRanges`. On a GPU a call is a kernel, a copy or a fill, in the phase and region
+that launched it. In a trace without kernels, of a CPU, it is an operator. https://ui.perfetto.dev shows the trace.
 """
 
 from __future__ import annotations
 
 import bisect
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,18 +24,13 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from .kernel_classes import class_of
 from .module_ranges import PHASE, parse_label
-from .timing import RoundTimes, consecutive_ms
+from .timing import RoundTimes, consecutive_ms, synchronize
 
 if TYPE_CHECKING:
     import pandas as pd
 
 ELSEWHERE = "elsewhere"
 """The phase and the region of calls outside of all ranges."""
-
-_DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
-_LAUNCHES = ("cuda_runtime", "cuda_driver")
-_OPERATOR, _RANGE = "cpu_op", "user_annotation"
-_AUTOGRAD_ENGINE = "autograd::engine::"
 
 Event = Mapping[str, Any]
 
@@ -45,11 +40,9 @@ def record_trace(
 ) -> RoundTimes:
     """Profile ``steps`` calls and write their Chrome trace to ``path``; returns the time of each profiled call.
 
-    One more call before them warms up the profiler and is not in the trace. Whatever ``function`` compiles must be
-    compiled already.
+    A first call warms up the profiler, and is not in the trace. ``function`` must be compiled already.
     """
-    on_cuda = torch.device(device).type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.device(device).type == "cuda" else [])]
     with warnings.catch_warnings():
         # Torch 2.11 gives it for every schedule; the events of one cycle are not cleared by another here.
         warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
@@ -57,8 +50,7 @@ def record_trace(
         profiler.start()
     try:
         function()
-        if on_cuda:
-            torch.cuda.synchronize(device)
+        synchronize(device)
         profiler.step()
         times = consecutive_ms(function, steps, device=device)
     finally:
@@ -99,8 +91,7 @@ def time_by(calls: pd.DataFrame, columns: str | Sequence[str], *, steps: int) ->
     ``steps`` is the number of steps in the trace. Columns: ``milliseconds`` and ``instances`` per step; ``share`` of
     the time of all calls; ``mean_us``, ``median_us``, ``min_us``, ``max_us`` and ``std_us`` of single calls.
 
-    Raises:
-        ValueError: ``steps`` is below 1.
+    Raises ValueError if ``steps`` is below 1.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1; got {steps}")
@@ -115,11 +106,14 @@ def time_by(calls: pd.DataFrame, columns: str | Sequence[str], *, steps: int) ->
 
 def _calls(events: Sequence[Event]) -> Iterator[tuple[str, float, str, str, bool]]:
     """Name, microseconds, phase, region and whether it ran on a GPU."""
-    ranges = [(event, parse_label(event["name"])) for event in events if event.get("cat") == _RANGE]
+
+    def of(*categories: str) -> list[Event]:
+        return [event for event in events if event.get("cat") in categories]
+
+    ranges = [(event, parse_label(event["name"])) for event in of("user_annotation")]
     spans = sorted((e["ts"], e["ts"] + e["dur"], label[1]) for e, label in ranges if label and label[0] == PHASE)
-    kernels = [event for event in events if event.get("cat") in _DEVICE_EVENTS]
-    host_categories = (_OPERATOR, *(_LAUNCHES if kernels else ()))
-    operators = [event for event in events if event.get("cat") in host_categories]
+    kernels = of("kernel", "gpu_memcpy", "gpu_memset")
+    operators = of("cpu_op", *(("cuda_runtime", "cuda_driver") if kernels else ()))
     regions = [(event, label[0]) for event, label in ranges if label and label[0] != PHASE]
 
     def phase_at(time: float) -> str:
@@ -130,12 +124,12 @@ def _calls(events: Sequence[Event]) -> Iterator[tuple[str, float, str, str, bool
     nested = _nested(regions, operators)
     if not kernels:
         for event, self_time, region in nested:
-            if not event["name"].startswith(_AUTOGRAD_ENGINE):
+            if not event["name"].startswith("autograd::engine::"):
                 yield event["name"], self_time, phase_at(event["ts"]), region, False
         return
     by_operator, by_launch = {}, {}
     for event, _, region in nested:
-        if event["cat"] == _OPERATOR:
+        if event["cat"] == "cpu_op":
             by_operator[_argument(event, "External id")] = event["ts"], region
         else:
             by_launch[_argument(event, "correlation")] = event["ts"], region
@@ -159,23 +153,22 @@ def _nested(ranges: Iterable[tuple[Event, str]], operators: Iterable[Event]) -> 
     for events in threads.values():
         # Of two that start together the longer one is the outer one; the stable sort keeps ranges before operators.
         events.sort(key=lambda item: (item[0]["ts"], -item[0]["dur"]))
-        open_regions: list[tuple[float, str]] = []
-        open_operators: list[tuple[float, int]] = []
+        # What is open: its end, and the innermost region and operator there.
+        stack: list[tuple[float, str, int | None]] = [(math.inf, ELSEWHERE, None)]
         found: list[tuple[Event, str]] = []
         self_times: list[float] = []
         for event, region in events:
-            start, end = event["ts"], event["ts"] + event["dur"]
-            while open_regions and open_regions[-1][0] <= start:
-                open_regions.pop()
-            while open_operators and open_operators[-1][0] <= start:
-                open_operators.pop()
+            while stack[-1][0] <= event["ts"]:
+                stack.pop()
+            _, around, operator = stack[-1]
+            end = event["ts"] + event["dur"]
             if region is not None:
-                open_regions.append((end, region))
+                stack.append((end, region, operator))
                 continue
-            if open_operators:
-                self_times[open_operators[-1][1]] -= event["dur"]
-            open_operators.append((end, len(found)))
-            found.append((event, open_regions[-1][1] if open_regions else ELSEWHERE))
+            if operator is not None:
+                self_times[operator] -= event["dur"]
+            stack.append((end, around, len(found)))
+            found.append((event, around))
             self_times.append(float(event["dur"]))
-        for (event, region), microseconds in zip(found, self_times, strict=True):
-            yield event, max(0.0, microseconds), region
+        for (event, around), microseconds in zip(found, self_times, strict=True):
+            yield event, max(0.0, microseconds), around

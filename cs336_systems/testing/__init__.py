@@ -5,11 +5,27 @@
 """
 
 from .budget import TF32_EPS, Budget, Finding, assert_within_budget, budget_of, compare, difference
-from .cached import Cache, assert_cached_within_budget, make_cache
-from .evaluation import Asked, Attend, Features, Results, evaluate, in_dtype, leaves_of, poisoned_memory
+from .evaluation import (
+    Asked,
+    Attend,
+    Features,
+    Results,
+    evaluate,
+    in_dtype,
+    leaves_of,
+    naive_results,
+    oracle,
+    poisoned_memory,
+)
 from .inputs import LAYOUTS, Inputs, Shapes, make_inputs
-from .oracle import naive_results, oracle
-from .packed import assert_packed_within_budget, make_packed, starts_of
+from .sequences import (
+    Cache,
+    assert_cached_within_budget,
+    assert_packed_within_budget,
+    make_cache,
+    make_packed,
+    starts_of,
+)
 from .terms import roundings, terms
 
 __all__ = [

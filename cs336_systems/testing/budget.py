@@ -8,7 +8,7 @@ naive in float64. It is FlashAttention's rule. With ``m`` either the Euclidean n
                                               the largest element, and of a norm by eps / sqrt(12), that of a sum of
                                               independent roundings
                      + 2 eps32 m(terms)       sums are rounded in float32, whose eps this is; on a GPU 8 eps32, see
-                                              `oracle.rounding_on`
+                                              `evaluation.rounding_on`
                      + smallest m(1)          nothing is resolved below the smallest subnormal number of its dtype,
                                               nor below float32's smallest normal one, unless that is float64
 
@@ -38,9 +38,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .evaluation import Asked, Results
+from .evaluation import Asked, Results, naive_results, oracle, rounding_on
 from .inputs import Inputs
-from .oracle import naive_results, oracle, rounding_on
 from .terms import roundings, terms, unit_of
 
 
@@ -109,8 +108,7 @@ def compare(
         exact, naive, summed, rounded: see `Budget`. Without one of the last two that summand of the budget is 0.
         eps: what to take for float32's, such as `TF32_EPS`.
 
-    Raises:
-        ValueError: a result is missing, or has another shape or dtype than naive's.
+    Raises ValueError if a result is missing, or has another shape or dtype than naive's.
     """
     if set(actual) != set(naive):
         raise ValueError(f"actual must have the results {sorted(naive)}; got {sorted(actual)}")
@@ -152,8 +150,7 @@ def compare(
 def assert_within_budget(actual: Results, inputs: Inputs, *, eps: float | None = None, **asked: Unpack[Asked]) -> None:
     """Hold results of a call, or some of them, to its budget.
 
-    Raises:
-        AssertionError: it is beyond it; the message lists every result.
+    Raises AssertionError if it is beyond it; the message lists every result.
     """
     asked["return_lse"] = "lse" in actual
     hold(actual, budget_of(inputs, **asked), "the error is beyond the budget", eps=eps)

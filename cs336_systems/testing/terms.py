@@ -17,9 +17,8 @@ from ..attention.pairs import Pairs, Term, kept_pairs, scores_and_slopes, seen_p
 from ..attention.traced import Traced
 from ..kernels.call import Call, Options
 from ..kernels.rules import tensors_of
-from .evaluation import Asked, Features, Results, in_dtype
+from .evaluation import Asked, Features, Results, in_dtype, rounding_on
 from .inputs import Inputs
-from .oracle import rounding_on
 
 DRAWS = 32
 """Of random signs, for the size of terms that autograd adds up by itself."""

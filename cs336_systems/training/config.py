@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import types
@@ -37,14 +38,13 @@ checkpoint
 """
 
 
-def _fixed(default: Any, text: str) -> Any:
-    """An option that defines the data, the model or the update: a resumed run cannot change it."""
-    return dataclasses.field(default=default, metadata={"help": text, "fixed": True})
-
-
-def _free(default: Any, text: str) -> Any:
+def _free(default: Any, text: str, *, fixed: bool = False) -> Any:
     """An option that a resumed run can change."""
-    return dataclasses.field(default=default, metadata={"help": text, "fixed": False})
+    return dataclasses.field(default=default, metadata={"help": text, "fixed": fixed})
+
+
+_fixed = functools.partial(_free, fixed=True)
+"""An option that defines the data, the model or the update: a resumed run cannot change it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,8 +42,7 @@ class Trainer:
     Attributes:
         step: number of updates so far.
 
-    Raises:
-        ValueError: the options do not fit the data or the checkpoint.
+    Raises ValueError if the options do not fit the data or the checkpoint.
     """
 
     def __init__(self, config: TrainingConfig, folder: Path, layout: Layout, resume: Path | None = None) -> None:

@@ -4,12 +4,11 @@ from .attention import MultiHeadAttention
 from .cache import KVCache
 from .config import TransformerConfig
 from .decoder import Decoder
-from .generate import generate, stream
+from .generate import Sampling, generate, stream
 from .layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU
 from .loss import head_cross_entropy
 from .model import Transformer, TransformerBlock
 from .presets import PRESETS, preset
-from .sampling import Sampling
 from .weights import from_llama, llama_config, load_llama, load_weights
 
 __all__ = [

@@ -24,8 +24,7 @@ class MultiHeadAttention(nn.Module):
             has tokens, for which "auto" chooses.
         device, dtype: of the weights.
 
-    Raises:
-        TypeError, ValueError: sizes do not divide one another, or an argument is invalid.
+    Raises TypeError or ValueError if sizes do not divide one another, or an argument is invalid.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class MultiHeadAttention(nn.Module):
         """Attention of each token to itself and earlier ones, in x's dtype, or autocast's.
 
         Args:
-            x: the input.
             positions: for RoPE only; 0, 1, 2, ... if None. The causal mask follows the order in x.
             cache: stores the keys and values of x, after those of earlier tokens, which x attends to as well.
         """

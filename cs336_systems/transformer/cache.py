@@ -33,8 +33,7 @@ class KVCache:
         device_lengths: (batch,) lengths of the sequences, on the model's device. A step of one token per sequence reads
             lengths from here alone, so a CUDA graph can replay it (see `Decoder`).
 
-    Raises:
-        TypeError, ValueError: a size is not a positive int.
+    Raises TypeError or ValueError if a size is not a positive int.
     """
 
     def __init__(self, batch: int, capacity: int) -> None:
@@ -53,14 +52,9 @@ class KVCache:
         return tuple(self._lengths)
 
     def begin(self, new: int, device: torch.device) -> Step:
-        """The slots of the next ``new`` tokens of every sequence.
+        """The slots of the next ``new`` tokens of every sequence, for a model on ``device``.
 
-        Args:
-            new: number of tokens.
-            device: of the model.
-
-        Raises:
-            ValueError: the tokens exceed the capacity.
+        Raises ValueError if the tokens exceed the capacity.
         """
         self.reserve(new)
         if self.device_lengths.device != device:
@@ -74,12 +68,9 @@ class KVCache:
         )
 
     def reserve(self, new: int) -> None:
-        """Check that ``new`` tokens of every sequence fit; `advance` then counts them.
+        """Raise ValueError unless ``new`` tokens of every sequence fit; `advance` then counts them.
 
         This is all that `begin` does on the host, for replaying a CUDA graph.
-
-        Raises:
-            ValueError: the tokens exceed the capacity.
         """
         end = max(self._lengths) + new
         if end > self.capacity:
@@ -89,8 +80,8 @@ class KVCache:
     def advance(self, counts: list[int]) -> None:
         """Keep the first ``counts[i]`` new tokens of sequence i; the next tokens overwrite the others (padding).
 
-        Raises:
-            ValueError: there is not one count for each sequence, or a count is not from 0 to the number of new tokens.
+        Raises ValueError if there is not one count for each sequence, or a count is not from 0 to the number of new
+        tokens.
         """
         if len(counts) != self.batch or min(counts) < 0 or max(counts) > self._new:
             raise ValueError(f"counts must be {self.batch} numbers from 0 to {self._new}; got {counts}")

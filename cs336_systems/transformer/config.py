@@ -78,11 +78,6 @@ class TransformerConfig:
         """Number of key and value heads."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
-    @property
-    def effective_window(self) -> int | None:
-        """The window; None if it covers the whole context."""
-        return None if self.window is None or self.window >= self.context_length else self.window
-
     def parameters(self) -> int:
         """Number of trainable parameters; a tied matrix counts once."""
         embeddings = self.vocab_size * self.d_model * (1 if self.tie_embeddings else 2)
@@ -94,14 +89,10 @@ class TransformerConfig:
 
         Two for each weight of a matrix (the embedding, which is looked up, and the norms have none), and 4 d_head for
         each head and each pair of a query and a key, as FlashAttention's papers count. The causal mask leaves half of
-        the pairs, a window a band of them.
+        the pairs, a window a band of them; ``every_pair`` counts masked pairs too, as torch's ``FlopCounterMode`` does.
+        ``length`` is the context length if None.
 
-        Args:
-            length: of the sequence, in tokens; the context length if None.
-            every_pair: count masked pairs too, as torch's ``FlopCounterMode`` does for naive attention.
-
-        Raises:
-            TypeError, ValueError: ``length`` is not a positive int.
+        Raises TypeError or ValueError if ``length`` is not a positive int.
         """
         length = self.context_length if length is None else length
         check_size("length", length)
@@ -118,8 +109,7 @@ class TransformerConfig:
         blocks or by FlashAttention, does not count. Divided by the device's peak rate this gives the model FLOPs
         utilisation of Chowdhery et al., "PaLM" (2022).
 
-        Raises:
-            TypeError, ValueError: ``length``, the context length if None, is not a positive int.
+        Raises TypeError or ValueError if ``length``, the context length if None, is not a positive int.
         """
         return 3.0 * self.forward_flops_per_token(length)
 

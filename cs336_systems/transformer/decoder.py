@@ -35,19 +35,15 @@ class Decoder:
     >>> for _ in range(10):
     ...     logits = decoder.step(logits.argmax(-1))
 
-    A step launches many small kernels, most of which take less time on the GPU than their launch takes on the host. A
-    CUDA graph launches all of them at once. The first step captures the graph.
-
-    Autocast applies as it is when the decoder is constructed. Under autocast, captured or compiled steps use copies of
-    the linear layers' weights, cast once: casting them in every step would read and write more memory than the step
-    itself. Later changes of the weights are then not seen. A model in that dtype, ``model.to(torch.bfloat16)``, needs
-    no copies.
+    The first step captures a CUDA graph where possible, because most kernels of a step take less time on the GPU than
+    their launch on the host. Autocast applies as it is when the decoder is constructed: captured or compiled steps then
+    use copies of the linear layers' weights, cast once, and do not see later changes of the weights.
 
     Args:
         model: on any device.
         batch: number of sequences.
         capacity: maximum length of a sequence in tokens, at most the model's context length. The last generated token
-            does not go through the model and needs no slot.
+            needs no slot.
         graph: whether to capture steps in a CUDA graph; None to do so where possible (see `why_no_graph`).
         compile: whether to compile steps with ``torch.compile``, as one graph. This takes a while, once for each model,
             batch and dtype, and again for a second capacity.
@@ -56,8 +52,7 @@ class Decoder:
         cache: the `KVCache`.
         uses_graph: whether steps are captured in a CUDA graph.
 
-    Raises:
-        TypeError, ValueError: a size is not a positive int, or ``graph`` is True where steps cannot be captured.
+    Raises TypeError or ValueError if a size is not a positive int, or ``graph`` is True where steps cannot be captured.
     """
 
     def __init__(
@@ -92,9 +87,8 @@ class Decoder:
         Args:
             prompts: one sequence of at least one token for each sequence of the batch, of any lengths.
 
-        Raises:
-            TypeError, ValueError: prompts are not such sequences, have tokens outside of the vocabulary or more than
-                the cache's capacity, or came before.
+        Raises TypeError or ValueError if prompts are not such sequences, have tokens outside of the vocabulary or more
+        than the cache's capacity, or came before.
         """
         rows = check_prompts(prompts, self._model.config.vocab_size)
         if len(rows) != self.cache.batch:
@@ -119,8 +113,7 @@ class Decoder:
         Args:
             tokens: on the model's device.
 
-        Raises:
-            ValueError: the cache is full, there was no prompt, or tokens are not one for each sequence.
+        Raises ValueError if the cache is full, there was no prompt, or tokens are not one for each sequence.
         """
         if tuple(tokens.shape) != (self.cache.batch,):
             raise ValueError(f"tokens must have shape ({self.cache.batch},); got {tuple(tokens.shape)}")
@@ -222,14 +215,11 @@ def with_cast_weights(model: Transformer, dtype: torch.dtype) -> Transformer:
 def check_prompts(prompts: Sequence[Sequence[int]] | Tensor, vocab_size: int) -> list[list[int]]:
     """Prompts as lists of Python ints.
 
-    Raises:
-        TypeError, ValueError: prompts are not one or more sequences of one or more tokens below ``vocab_size``.
+    Raises TypeError or ValueError if prompts are not one or more sequences of one or more tokens below ``vocab_size``.
     """
     try:
-        # operator.index accepts NumPy's integers too.
-        rows = [
-            [operator.index(x) for x in row] for row in (prompts.tolist() if isinstance(prompts, Tensor) else prompts)
-        ]
+        listed = prompts.tolist() if isinstance(prompts, Tensor) else prompts
+        rows = [[operator.index(x) for x in row] for row in listed]  # accepts NumPy's integers too
     except TypeError as error:
         raise TypeError(f"prompts must be sequences of ints, or a tensor (batch, length): {error}") from error
     if not rows:

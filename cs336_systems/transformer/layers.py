@@ -190,8 +190,7 @@ class RotaryEmbedding(ToldOfCasts):
             positions: from 0 to ``context_length`` - 1, of a shape that broadcasts to x's without d_head; 0, 1, 2, ...
                 if None.
 
-        Raises:
-            ValueError: x is longer than ``context_length``, or its width is not ``d_head``.
+        Raises ValueError if x is longer than ``context_length``, or its width is not ``d_head``.
         """
         _, length, pairs = self.table.shape
         if x.shape[-1] != 2 * pairs:

@@ -38,9 +38,8 @@ def head_cross_entropy(
     Returns:
         The loss, in float32 (float64 for float64 logits).
 
-    Raises:
-        TypeError, ValueError: ``chunk`` is not a positive int, ``count`` is not a positive number, or the shapes of
-            hidden and targets differ.
+    Raises TypeError or ValueError if ``chunk`` is not a positive int, ``count`` is not a positive number, or the shapes
+    of hidden and targets differ.
     """
     if count is not None:
         check_positive("count", count)

@@ -42,7 +42,8 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.ln1 = RMSNorm(config.d_model, config.norm_eps, device, dtype)
-        window = config.effective_window
+        whole = config.window is None or config.window >= config.context_length
+        window = None if whole else config.window
         self.attn = MultiHeadAttention(
             config.d_model, config.num_heads, config.num_kv_heads, rope, window, config.attn, device, dtype
         )
@@ -73,8 +74,7 @@ class Transformer(nn.Module):
         device, dtype: of the weights. On the "meta" device they take no memory; call ``to_empty`` and then
             `reset_parameters` or ``load_state_dict``.
 
-    Raises:
-        TypeError, ValueError: ``checkpoint_every`` is not a positive int.
+    Raises TypeError or ValueError if ``checkpoint_every`` is not a positive int.
     """
 
     def __init__(
@@ -128,9 +128,8 @@ class Transformer(nn.Module):
             chunk: number of tokens whose logits are in memory at a time for the loss; None for all.
             count: divisor of the loss; None for the number of targets. See `head_cross_entropy`.
 
-        Raises:
-            ValueError: there are more tokens than the context length, arguments exclude one another, or keys to cache
-                require gradients.
+        Raises ValueError if there are more tokens than the context length, arguments exclude one another, or keys to
+        cache require gradients.
         """
         self._check(token_ids, positions, cache, logits_at, targets, chunk, count)
         step = cache.begin(token_ids.shape[1], token_ids.device) if isinstance(cache, KVCache) else cache

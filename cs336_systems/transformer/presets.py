@@ -40,14 +40,8 @@ def preset(name: str, suite: str = "2025", **changes: Any) -> TransformerConfig:
     >>> preset("xl", context_length=256).parameters()
     1998235200
 
-    Args:
-        name: a key of ``PRESETS[suite]``.
-        suite: "2025" or "2026"; "xl" is a different model in each.
-        changes: attributes of `TransformerConfig` to change.
-
-    Raises:
-        ValueError: the suite does not exist, or has no such name.
-        TypeError, ValueError: `TransformerConfig` does not accept a change.
+    ``changes`` are attributes of `TransformerConfig`. Raises ValueError if the suite does not exist, or has no such
+    name, and what `TransformerConfig` raises.
     """
     if suite not in PRESETS:
         raise ValueError(f"suite must be one of {', '.join(map(repr, PRESETS))}; got {suite!r}")

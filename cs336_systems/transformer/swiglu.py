@@ -143,14 +143,9 @@ class SwiGLUFunction(torch.autograd.Function):
         return dx, None if dw1 is None else dw1.to(w1.dtype), None if dw3 is None else dw3.to(w3.dtype), dw2
 
 
-def has_kernels(device_type: str) -> bool:
-    """Whether a type of device has kernels: "cuda" does, if Triton is installed."""
-    return device_type == "cuda" and TRITON_IS_INSTALLED
-
-
 def fused(x: Tensor, *weights: Tensor) -> bool:
     """Whether `swiglu` replaces the plain expression."""
-    return has_kernels(x.device.type) and can_be_fused(x, *weights)
+    return x.device.type == "cuda" and TRITON_IS_INSTALLED and can_be_fused(x, *weights)
 
 
 def can_be_fused(x: Tensor, *weights: Tensor) -> bool:

@@ -70,9 +70,8 @@ def load_weights(model: Transformer, state: Mapping[str, Tensor]) -> None:
         state: names as in `cs336_systems.transformer.model`, with or without the components that torch.compile and
             DistributedDataParallel add. For a model with tied embeddings it may hold a head that equals the embedding.
 
-    Raises:
-        ValueError: names are missing or unknown, shapes differ, or the head does not equal the embedding to which the
-            model ties it. The model is then unchanged.
+    Raises ValueError if names are missing or unknown, shapes differ, or the head does not equal the embedding to which
+    the model ties it. The model is then unchanged.
     """
     state = {".".join(x for x in name.split(".") if x not in WRAPPERS): tensor for name, tensor in state.items()}
     if model.lm_head is None and "lm_head.weight" in state:
@@ -102,9 +101,8 @@ def llama_config(settings: Mapping[str, Any], **changes: Any) -> TransformerConf
             ``rope_theta`` (or in ``rope_parameters``), ``rms_norm_eps`` and ``tie_word_embeddings``.
         changes: attributes of `TransformerConfig` to change, such as a shorter ``context_length``.
 
-    Raises:
-        ValueError: a setting is missing, or `Transformer` does not implement it: biases, another activation, scaled
-            RoPE, a head width other than hidden_size / num_attention_heads.
+    Raises ValueError if a setting is missing, or `Transformer` does not implement it: biases, another activation,
+    scaled RoPE, a head width other than hidden_size / num_attention_heads.
     """
     missing = [name for name in _SIZES.values() if name not in settings]
     if missing:
@@ -133,8 +131,7 @@ def from_llama(tensors: Mapping[str, Tensor], config: TransformerConfig) -> dict
         tensors: by their names in the checkpoint. The RoPE tables of old checkpoints are ignored.
         config: of the model, as `llama_config` returns it.
 
-    Raises:
-        ValueError: a name is not Llama's.
+    Raises ValueError if a name is not Llama's.
     """
     state: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from cs336_systems.attention import attention
 from cs336_systems.compat import flash_attn
 from cs336_systems.compat.flash_attn import (
     flash_attn_func,
@@ -161,38 +160,25 @@ def test_dropout(device):
     assert torch.eq(out, 0).float().mean().item() == pytest.approx(0.5, abs=0.02)
 
 
-@pytest.mark.parametrize(("given", "expected"), [(True, True), (False, None)])
-def test_deterministic_defaults_to_torchs_setting(monkeypatch, given, expected):
+def test_deterministic_defaults_to_torchs_setting(monkeypatch):
     seen = []
-
-    def record(*inputs, **options):
-        seen.append(options["deterministic"])
-        return attention(*inputs, **options)
-
-    monkeypatch.setattr(flash_attn, "attention", record)
-    flash_attn_func(*make("cpu"), deterministic=given)
-    assert seen == [expected]
+    monkeypatch.setattr(flash_attn, "attention", lambda q, k, v, **options: seen.append(options["deterministic"]) or q)
+    for given in (True, False):
+        flash_attn_func(*make("cpu"), deterministic=given)
+    assert seen == [True, None]
 
 
-LENGTHS = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
+LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 FIRST = {
-    "flash_attn_func": ["q", "k", "v"],
-    "flash_attn_qkvpacked_func": ["qkv"],
-    "flash_attn_kvpacked_func": ["q", "kv"],
-    "flash_attn_varlen_func": ["q", "k", "v", *LENGTHS],
-    "flash_attn_varlen_qkvpacked_func": ["qkv", "cu_seqlens", "max_seqlen"],
-    "flash_attn_varlen_kvpacked_func": ["q", "kv", *LENGTHS],
+    "flash_attn_func": "q k v",
+    "flash_attn_qkvpacked_func": "qkv",
+    "flash_attn_kvpacked_func": "q kv",
+    "flash_attn_varlen_func": f"q k v {LENGTHS}",
+    "flash_attn_varlen_qkvpacked_func": "qkv cu_seqlens max_seqlen",
+    "flash_attn_varlen_kvpacked_func": f"q kv {LENGTHS}",
 }
-DEFAULTS = {
-    "dropout_p": 0.0,
-    "softmax_scale": None,
-    "causal": False,
-    "window_size": (-1, -1),
-    "softcap": 0.0,
-    "alibi_slopes": None,
-    "deterministic": False,
-    "return_attn_probs": False,
-}
+DEFAULTS = {"dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0}
+DEFAULTS |= {"alibi_slopes": None, "deterministic": False, "return_attn_probs": False}
 
 
 @pytest.mark.parametrize("name", FIRST)
@@ -200,7 +186,7 @@ def test_signatures(name):
     function = getattr(flash_attn, name)
     parameters = inspect.signature(function).parameters
     last = ["block_table"] if name == "flash_attn_varlen_func" else []
-    assert list(parameters) == [*FIRST[name], *DEFAULTS, *last]
+    assert list(parameters) == [*FIRST[name].split(), *DEFAULTS, *last]
     assert {each: parameters[each].default for each in DEFAULTS} == DEFAULTS
     assert typing.get_type_hints(function).keys() >= parameters.keys()
 
@@ -236,27 +222,20 @@ INVALID = [
 ]
 
 
-@pytest.mark.parametrize(("valid", "change", "message"), INVALID)
+PACKED = [
+    (flash_attn_qkvpacked_func, (Q,), "qkv must have shape (batch, length, 3, heads, d); got (2, 5, 4, 8)"),
+    (flash_attn_qkvpacked_func, ([],), "qkv must be a torch.Tensor; got list"),
+    (flash_attn_kvpacked_func, (Q, THREE), "kv must have shape (batch, length, 2, heads, d); got (2, 5, 3, 4, 8)"),
+    (flash_attn_varlen_qkvpacked_func, (Q[0], None, 5), "qkv must have shape (all, 3, heads, d); got (5, 4, 8)"),
+    (
+        *(flash_attn_varlen_kvpacked_func, (Q[0], THREE[0], None, None, 5, 5)),
+        "kv must have shape (all_k, 2, heads, d); got (5, 3, 4, 8)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("valid", "change", "message"), INVALID + PACKED)
 def test_invalid_arguments(valid, change, message):
-    function = flash_attn_func if valid is DENSE else flash_attn_varlen_func
+    call = {id(DENSE): flash_attn_func, id(VARLEN): flash_attn_varlen_func}.get(id(valid))
     with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}$"):
-        function(**valid | change)
-
-
-@pytest.mark.parametrize(
-    ("function", "arguments", "message"),
-    [
-        (flash_attn_qkvpacked_func, (Q,), "qkv must have shape (batch, length, 3, heads, d); got (2, 5, 4, 8)"),
-        (flash_attn_qkvpacked_func, ([],), "qkv must be a torch.Tensor; got list"),
-        (flash_attn_kvpacked_func, (Q, THREE), "kv must have shape (batch, length, 2, heads, d); got (2, 5, 3, 4, 8)"),
-        (flash_attn_varlen_qkvpacked_func, (Q[0], None, 5), "qkv must have shape (all, 3, heads, d); got (5, 4, 8)"),
-        (
-            flash_attn_varlen_kvpacked_func,
-            (Q[0], THREE[0], None, None, 5, 5),
-            "kv must have shape (all_k, 2, heads, d); got (5, 3, 4, 8)",
-        ),
-    ],
-)
-def test_invalid_packed_tensors(function, arguments, message):
-    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}$"):
-        function(*arguments)
+        valid(*change) if call is None else call(**valid | change)

@@ -44,30 +44,23 @@ def test_replaced_nests_and_restores(impls):
         out = torch.nn.functional.scaled_dot_product_attention(X, X, X)
     torch.testing.assert_close(out, call())
     assert impls == ["tiled", "naive"]
+    with pytest.raises(ValueError, match=r"^impl must be one of .*; got 'fast'$"), replaced("fast"):
+        pytest.fail("no error")
     with pytest.raises(TypeError, match=r"^query must be a torch\.Tensor"), replaced():
         F.scaled_dot_product_attention([1.0], [1.0], [1.0])
 
 
-def test_replaced_as_a_decorator(impls):
-    decorated = replaced("tiled")(call)
+def test_replaced_as_a_decorator_and_in_every_thread(impls):
+    @replaced("tiled")
+    def decorated():
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
     for _ in range(2):
         decorated()
         assert F.scaled_dot_product_attention is TORCHS
     assert impls == ["tiled", "tiled"]
-
-
-def test_replaced_in_every_thread(impls):
-    with replaced("tiled"):
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
-    assert impls == ["tiled"]
-
-
-@pytest.mark.usefixtures("impls")
-def test_replaced_checks_impl():
-    with pytest.raises(ValueError, match=r"^impl must be one of .*; got 'fast'$"), replaced("fast"):
-        pytest.fail("no error")
 
 
 @pytest.mark.parametrize("causal", [False, "top_left", "bottom_right"])

@@ -10,14 +10,7 @@ import pytest
 import torch
 
 from cs336_systems.profiling import environment
-from cs336_systems.profiling.environment import (
-    Commit,
-    DeviceState,
-    collect_environment,
-    command_line,
-    git_commit,
-    nvidia_smi,
-)
+from cs336_systems.profiling.environment import collect_environment, command_line, git_commit, nvidia_smi
 
 
 def test_the_environment_of_this_cpu(tmp_path):
@@ -26,15 +19,12 @@ def test_the_environment_of_this_cpu(tmp_path):
     assert found.device
     assert found.cuda is None
     assert found.driver is None
-    assert found.commit is None
+    assert (found.commit, found.dirty) == (None, None)
     assert list(found.packages) == ["torch"]
     found.write(tmp_path / "environment.json")
     assert json.loads((tmp_path / "environment.json").read_text())["cpu_threads"] == torch.get_num_threads()
-
-
-def test_a_stated_commit_is_taken_as_it_is(tmp_path):
-    found = collect_environment("cpu", repository=tmp_path, commit="abc")
-    assert (found.commit, found.dirty) == ("abc", None)
+    stated = collect_environment("cpu", repository=tmp_path, commit="abc")
+    assert (stated.commit, stated.dirty) == ("abc", None)
 
 
 def git(folder, *arguments):
@@ -43,40 +33,34 @@ def git(folder, *arguments):
 
 
 def test_the_commit_and_whether_files_changed_since(tmp_path):
-    assert git_commit(tmp_path) == Commit(None, None)
+    assert git_commit(tmp_path) == (None, None)
     git(tmp_path, "init")
     (tmp_path / "file").write_text("one")
     git(tmp_path, "add", "file")
     git(tmp_path, "commit", "-m", "one")
-    clean = git_commit(tmp_path)
-    assert clean.identifier is not None
-    assert len(clean.identifier) == 40
-    assert clean.dirty is False
+    identifier, dirty = git_commit(tmp_path)
+    assert (len(identifier), dirty) == (40, False)
     (tmp_path / "other").write_text("untracked files do not count")
-    assert git_commit(tmp_path) == clean
+    assert git_commit(tmp_path) == (identifier, False)
     (tmp_path / "file").write_text("two")
-    assert git_commit(tmp_path) == Commit(clean.identifier, True)
+    assert git_commit(tmp_path) == (identifier, True)
 
 
 @pytest.fixture
 def commands(monkeypatch):
-    """Commands that were run, each answered with what the list `answers` gives next."""
-    seen: list[list[str]] = []
-    answers: list[str | None] = []
-
-    def answer(command: list[str]) -> str | None:
-        seen.append(command)
-        return answers.pop(0)
-
-    properties = types.SimpleNamespace(uuid="1234-5678")
+    """Commands that were run, each answered with the next of `answers`."""
+    seen, answers = [], []
+    properties = types.SimpleNamespace(uuid="1234-5678", total_memory=7)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(environment, "_output_of", answer)
+    monkeypatch.setattr(environment, "_output_of", lambda command: seen.append(command) or answers.pop(0))
     return types.SimpleNamespace(seen=seen, answers=answers)
 
 
 def test_nvidia_smi_is_queried_for_the_device_itself(commands):
     commands.answers.append("580.159.04, 1980, 3201, 1980, 700.00, [N/A]")
-    assert nvidia_smi("cuda") == ("580.159.04", DeviceState(1980, 3201, 1980, 700, None))
+    driver, state = nvidia_smi("cuda")
+    assert driver == "580.159.04"
+    assert [*(state or {}).values()] == [1980, 3201, 1980, 700, None]
     (command,) = commands.seen
     assert command[:2] == ["nvidia-smi", "--id=GPU-1234-5678"]
     assert all(argument.startswith(("--id=", "--query-gpu=", "--format=")) for argument in command[1:])
@@ -90,14 +74,13 @@ def test_a_silent_nvidia_smi_is_no_error(commands, answer):
 
 def test_the_environment_of_a_cuda_device(commands, monkeypatch):
     commands.answers += ["f00", "", "580.1, 1, 2, 3, 4, 5"]
-    properties = types.SimpleNamespace(uuid="u", total_memory=7)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     found = collect_environment("cuda")
     assert (found.device, found.driver, found.cudnn, found.device_memory_bytes) == ("NVIDIA H200", "580.1", "91900", 7)
     assert (found.commit, found.dirty) == ("f00", False)
-    assert found.state_at_start == DeviceState(1, 2, 3, 4, 5)
+    names = ("sm_clock_mhz", "memory_clock_mhz", "maximum_sm_clock_mhz", "power_limit_watts", "temperature_celsius")
+    assert found.state_at_start == dict(zip(names, (1, 2, 3, 4, 5), strict=True))
 
 
 def test_a_missing_command_has_no_output():

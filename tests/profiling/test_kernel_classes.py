@@ -36,27 +36,13 @@ NAMES = {
         "void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4, false, false>",
         "void dot_kernel<float, 128, 0, cublasDotParams<cublasGemvTensor<float const>, cublasGemvTensor<float>>>",
         "magma_sgemmEx_kernel<float, float, float, false, true, 6, 4, 6, 3, 4>",
-        "triton_bmm",
-        "triton_tem_fused_addmm_relu_3",
-        "aten::mm",
-        "aten::addmm",
-        "aten::linear",
-        "aten::mkldnn_linear",
-        "aten::_scaled_mm",
+        *("triton_bmm", "triton_tem_fused_addmm_relu_3"),
+        *("aten::mm", "aten::addmm", "aten::linear", "aten::mkldnn_linear", "aten::_scaled_mm"),
     ],
     ATTENTION: [
-        "forward_kernel",
-        "forward_more_kernel",
-        "backward_kernel",
-        "dq_kernel",
-        "backward_wide_kernel",
-        "dkdv_kernel",
-        "prepare_kernel",
-        "finish_kernel",
-        "pair_gradient_kernel",
-        "cached_kernel",
-        "merge_kernel",
-        "rewrite_kernel",
+        *("forward_kernel", "forward_more_kernel", "backward_kernel", "dq_kernel", "backward_wide_kernel"),
+        *("dkdv_kernel", "prepare_kernel", "finish_kernel", "pair_gradient_kernel", "cached_kernel"),
+        *("merge_kernel", "rewrite_kernel"),
         "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, false, false>>",
         "void pytorch_flash::flash_bwd_dot_do_o_kernel<true, Flash_bwd_kernel_traits<64, 128, 128, 8, 4, 4, 4>>",
         "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::CollectiveMainloop<",
@@ -73,9 +59,7 @@ NAMES = {
         NATIVE + "(anonymous namespace)::cunn_SoftMaxBackward<8, float, float, float, LogSoftMaxBackwardEpilogue>",
         "triton_per_fused__softmax_masked_fill_mul_5",
         "triton_red_fused__log_softmax_nll_loss_forward_2",
-        "aten::_softmax",
-        "aten::_softmax_backward_data",
-        "aten::_log_softmax",
+        *("aten::_softmax", "aten::_softmax_backward_data", "aten::_log_softmax"),
     ],
     LOSS: [
         NATIVE + "(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(float*, float*)",
@@ -100,9 +84,7 @@ NAMES = {
         NATIVE + "(anonymous namespace)::elementwise_kernel_with_index<int, at::native::arange_cuda_out>",
         "triton_poi_fused_mul_silu_6",
         "triton_poi_fused__to_copy_add_mul_stack_sub_1",
-        "aten::mul",
-        "aten::masked_fill_",
-        "aten::silu_backward",
+        *("aten::mul", "aten::masked_fill_", "aten::silu_backward"),
     ],
     REDUCTION: [
         NATIVE + "reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::func_wrapper_t<float, sum_functor>>>",
@@ -118,11 +100,8 @@ NAMES = {
         NATIVE + "elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::direct_copy_kernel_cuda>>",
         NATIVE + "(anonymous namespace)::CatArrayBatchedCopy<at::native::OpaqueType<4u>, unsigned int, 4, 64, 64>",
         NATIVE + "vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1ul>>",
-        "triton_poi_fused__to_copy_4",
-        "triton_poi_fused_clone_transpose_5",
-        "aten::copy_",
-        "aten::_to_copy",
-        "aten::cat",
+        *("triton_poi_fused__to_copy_4", "triton_poi_fused_clone_transpose_5"),
+        *("aten::copy_", "aten::_to_copy", "aten::cat"),
     ],
     INDEX: [
         NATIVE + "(anonymous namespace)::indexSelectLargeIndex<float, long, unsigned int, 2, 2, -2, true>",
@@ -150,10 +129,7 @@ NAMES = {
         "SwiGLUFunctionBackward",
         "TorchDynamo Cache Lookup",
         "AOTDispatcher Runtime Wrapper Prologue",
-        "aten::view",
-        "MulBackward0",
-        "torch::autograd::AccumulateGrad",
-        "aten::t",
+        *("aten::view", "MulBackward0", "torch::autograd::AccumulateGrad", "aten::t"),
     ],
     OTHER: ["## Call CompiledFxGraph f7zdugq5aur66 ##", "aten::never_heard_of", "void mystery<float>(float*)"],
 }
@@ -164,7 +140,5 @@ def test_names(name, expected):
     assert class_of(name) == expected
 
 
-def test_every_class_is_tried_and_described():
-    assert set(NAMES) == set(CLASSES)
-    assert {each for each, _ in RULES} == set(CLASSES) - {OTHER}
-    assert sum(map(len, NAMES.values())) >= 60
+def test_every_class_is_tried():
+    assert set(NAMES) == set(CLASSES) == {each for each, _ in RULES} | {OTHER}

@@ -20,12 +20,12 @@ from cs336_systems.profiling.precision import (
 from cs336_systems.testing import Shapes, make_inputs
 
 TOTALS = {
-    "float32": (10.000133514404297, "10.0001"),
-    "float16": (9.953125, "9.9531"),
-    "mixed float16": (10.00213623046875, "10.0021"),
-    "mixed float16, cast": (10.00213623046875, "10.0021"),
-    "bfloat16": (4.0, "4.0000"),
-    "mixed bfloat16": (10.009765625, "10.0098"),
+    "float32": 10.000133514404297,
+    "float16": 9.953125,
+    "mixed float16": 10.00213623046875,
+    "mixed float16, cast": 10.00213623046875,
+    "bfloat16": 4.0,
+    "mixed bfloat16": 10.009765625,
 }
 
 
@@ -49,13 +49,8 @@ def by_tensor(seen):
     return {(one.role, one.name): one.dtype for one in seen}
 
 
-@pytest.mark.parametrize("way", ACCUMULATIONS, ids=lambda way: way.name)
-def test_the_sums_are_exactly_these(way):
-    total = way.total()
-    assert (total, f"{total:.4f}") == TOTALS[way.name]
-
-
-def test_a_sum_of_few_terms_is_exact():
+def test_the_sums_are_exactly_these():
+    assert {way.name: way.total() for way in ACCUMULATIONS} == TOTALS
     assert Accumulation("halves", torch.float16, torch.float16).total(0.5, 6) == 3.0
 
 
@@ -114,12 +109,9 @@ def test_any_model_and_it_is_left_as_it_was():
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_without_a_loss_there_is_nothing_of_a_backward_pass():
-    assert {one.role for one in tensor_dtypes(ToyModel(), torch.randn(4, 16))} == {"parameter", "output", "result"}
-
-
-def test_hooks_are_removed_when_the_model_fails():
+def test_without_a_loss_there_is_no_backward_pass_and_a_failure_leaves_no_hooks():
     model = ToyModel()
+    assert {one.role for one in tensor_dtypes(model, torch.randn(4, 16))} == {"parameter", "output", "result"}
     with pytest.raises(RuntimeError):
         tensor_dtypes(model, torch.randn(4, 17))
     assert not any(module._forward_hooks for module in model.modules())

@@ -126,6 +126,12 @@ class TestSmallModel:
             recorder.usage()
 
 
+@pytest.fixture(scope="module")
+def step():
+    """The recorder of one step."""
+    return recorded()[0]
+
+
 class TestTransformer:
     @pytest.mark.parametrize(("autocast", "width"), [(False, 4), (True, 2)])
     def test_the_largest_allocation_of_each_category(self, autocast, width):
@@ -142,15 +148,15 @@ class TestTransformer:
         other = sizes.get(("other", "backward"), 0)
         assert other <= 4  # the loss's own gradient
 
-    def test_owners(self):
-        table = recorded()[0].table()
+    def test_owners(self, step):
+        table = step.table()
         sums = table.groupby(["owner", "phase"]).bytes.sum()
         assert sums[PARAMETERS, ""] >= PARAMETER_BYTES
         assert sums[GRADIENTS, "backward"] == PARAMETER_BYTES
         assert 2 * PARAMETER_BYTES <= sums[OPTIMIZER_STATE].sum() < 2.1 * PARAMETER_BYTES  # averages and step counts
 
-    def test_the_backward_allocates_for_operations_of_the_forward(self):
-        table = recorded()[0].table()
+    def test_the_backward_allocates_for_operations_of_the_forward(self, step):
+        table = step.table()
         softmax = table[table.operation == "aten._softmax_backward_data (SoftmaxBackward0)"]
         assert list(softmax.module) == ["layers.1.attn.attend", "layers.0.attn.attend"]
         assert set(softmax.category) == {SOFTMAX}
@@ -172,16 +178,15 @@ class TestTransformer:
         held = timeline.sum(axis=1)[recorder.phases[4][1]] - usage.before_bytes
         assert usage.held_bytes == held
 
-    def test_torchs_tools_read_the_snapshot(self, tmp_path):
-        recorder, _ = recorded()
-        snapshot = pickle.loads(pickle.dumps(recorder.snapshot()))
+    def test_torchs_tools_read_the_snapshot(self, step, tmp_path):
+        snapshot = pickle.loads(pickle.dumps(step.snapshot()))
         (trace,) = snapshot["device_traces"]
         text = _memory_viz.trace(snapshot)
-        assert text.count("= MEM[") == sum(entry["action"] == "alloc" for entry in trace) == len(recorder.allocations)
+        assert text.count("= MEM[") == sum(entry["action"] == "alloc" for entry in trace) == len(step.allocations)
         frees = [entry for entry in trace if entry["action"] == "free_completed"]
-        assert len(frees) == sum(each.end is not None for each in recorder.allocations)
+        assert len(frees) == sum(each.end is not None for each in step.allocations)
         assert {SCORES, GRADIENTS} <= {entry.get("category") for entry in trace}
-        recorder.save_page(tmp_path / "page.html")
+        step.save_page(tmp_path / "page.html")
         assert "Active Memory Timeline" in (tmp_path / "page.html").read_text()
 
 

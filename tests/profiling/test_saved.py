@@ -86,9 +86,6 @@ def test_autocasts_copies_of_parameters_are_no_activations(model, x):
 def test_a_checkpointed_block_saves_its_input(model, x):
     saved = saved_tensors(lambda: checkpoint(model[1], model[0](x), use_reentrant=False), model, [x])
     assert activation_bytes(saved) == 2 * WIDE + NARROW
-
-
-def test_without_gradients_nothing_is_saved(model, x):
     with torch.no_grad():
         assert saved_tensors(lambda: model(x), model) == []
 

@@ -126,6 +126,7 @@ def torchrun(*arguments):
     )
 
 
+@pytest.mark.slow
 def test_torchrun_trains_and_resumes(flags, tmp_path, place):
     out = tmp_path / "run"
     process = torchrun(*flags(out=out, steps=4, device=place, parallel="context", sample_every=4))

@@ -25,19 +25,16 @@ def model(tiny, device):
 
 
 @pytest.mark.parametrize(
-    "options", [{"temperature": 0}, {"seed": 1, "top_k": 5, "top_p": 0.8}], ids=["greedy", "random"]
-)
-@pytest.mark.parametrize("prompts", [PROMPTS, [[1, 2], [3, 4]]], ids=["several_lengths", "one_length"])
-@pytest.mark.parametrize(
     "changes",
     [{}, {"window": 3}, {"num_kv_heads": 1, "tie_embeddings": True, "attn": "tiled"}, {"attn": "sdpa"}],
     ids=["plain", "window", "shared_and_tied", "sdpa"],
 )
-def test_the_cache_changes_no_tokens(tiny, device, changes, prompts, options):
+def test_the_cache_changes_no_tokens(tiny, device, changes):
     model = Transformer(tiny(**changes), device=device, dtype=F64)
-    new = generate(model, prompts, 10, **options)
-    assert [len(tokens) for tokens in new] == [10] * len(prompts)
-    assert new == generate(model, prompts, 10, use_cache=False, **options)
+    for prompts, options in ((PROMPTS, {"temperature": 0}), ([[1, 2], [3, 4]], {"seed": 1, "top_k": 5, "top_p": 0.8})):
+        new = generate(model, prompts, 10, **options)
+        assert [len(tokens) for tokens in new] == [10] * len(prompts)
+        assert new == generate(model, prompts, 10, use_cache=False, **options)
 
 
 @pytest.mark.parametrize("impl", ["flash"])
@@ -47,15 +44,10 @@ def test_the_cache_changes_no_tokens_with_the_kernels(tiny, device, impl):
     assert new == generate(model, [[5, 6, 7], [8]], 2, temperature=0, use_cache=False)
 
 
-def test_greedy_tokens_are_the_most_likely(model, device):
-    (new,) = generate(model, [[1, 2, 3]], 8, temperature=0)
-    sequence = torch.tensor([[1, 2, 3, *new]], device=device)
-    assert model(sequence).argmax(-1)[0, 2:-1].tolist() == new
-
-
-def test_sequences_of_a_batch_are_independent(model):
-    together = generate(model, PROMPTS, 10, temperature=0)
-    assert together == [generate(model, [prompt], 10, temperature=0)[0] for prompt in PROMPTS]
+def test_greedy_tokens_are_the_most_likely_of_each_sequence(model, device):
+    for prompt, new in zip(PROMPTS, generate(model, PROMPTS, 8, temperature=0), strict=True):
+        sequence = torch.tensor([prompt + new], device=device)
+        assert model(sequence).argmax(-1)[0, len(prompt) - 1 : -1].tolist() == new
 
 
 @torch.no_grad()
@@ -169,37 +161,23 @@ def test_seeds_repeat(model, device):
         assert generate(model, [[1]], 3, seed=seed) == generate(model, [[1]], 3, seed=seed)
 
 
-def test_stop_tokens_end_their_sequence_alone(model):
-    whole = generate(model, PROMPTS, 12, temperature=0)
-    stop = {whole[0][2], whole[2][4]}
-    ends = [[i for i, token in enumerate(tokens) if token in stop] for tokens in whole]
-    expected = [tokens[: end[0] + 1] if end else tokens for tokens, end in zip(whole, ends, strict=True)]
-    assert len(expected[0]) <= 3
-    assert generate(model, PROMPTS, 12, temperature=0, stop_tokens=stop) == expected
-
-
-def test_a_stream_computes_tokens_on_demand_and_pads_ended_sequences(model):
+def test_stop_tokens_end_their_sequence_alone_and_a_stream_computes_on_demand(model):
     whole = generate(model, PROMPTS, 6, temperature=0)
     stop = whole[1][2]
-    calls = []
+    expected = [row[: row.index(stop) + 1] if stop in row else row for row in whole]
+    assert len(expected[1]) <= 3
+    assert generate(model, PROMPTS, 6, temperature=0, stop_tokens=[stop]) == expected
+    calls, steps = [], []
     model.register_forward_hook(lambda *_: calls.append(1))
-    steps = []
     for tokens in stream(model, PROMPTS, 6, temperature=0, stop_tokens=[stop]):
         steps.append(tokens)
         assert len(calls) == len(steps)
         assert torch.is_grad_enabled()
-    expected = [row[: row.index(stop) + 1] if stop in row else row for row in whole]
     for row, new in zip(zip(*steps, strict=True), expected, strict=True):
         assert list(row) == [*new, *[None] * (len(steps) - len(new))]
-    assert not any(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_generation_ends_when_all_sequences_have(model):
-    calls = []
-    model.register_forward_hook(lambda *_: calls.append(1))
-    new = generate(model, PROMPTS, 12, seed=0, stop_tokens=range(40))
-    assert [len(tokens) for tokens in new] == [1] * 4
-    assert len(calls) == 1
+    calls.clear()
+    assert [len(tokens) for tokens in generate(model, PROMPTS, 12, seed=0, stop_tokens=range(40))] == [1] * 4
+    assert len(calls) == 1  # generation ends with the last sequence
 
 
 def test_the_whole_context_can_be_used(model):
@@ -220,7 +198,6 @@ INVALID = [
     (torch.tensor([1, 2]), {}, TypeError, f"{TENSOR}: 'int' object .*"),
     ([[1]], {"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1; got 0"),
     ([[1]], {"max_new_tokens": 2.0}, TypeError, "max_new_tokens must be an int; got 2.0 of type float"),
-    ([[1]], {"top_k": -1}, ValueError, "top_k must be at least 1; got -1"),
     ([[1]], {"temperature": "hot"}, TypeError, "temperature must be a float; got 'hot' of type str"),
     ([[1]], {"stop_tokens": "ab"}, TypeError, "stop_tokens must be ints: 'str' object cannot be .*"),
     ([[1]], {"stop_tokens": 7}, TypeError, "stop_tokens must be ints: 'int' object is not iterable"),
@@ -246,11 +223,9 @@ def test_a_generator_on_another_device(tiny):
         generate(Transformer(tiny(), device="cuda"), [[1]], 3, generator=torch.Generator())
 
 
-@pytest.mark.parametrize("call", [stream, generate])
-@pytest.mark.parametrize("model", [None, torch.nn.Linear(2, 2)])
-def test_other_models(call, model):
-    with pytest.raises(TypeError, match=f"^model must be a Transformer; got {type(model).__name__}$"):
-        call(model, [[1]], 3)
+def test_other_models():
+    with pytest.raises(TypeError, match=r"^model must be a Transformer; got Linear$"):
+        stream(torch.nn.Linear(2, 2), [[1]], 3)
 
 
 def replace_logits(model, change):
@@ -261,24 +236,20 @@ def replace_logits(model, change):
 @pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"top_k": 3}, {"stop_tokens": [0]}, {"use_cache": False}])
 def test_logits_that_are_not_finite(model, options, value):
     replace_logits(model, lambda logits: torch.full_like(logits, value))
-    with pytest.raises(
-        FloatingPointError, match=r"finite logits; got NaN or infinity for new token 0 of prompts\[0\]$"
-    ):
+    with pytest.raises(FloatingPointError, match=r"finite logits; got NaN .* for new token 0 of prompts\[0\]$"):
         generate(model, PROMPTS, 3, **options)
     with pytest.raises(FloatingPointError):
         next(stream(model, PROMPTS, 3, **options))
 
 
-def test_some_logits_may_be_minus_infinity(model, device):
+def test_some_logits_may_be_minus_infinity_and_the_error_names_the_sequence(tiny, model, device):
+    other = Transformer(tiny(), device=device)
     replace_logits(model, lambda logits: logits.index_fill(-1, torch.arange(39, device=device), -torch.inf))
     assert generate(model, PROMPTS, 3) == [[39] * 3] * 4
-
-
-def test_the_error_names_the_sequence(model):
     with torch.no_grad():
-        model.token_embeddings.weight[8] = torch.nan
+        other.token_embeddings.weight[8] = torch.nan
     with pytest.raises(FloatingPointError, match=r"new token 0 of prompts\[1\]"):
-        generate(model, PROMPTS, 6, temperature=0)
+        generate(other, PROMPTS, 6, temperature=0)
 
 
 def test_logits_after_the_end_of_a_sequence_are_ignored(model):

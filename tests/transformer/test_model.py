@@ -35,24 +35,14 @@ def test_logits_follow_from_the_blocks(tiny, device, tokens):
     torch.testing.assert_close(model(tokens[0], logits_at=at), logits[torch.arange(3, device=device), at])
 
 
-def change_token(token_ids, position):
-    changed = token_ids.clone()
+@pytest.mark.parametrize(("window", "position", "end"), [(None, 7, 12), (3, 0, 5)])  # two layers of two earlier tokens
+def test_tokens_affect_later_logits_only_in_a_window(tiny, device, tokens, window, position, end):
+    model, changed = Transformer(tiny(window=window), device=device), tokens[0].clone()
     changed[:, position] = (changed[:, position] + 1) % 40
-    return changed
-
-
-def test_tokens_affect_later_logits_only(tiny, device, tokens):
-    model = Transformer(tiny(), device=device)
-    before, after = model(tokens[0]), model(change_token(tokens[0], 7))
-    torch.testing.assert_close(before[:, :7], after[:, :7])
-    assert (before[:, 7:] != after[:, 7:]).any(-1).all()
-
-
-def test_a_window_limits_the_range_of_all_layers(tiny, device, tokens):
-    model = Transformer(tiny(window=3), device=device)
-    same = (model(tokens[0]) - model(change_token(tokens[0], 0))).abs().amax(-1) < 1e-6
-    assert not same[:, :5].any()  # two layers of two earlier tokens each
-    assert same[:, 5:].all()
+    differ = (model(tokens[0]) - model(changed)).abs().amax(-1) > 1e-6
+    assert differ[:, position:end].all()
+    assert not differ[:, :position].any()
+    assert not differ[:, end:].any()
 
 
 def test_a_tied_head_is_the_embedding(tiny, device, tokens):

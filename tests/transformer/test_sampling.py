@@ -36,25 +36,17 @@ def test_probabilities(device, options, expected):
     torch.testing.assert_close(probabilities.cpu(), torch.tensor([expected, expected], dtype=torch.float32))
 
 
-@pytest.mark.parametrize(
-    ("logits", "options", "expected"),
-    [
+def test_special_cases(device):
+    for logits, options, expected in (
         ([[0.0] * 4], {"top_p": 0.5}, [[0.5, 0.5, 0, 0]]),  # exactly top_p is enough
         ([[100.0, 99.0, -100.0]], {"temperature": 2e-38}, [[1, 0, 0]]),  # no overflow
         ([[-2.3, -0.1], [1.0, 1.0]], {"top_p": 0.8}, [[0, 1], [0.5, 0.5]]),  # rows are independent
         ([[0.0] * 100], {"top_k": 2}, [[0.5, 0.5] + [0] * 98]),  # of equal logits the first
-    ],
-)
-def test_special_cases(device, logits, options, expected):
-    assert Sampling(**options).probabilities(torch.tensor(logits, device=device)).tolist() == expected
-
-
-def test_16_bit_logits_have_float32_probabilities(device):
-    logits = torch.randn(3, 40, device=device).bfloat16()
-    for options in ({}, {"temperature": 0.7, "top_k": 12, "top_p": 0.9}):
-        probabilities = Sampling(**options).probabilities(logits)
-        assert probabilities.dtype == torch.float32
-        assert torch.equal(probabilities, Sampling(**options).probabilities(logits.float()))
+    ):
+        assert Sampling(**options).probabilities(torch.tensor(logits, device=device)).tolist() == expected
+    narrow, sampling = torch.randn(3, 40, device=device).bfloat16(), Sampling(0.7, 12, 0.9)
+    assert sampling.probabilities(narrow).dtype == torch.float32
+    assert torch.equal(sampling.probabilities(narrow), sampling.probabilities(narrow.float()))
 
 
 def test_frequencies(device):

@@ -1,11 +1,11 @@
-"""Packed sequences: their inputs, and the budget of what is computed of them, from each sequence by itself."""
+"""Packed sequences and KV caches: their inputs, and the budget of results, from each sequence by itself."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,8 +50,7 @@ def assert_packed_within_budget(
     The oracle, naive and the terms are those of each sequence called by itself. Features are of all sequences: tensors
     of two axes (sequences or 1, heads), or of four, rows and columns being those of the longest.
 
-    Raises:
-        AssertionError: it is beyond it; the message lists every result.
+    Raises AssertionError if it is beyond it; the message lists every result.
     """
     features = features or {}
     whole: list[Results] = [
@@ -103,3 +102,59 @@ def _index(tensor: Any, number: int, q_len: int, k_len: int) -> tuple[Any, ...]:
         return ()
     spans = (slice(number, number + 1), slice(None), slice(0, q_len), slice(0, k_len))[: tensor.ndim]
     return tuple(span if size > 1 else slice(None) for span, size in zip(spans, tensor.shape, strict=True))
+
+
+class Cache(NamedTuple):
+    """The arguments of `attention_with_cache` that are tensors."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lengths: Tensor
+
+
+def make_cache(
+    lengths: Sequence[int],
+    *,
+    capacity: int,
+    q_heads: int,
+    kv_heads: int,
+    d: int,
+    new: int = 1,
+    dv: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Cache:
+    """Standard normal tensors. Slots that no sequence has are NaN: looking at one would be seen."""
+    shapes = (q_heads, new, d), (kv_heads, capacity, d), (kv_heads, capacity, dv or d)
+    q, k, v = (torch.randn(len(lengths), *shape, dtype=dtype, device=device) for shape in shapes)
+    for number, length in enumerate(lengths):
+        for slots in (k, v):
+            slots[number, :, max(0, length) :] = math.nan
+    return Cache(q, k, v, torch.tensor(lengths, dtype=torch.long, device=device))
+
+
+def assert_cached_within_budget(
+    out: Tensor,
+    lse: Tensor,
+    cache: Cache,
+    *,
+    scale: float | None = None,
+    eps: float | None = None,
+    features: Features | None = None,
+) -> None:
+    """Hold ``out`` and ``lse`` of each sequence to the budget of `assert_within_budget`.
+
+    The oracle, naive and the terms are those of causal attention over the sequence's own slots. ``features`` are a
+    ``window`` and a ``softcap``, if any.
+
+    Raises AssertionError if one is beyond it; the message names the sequence and lists its results.
+    """
+    capacity = cache.k.shape[2]
+    for number, length in enumerate(cache.lengths.clamp(0, capacity).tolist()):
+        one = slice(number, number + 1)
+        q, k, v = cache.q[one], cache.k[one, :, :length], cache.v[one, :, :length]
+        inputs = Inputs(q, k, v, torch.zeros_like(out[one]), torch.zeros_like(lse[one]))
+        held_to = budget_of(inputs, causal=True, scale=scale, features=features)
+        message = f"the error of sequence {number}, of {length} slots, is beyond the budget"
+        hold({"out": out[one], "lse": lse[one]}, held_to, message, eps=eps)
