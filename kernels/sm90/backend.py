@@ -136,7 +136,7 @@ def plan_forward(call: Call) -> Forward:
 
     def run(q: Tensor, k: Tensor, v: Tensor, aux: Aux = NO_AUX) -> tuple[Tensor, Tensor]:
         out = new_out(q)
-        lse = torch.empty(lse_shape, dtype=torch.float32, device=device)
+        lse = torch.empty(*lse_shape, dtype=torch.float32, device=device)  # a tuple takes longer to parse
         workspace = workspace_for(device, num_tiles)
         tensors = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         tails = NO_TAILS
