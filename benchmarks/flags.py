@@ -10,9 +10,8 @@ parser with ``add_argument``.
 from __future__ import annotations
 
 import argparse
-import itertools
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,21 +134,27 @@ def make_parser(description: str | None, *, timeout: float = 600.0, **defaults: 
             continue
         convert, metavar, text = (_SEVERAL if name in _SEVERAL else _SINGLE)[name]
         if default is not None:
-            shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else default
-            text += f" (default: {shown})"
-        if name in _SEVERAL:
-            parser.add_argument(option, nargs="+", type=_list_of(convert), default=default, metavar=metavar, help=text)
-        else:
-            parser.add_argument(option, type=convert, default=default, metavar=metavar, help=text)
+            text += f" (default: {' '.join(map(str, default)) if isinstance(default, list) else default})"
+        how: dict[str, Any] = {"nargs": "+", "action": _Several} if name in _SEVERAL else {"type": convert}
+        parser.add_argument(option, default=default, metavar=metavar, help=text, **how)
     _add_run_flags(parser, timeout)
     return parser
 
 
-def _list_of(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    def convert_all(text: str) -> list[Any]:
-        return [convert(word) for word in text.split(",") if word]
+class _Several(argparse.Action):
+    """Values separated by spaces or commas, as one list without repetitions."""
 
-    return convert_all
+    def __call__(
+        self, parser: argparse.ArgumentParser, options: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        convert = _SEVERAL[self.dest][0]
+        try:
+            found = list(dict.fromkeys(convert(word) for text in values for word in text.split(",") if word))
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+        if not found:
+            parser.error(f"{option} must have at least one value")
+        setattr(options, self.dest, found)
 
 
 def _add_run_flags(parser: argparse.ArgumentParser, timeout: float) -> None:
@@ -172,13 +177,6 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = Non
     Ends the program with a message and status 2 if the arguments are invalid.
     """
     options = parser.parse_args(arguments)
-    for name in _SEVERAL:
-        value = getattr(options, name, None)
-        if value and isinstance(value[0], list):
-            value = list(dict.fromkeys(itertools.chain.from_iterable(value)))
-            setattr(options, name, value)
-            if not value:
-                parser.error(f"--{name.replace('_', '-')} must have at least one value")
     try:
         options.device = choose_device(options.device)
     except ValueError as error:
@@ -195,18 +193,10 @@ def restrict(parser: argparse.ArgumentParser, options: argparse.Namespace, **kno
     """
     for name, values in known.items():
         given = getattr(options, name, None)
-        if given is None:
-            continue
-        if unknown := [str(value) for value in (given if isinstance(given, list) else [given]) if value not in values]:
+        each = given if isinstance(given, list) else [] if given is None else [given]
+        if unknown := [str(value) for value in each if value not in values]:
             flag = name.replace("_", "-")
             parser.error(f"--{flag} must be of {', '.join(map(str, values))}; got {', '.join(unknown)}")
-
-
-def fill(options: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
-    """Set the options that were not given (None) to their defaults, such as those of a preset."""
-    for name, value in defaults.items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
 
 
 def wants_gpu(arguments: Sequence[str] | None = None) -> bool:

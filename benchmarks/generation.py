@@ -211,7 +211,6 @@ PROGRAM = Program(
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options."""
     gpu = flags.wants_gpu(arguments)
     usual: dict[str, Any] = {
         "models": ["large"],
@@ -248,7 +247,6 @@ def cases_of(options: argparse.Namespace) -> list[GenerationCase]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
     options = parse(arguments)
     return run(PROGRAM, options, cases_of(options))
 

@@ -9,7 +9,6 @@ call computes before it returns, so there the figure is the whole time of a call
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import sys
@@ -119,27 +118,21 @@ def tables(frame: pd.DataFrame) -> str:
     return "\n\n".join(parts)
 
 
-def notes(options: argparse.Namespace) -> list[str]:
-    """How the figures are measured, in sentences."""
-    whole = [] if options.device.type == "cuda" else ["not on a GPU: a call computes before it returns"]
-    batches = (
-        f"the median over {options.rounds} rounds of {options.calls} calls in a row, which do not wait for the GPU"
-    )
-    return [batches, "ratios are medians of those within a round", *whole]
-
-
 PROGRAM = Program(
     "host_overhead",
     "Host time of an eager call",
     measure,
     tables,
-    notes=notes,
+    notes=(
+        "the median over {rounds} rounds of {calls} calls in a row, which do not wait for the GPU; on a CPU a call "
+        "computes before it returns",
+        "ratios are medians of those within a round",
+    ),
     settings=("seed", "rounds", "calls", "providers"),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
     parser = flags.make_parser(
         __doc__,
         lengths=[256],

@@ -118,28 +118,22 @@ def tables(frame: pd.DataFrame) -> str:
     return markdown(frame.reindex(columns=[*(field.name for field in dataclasses.fields(Problem)), *figures]))
 
 
-def notes(options: argparse.Namespace) -> list[str]:
-    """How the figures are measured, in sentences."""
-    return [
-        "causal attention, forward and backward",
-        f"{options.rep / 1e3:g} s of calls in a row after {options.warmup / 1e3:g} s of warm-up; not interleaved",
-        "output and gradients of this library's Functions satisfy the error budget of the tests",
-    ]
-
-
 PROGRAM = harness.Program(
     name="leaderboard",
     title="The course's leaderboard",
     measure=measure,
     tables=tables,
     settings=("warmup", "rep", "seed"),
-    notes=notes,
+    notes=(
+        "causal attention, forward and backward",
+        "{rep:g} ms of calls in a row after {warmup:g} ms of warm-up; not interleaved",
+        "output and gradients of this library's Functions satisfy the error budget of the tests",
+    ),
     preload=COMPILER,
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
     gpu = flags.wants_gpu(arguments)
     parser = flags.make_parser(
         __doc__,

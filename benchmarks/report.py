@@ -237,7 +237,6 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
     parser = flags.make_parser(__doc__, timeout=5400.0, preset="quick")
     add = parser.add_argument
     add("--stop-after", type=flags.seconds, metavar="S", help="start no part after this many seconds")

@@ -34,7 +34,6 @@ LEAST_LENGTH = 64
 
 
 def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """The command line; its defaults depend on whether the arguments ask for a GPU."""
     gpu = flags.wants_gpu(arguments)
     parser = flags.make_parser(
         __doc__,
@@ -195,34 +194,27 @@ def drive(sweep: harness.Sweep[ScalingCase], cases: Sequence[ScalingCase]) -> No
             sweep.note(f"{name}: {longest or 'nothing'} fits, {shortest or 'nothing tried'} does not")
 
 
-def notes(options: argparse.Namespace) -> list[str]:
-    """How the figures are measured, in sentences."""
-    return [
-        f"{options.steps} consecutive steps after the warm-up, whose first step compiles; with --longest, one step",
-        "float32 parameters, bfloat16 autocast, gradient clipping, fused AdamW; float32 products "
-        f"{'may' if options.tf32 else 'do not'} use TF32",
-        "weak: each process has as many tokens as one process alone, in its own sequences or in a part of longer ones; "
-        "strong: all processes together have them",
-        "MFU is of one GPU, with all query-key pairs; mfu_causal without the masked ones",
-        "efficiency: tokens/s over n times those of one process; work_efficiency: the same with FLOPs, since tokens of "
-        "longer sequences need more",
-        "times are those of the slowest process in each step, peaks those of the highest",
-    ]
-
-
 PROGRAM = harness.Program(
     name="scaling",
     title="Several GPUs",
     measure=measure,
     tables=tables,
     settings=("steps", "tf32", "seed"),
-    notes=notes,
+    notes=(
+        "{steps} consecutive steps after the warm-up, whose first step compiles; with --longest, one step",
+        "float32 parameters, bfloat16 autocast, gradient clipping, fused AdamW",
+        "weak: each process has as many tokens as one process alone, in its own sequences or in a part of longer ones; "
+        "strong: all processes together have them",
+        "MFU is of one GPU, with all query-key pairs; mfu_causal without the masked ones",
+        "efficiency: tokens/s over n times those of one process; work_efficiency: the same with FLOPs, since tokens of "
+        "longer sequences need more",
+        "times are those of the slowest process in each step, peaks those of the highest",
+    ),
     isolated=False,
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
     options = parse(arguments)
     return harness.run(PROGRAM, options, options.cases, drive)
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.harness import Case, Row, Status
-from benchmarks.models import FORWARD_BACKWARD, file_name, model_config, rate_columns
+from benchmarks.models import FORWARD_BACKWARD, file_of, model_config, rate_columns
 from benchmarks.results import error, outcome_of
 from benchmarks.steps import TrainingStep, autocast, finite_loss, make_batch, step_columns
 from cs336_systems.files import write_text
@@ -114,8 +114,7 @@ def run_group(case: ScalingCase, options: argparse.Namespace, process: Sequence[
 
     Its output is in logs/ of the results.
     """
-    log: Path = options.out / "logs" / f"{file_name(case)}.txt"
-    log.parent.mkdir(parents=True, exist_ok=True)
+    log = file_of(options.out, "logs", case, "txt")
     job = {"case": dataclasses.asdict(case), "device": options.device.type}
     job |= {name: getattr(options, name) for name in ("steps", "tf32", "seed", "timeout")}
     # One thread for each process, as torchrun sets it, also without torchrun.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks import flags
 from benchmarks.comparison import time_columns
 from benchmarks.harness import Row
-from benchmarks.models import BLOCKS, CUDNN, LLAMA, TORCH, WHOLE, ModelCase
+from benchmarks.models import BLOCKS, CUDNN, FORWARD, LLAMA, STEP, TORCH, WHOLE, ModelCase
 from cs336_systems.attention import explain
 from cs336_systems.profiling.timing import RoundTimes
 from cs336_systems.training.config import TrainingConfig
@@ -82,6 +82,23 @@ class TrainingStep:
     def update(self) -> None:
         """Clip the gradients, update the parameters, and set the gradients to None."""
         update(self.optimizer, self.model, TrainingConfig.grad_clip)
+
+    def run(self, mode: str, phase: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
+        """Run what a mode measures. Gradients of mode "forward+backward" are left.
+
+        Args:
+            phase: makes the context of a phase from its name.
+        """
+        with phase("forward"), torch.set_grad_enabled(mode != FORWARD):
+            loss = self.forward()
+        if mode == FORWARD:
+            return
+        with phase("backward"):
+            loss.backward()
+        del loss
+        if mode == STEP:
+            with phase("optimizer"):
+                self.update()
 
 
 def make_batch(

@@ -11,7 +11,6 @@ docs/measuring/steps.md says what is measured, how, and what the columns mean.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,22 +23,19 @@ import pandas as pd
 from benchmarks import flags, harness, models, transformer
 from benchmarks.attention_providers import KERNELS, KERNELS_LABEL
 from benchmarks.models import AXES, CUDNN, LLAMA, NOT_COMPILED, TORCH, WHOLE, varying
-from benchmarks.tables import bullets, markdown, plot_lines
+from benchmarks.tables import bullets, markdown, plot_lines, with_columns
 
 COMPARED = (LLAMA, TORCH)
 """The providers that others are compared with."""
 _SAME_LOSS = 0.02
-_WORK = ("model", "batch", "length", "dtype")
+_WORK = ["model", "batch", "length", "dtype"]
 
 
 def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """The command line; its defaults depend on whether the arguments ask for a GPU."""
     gpu = flags.wants_gpu(arguments)
-    parser = flags.make_parser(
+    parser = models.make_parser(
         __doc__,
-        timeout=1800,
         models=["small", "medium", "large", "2.7B"] if gpu else ["tiny"],
-        suite="2025",
         lengths=[512, 1024, 4096, 16384] if gpu else [128],
         tokens=16384 if gpu else 512,
         batch=None,
@@ -50,7 +46,6 @@ def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentPars
         steps=10,
         tf32=True,
     )
-    models.add_size_flags(parser)
     parser.set_defaults(modes=[models.STEP])
     return parser
 
@@ -60,13 +55,12 @@ def with_speedups(frame: pd.DataFrame) -> pd.DataFrame:
 
     Compiled in the same way where there is such a row, otherwise in another.
     """
-    frame = frame.reindex(columns=list(dict.fromkeys([*frame.columns, "median_ms", "first_loss"])))
+    frame = with_columns(frame, ["median_ms", "first_loss"])
     same = [name for name in AXES if name != "provider"]
     for name in COMPARED:
         base = frame[(frame["provider"] == name) & frame["median_ms"].notna()]
-        exact = frame.merge(base.drop_duplicates(same), "left", same, suffixes=("", "_base"))["median_ms_base"]
-        any_way = base.drop_duplicates([*_WORK], keep="last")
-        loose = frame.merge(any_way, "left", [*_WORK], suffixes=("", "_base"))["median_ms_base"]
+        exact = frame[same].merge(base.drop_duplicates(same), "left")["median_ms"]
+        loose = frame[_WORK].merge(base.drop_duplicates(_WORK, keep="last"), "left")["median_ms"]
         speedup = exact.fillna(loose).to_numpy() / frame["median_ms"]
         frame = frame.assign(**{f"over_{name}": speedup.where(frame["provider"] != name)})
     return frame
@@ -76,7 +70,7 @@ def wrong_losses(frame: pd.DataFrame) -> list[str]:
     """Warnings: parameters and tokens are equal, so the first loss does not depend on what computes attention."""
     texts = []
     ours = frame[(frame["status"] == "ok") & (frame["provider"] != LLAMA)]
-    for work, rows in ours.groupby([*_WORK], sort=False):
+    for work, rows in ours.groupby(_WORK, sort=False):
         low, high = (rows.loc[index] for index in (rows["first_loss"].idxmin(), rows["first_loss"].idxmax()))
         if high["first_loss"] - low["first_loss"] > _SAME_LOSS * abs(low["first_loss"]):
             losses = " and ".join(f"{row['first_loss']:.4f} with {row['provider']}" for row in (low, high))
@@ -107,27 +101,8 @@ def plots(frame: pd.DataFrame, folder: Path) -> None:
         lines = lines.replace(KERNELS, KERNELS_LABEL)
     if frame["compile"].nunique() > 1:
         lines = lines + ", compile " + frame["compile"]
-    plot_lines(
-        folder / "tokens-per-second.png",
-        frame.assign(line=lines),
-        x="length",
-        y="tokens_per_second",
-        line="line",
-        panel="model",
-        title="Training steps",
-        y_label="tokens/s",
-    )
-
-
-def notes(options: argparse.Namespace) -> list[str]:
-    """How the figures are measured, in sentences."""
-    return [
-        f"{options.steps} consecutive steps after the warm-up, whose first step compiles",
-        "float32 parameters under autocast, gradient clipping, fused AdamW; float32 products "
-        f"{'may' if options.tf32 else 'do not'} use TF32",
-        "MFU as in PaLM (Chowdhery et al., 2022), with all query-key pairs; mfu_causal without the masked ones",
-        f"over {' and '.join(COMPARED)}: the ratio of the medians, with the same model, batch, length and dtype",
-    ]
+    path, frame, y = folder / "tokens-per-second.png", frame.assign(line=lines), "tokens_per_second"
+    plot_lines(path, frame, x="length", y=y, line="line", panel="model", title="Training steps", y_label="tokens/s")
 
 
 PROGRAM = harness.Program(
@@ -137,18 +112,19 @@ PROGRAM = harness.Program(
     tables=tables,
     plots=plots,
     settings=("suite", "steps", "tf32", "seed"),
-    notes=notes,
-    estimate=models.estimate,
+    notes=(
+        "{steps} consecutive steps after the warm-up, whose first step compiles",
+        "float32 parameters under autocast, gradient clipping, fused AdamW",
+        "MFU as in PaLM (Chowdhery et al., 2022), with all query-key pairs; mfu_causal without the masked ones",
+        "over llama and torch: the ratio of the medians, with the same model, batch, length and dtype",
+    ),
+    memory=models.least_memory,
     packages=("transformers",),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
-    parser = make_parser(arguments)
-    options = flags.parse(parser, arguments)
-    program = dataclasses.replace(PROGRAM, preload=models.preload(options))
-    return harness.run(program, options, models.model_cases(parser, options))
+    return models.run_models(PROGRAM, make_parser(arguments), arguments)
 
 
 if __name__ == "__main__":

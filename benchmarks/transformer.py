@@ -12,10 +12,10 @@ docs/measuring/steps.md says what is measured, how, and what the columns mean.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -25,11 +25,11 @@ from torch import Tensor
 from benchmarks import flags, harness, models
 from benchmarks.harness import Context, Row
 from benchmarks.models import FORWARD, NOT_COMPILED, STEP, ModelCase
+from benchmarks.results import mebibytes
 from benchmarks.steps import finite_loss, make_step, step_columns
 from benchmarks.transformer_tables import PREFIXES, plots, tables
 from cs336_systems.profiling.environment import device_name
 from cs336_systems.profiling.flops import device_peak, implausible_rate, teraflops_per_second
-from cs336_systems.profiling.memory import MIB
 from cs336_systems.profiling.steps import StepTimes, time_model
 from cs336_systems.profiling.torch_names import compiler_counters
 
@@ -37,13 +37,10 @@ _HOST_BOUND = 0.95
 
 
 def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """The command line; its defaults depend on whether the arguments ask for a GPU."""
     gpu = flags.wants_gpu(arguments)
-    parser = flags.make_parser(
+    parser = models.make_parser(
         __doc__,
-        timeout=1800,
         models=["small" if gpu else "tiny"],
-        suite="2025",
         lengths=[128, 256, 512, 1024] if gpu else [32, 64],
         batches=[4],
         providers=["auto"],
@@ -54,7 +51,6 @@ def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentPars
         steps=10,
         tf32=False,
     )
-    models.add_size_flags(parser)
     parser.add_argument("--log-steps", action="store_true", help="print the time of every step")
     return parser
 
@@ -74,15 +70,8 @@ def measure(case: ModelCase, context: Context) -> Row:
         return loss
 
     update = step.update if case.mode == STEP else None
-    times = time_model(
-        forward,
-        step.model,
-        device=options.device,
-        mode=case.mode,
-        update=update,
-        steps=options.steps,
-        warmup=case.warmup_steps,
-    )
+    how: dict[str, Any] = {"device": options.device, "steps": options.steps, "warmup": case.warmup_steps}
+    times = time_model(forward, step.model, mode=case.mode, update=update, **how)
     row = time_columns(times) | compilation_columns(case, times)
     row |= {name: finite_loss(losses[index], case.dtype) for name, index in (("first_loss", 0), ("last_loss", -1))}
     return row | rates_of(case, row, device_name(options.device))
@@ -95,8 +84,7 @@ def time_columns(times: StepTimes) -> Row:
         row |= step_columns(rounds, PREFIXES[phase])
     memory = times.memory
     sizes = {"allocated_mib": memory.allocated_bytes, "reserved_mib": memory.reserved_bytes}
-    sizes["peak_mib"] = memory.peak_bytes
-    return row | {name: None if size is None else size / MIB for name, size in sizes.items()}
+    return row | mebibytes(**sizes, peak_mib=memory.peak_bytes)
 
 
 def compilation_columns(case: ModelCase, times: StepTimes) -> Row:
@@ -104,8 +92,7 @@ def compilation_columns(case: ModelCase, times: StepTimes) -> Row:
 
     ``compile_s`` is how much longer the first step took than a later one: compilation, and what is loaded once.
     """
-    found = compiler_counters()
-    compile_s = max(0.0, times.first_ms - times.step.median) * 1e-3
+    found, compile_s = compiler_counters(), max(0.0, times.first_ms - times.step.median) * 1e-3
     return {
         "warmup_ms": list(times.warmup_ms),
         "first_step": "warm-up" if case.warmup_steps else "timed",
@@ -122,17 +109,14 @@ def rates_of(case: ModelCase, row: Row, device: str) -> Row:
     A rate is implausible if it is above the device's peak even without the pairs that the causal mask hides, which
     some kernels do not compute.
     """
-    forward = models.step_flops(case.config, case.tokens, FORWARD)
-    causal = models.step_flops(case.config, case.tokens, FORWARD, every_pair=False)
+    forward, causal = (models.step_flops(case.config, case.tokens, FORWARD, every_pair=p) for p in (True, False))
     passes = {"forward": 1.0, "backward": 2.0, "step": 1.0 if case.mode == FORWARD else 3.0}
-    rates, warnings = {}, []
+    rates, warnings = dict.fromkeys(f"{name}_tflops" for name in passes), []
     for name, count in passes.items():
-        median = row.get(f"{PREFIXES[name]}median_ms")
-        rates[f"{name}_tflops"] = teraflops_per_second(count * forward, median) if median else None
-        if median:
-            implausible = implausible_rate(
-                teraflops_per_second(count * causal, median), device, case.dtype, tf32=case.tf32
-            )
+        if median := row.get(f"{PREFIXES[name]}median_ms"):
+            rates[f"{name}_tflops"] = teraflops_per_second(count * forward, median)
+            least = teraflops_per_second(count * causal, median)
+            implausible = implausible_rate(least, device, case.dtype, tf32=case.tf32)
             warnings += [f"{name}: {implausible}"] if implausible else []
     if row["last_loss"] is None:
         warnings.append("the last loss is not finite: gradients are not scaled")
@@ -162,19 +146,6 @@ def drive(sweep: harness.Sweep[ModelCase], cases: Sequence[ModelCase]) -> None:
                 print("\n".join([case.name, *step_lines(row)]), flush=True)
 
 
-def notes(options: argparse.Namespace) -> list[str]:
-    """How the figures are measured, in sentences."""
-    return [
-        f"{options.steps} consecutive steps after the warm-up; the phases of a step are measured within that step",
-        "forward: the loss, under no_grad in mode forward; optimizer: gradient clipping, fused AdamW, gradients freed",
-        "parameters are float32; bfloat16 and float16 are autocast, without loss scaling for float16",
-        "with 0 warm-up steps the first step, which compiles and loads code, is one of the timed steps",
-        "TFLOP/s and MFU count the model's matrix products and all query-key pairs, as FlopCounterMode does, and twice "
-        "as much for the backward; MFU is the share of the device's peak for the dtype",
-        "memory: allocated after the last step, reserved from the driver, and the peak of the timed steps",
-    ]
-
-
 PROGRAM = harness.Program(
     name="transformer",
     title="Time of a model's phases",
@@ -182,18 +153,22 @@ PROGRAM = harness.Program(
     tables=tables,
     plots=plots,
     settings=("suite", "steps", "seed"),
-    notes=notes,
-    estimate=models.estimate,
+    notes=(
+        "{steps} consecutive steps after the warm-up; the phases of a step are measured within that step",
+        "forward: the loss, under no_grad in mode forward; optimizer: gradient clipping, fused AdamW, gradients freed",
+        "parameters are float32; bfloat16 and float16 are autocast, without loss scaling for float16",
+        "with 0 warm-up steps the first step, which compiles and loads code, is one of the timed steps",
+        "TFLOP/s and MFU count the model's matrix products and all query-key pairs, as FlopCounterMode does, and twice "
+        "as much for the backward; MFU is the share of the device's peak for the dtype",
+        "memory: allocated after the last step, reserved from the driver, and the peak of the timed steps",
+    ),
+    memory=models.least_memory,
     packages=("transformers",),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
-    parser = make_parser(arguments)
-    options = flags.parse(parser, arguments)
-    program = dataclasses.replace(PROGRAM, preload=models.preload(options))
-    return harness.run(program, options, models.model_cases(parser, options), drive)
+    return models.run_models(PROGRAM, make_parser(arguments), arguments, drive)
 
 
 if __name__ == "__main__":

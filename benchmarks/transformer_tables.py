@@ -9,7 +9,7 @@ import pandas as pd
 
 from benchmarks.harness import Row
 from benchmarks.models import AXES, FORWARD, NOT_COMPILED, paired, sections, varying
-from benchmarks.tables import markdown, number, plot_bars, plot_lines
+from benchmarks.tables import markdown, number, plot_bars, plot_lines, with_columns
 from cs336_systems.profiling.report import ABSENT
 from cs336_systems.profiling.steps import PHASES
 
@@ -24,7 +24,7 @@ def tables(frame: pd.DataFrame) -> str:
     memory = ["allocated_mib", "reserved_mib", "peak_mib"]
     times = {f"{name}, ms": [with_deviation(row, name) for row in frame.to_dict("records")] for name in PREFIXES}
     rest = frame[["tokens_per_second", "step_tflops", "mfu", *memory, "status"]]
-    whole = pd.concat([frame[[*varying(frame), "parameters"]], pd.DataFrame(times), rest], axis=1)
+    whole = frame[[*varying(frame), "parameters"]].assign(**times).join(rest)
     figures = {"forward_median_ms": "forward, ms", "backward_median_ms": "backward, ms"}
     figures |= {"both_ms": "both, ms", "median_ms": "step, ms", "peak_mib": "peak, MiB"}
     return sections(
@@ -44,7 +44,7 @@ def with_derived(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows with all columns of times, with ``both_ms``, and with TF32 named as a dtype."""
     columns = [f"{prefix}{name}" for prefix in PREFIXES.values() for name in (*STATISTICS, "steps_ms")]
     others = ["first_step_ms", "tokens_per_second", "step_tflops", "mfu", "allocated_mib", "reserved_mib", "peak_mib"]
-    frame = frame.reindex(columns=[*frame.columns, *({*columns, *others} - {*frame.columns})])
+    frame = with_columns(frame, columns + others)
     tf32 = (frame["dtype"] == "float32") & frame["tf32"]
     both = [both_ms(row) for row in frame.to_dict("records")]
     return frame.assign(dtype=frame["dtype"].mask(tf32, "float32 (TF32)"), both_ms=both)
@@ -64,12 +64,12 @@ def with_deviation(row: Row, name: str) -> str:
 
 def ratios(frame: pd.DataFrame) -> str:
     """Forward and backward over the forward of the same steps, and over a forward under ``no_grad``; "" without any."""
-    frame = frame[frame["status"] == "ok"]
-    trained = frame[frame["both_ms"].notna()].drop_duplicates([name for name in AXES if name != "mode"])
+    frame, same = frame[frame["status"] == "ok"], [name for name in AXES if name != "mode"]
+    trained = frame[frame["both_ms"].notna()].drop_duplicates(same)
     if trained.empty:
         return ""
-    alone = frame[frame["mode"] == FORWARD][[*(name for name in AXES if name != "mode"), "median_ms"]]
-    pairs = trained.merge(alone, "left", [name for name in AXES if name != "mode"], suffixes=("", "_no_grad"))
+    alone = frame[frame["mode"] == FORWARD][[*same, "median_ms"]]
+    pairs = trained.merge(alone, "left", same, suffixes=("", "_no_grad"))
     shown = pairs[varying(pairs)].assign(
         **{
             "forward, no_grad, ms": pairs["median_ms_no_grad"],
@@ -110,18 +110,8 @@ def plots(frame: pd.DataFrame, folder: Path) -> None:
     if frame.empty:
         return
     names = [name for name in varying(frame) if name not in ("model", "length")]
-    lines = frame[names].astype(str).agg(" ".join, axis="columns")
-    title, label = "Time of a step", "ms, all phases of the mode"
-    path = folder / "step-over-length.png"
-    plot_lines(
-        path,
-        frame.assign(line=lines),
-        x="length",
-        y="median_ms",
-        line="line",
-        panel="model",
-        title=title,
-        y_label=label,
-    )
+    lines = frame.assign(line=frame[names].astype(str).agg(" ".join, axis="columns"))
+    path, title = folder / "step-over-length.png", "Time of a step: all phases of the mode"
+    plot_lines(path, lines, x="length", y="median_ms", line="line", panel="model", title=title, y_label="ms")
     phases = frame.set_index("case")[[f"{phase}_median_ms" for phase in PHASES]].set_axis([*PHASES], axis="columns")
     plot_bars(folder / "phases.png", phases, title="Phases of a step: medians", label="ms")

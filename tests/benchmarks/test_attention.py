@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -326,7 +327,7 @@ def test_it_runs_as_a_script_from_anywhere(tmp_path):
     command = [sys.executable, str(Path(attention.__file__)), "--dry-run", "--device", "cpu"]
     finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
-    assert "mask=causal batch=1 heads=4 kv_heads=4 head_dim=32 length=128: about " in finished.stdout
+    assert "mask=causal batch=1 heads=4 kv_heads=4 head_dim=32 length=128: 0.00 GiB\n" in finished.stdout
 
 
 ROW = earlier(1024, provider="naive", head_dim=64, batch=8, heads=0, kv_heads=0, mask="full", device="NVIDIA H200") | {
@@ -367,16 +368,16 @@ def test_beside_other_libraries_plots_call_the_kernels_ours():
     metric = attention.METRICS[0]
     ours = benchmark([1], ["naive", "flash"], metric)
     others = benchmark([1], ["flash", "fa3"], metric)
-    assert (ours.line_names, others.line_names) == (["naive", "flash"], ["ours", "fa3"])
-    assert ours.styles[1] == others.styles[0]
+    assert (ours["line_names"], others["line_names"]) == (["naive", "flash"], ["ours", "fa3"])
+    assert ours["styles"][1] == others["styles"][0]
 
 
 def test_without_triton_the_sweep_runs_without_perf_report(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    asked = []
-    sweep = type("Sweep", (), {"rows": staticmethod(asked.append)})
-    attention.drive(sweep, [PROBLEM])
+    asked, options = [], parse(SMALL)
+    options.providers = ["naive"]
+    sweep = SimpleNamespace(rows=asked.append, options=options)
     monkeypatch.setitem(sys.modules, "triton.testing", None)
+    attention.drive(sweep, [PROBLEM])
     plots(pd.DataFrame([ROW | {"device": "CPU"}]), tmp_path)
     assert asked == [PROBLEM]
     assert capsys.readouterr().out.count("Triton is not installed") == 2

@@ -60,7 +60,8 @@ def test_a_checkout_that_computes_wrong_is_not_timed_and_the_others_are(wrong, t
     assert compare_trees.main([str(ROOT), str(wrong), *arguments]) == 1
     frame = pd.read_csv(tmp_path / "rows" / "results.csv")
     assert list(frame["status"]) == ["ok", "error"]
-    assert f"{wrong}: check: AssertionError: forward: expected a relative error of at most 2e-05" in frame["reason"][1]
+    reason = "prepare: AssertionError: forward: expected a relative error of at most 2e-05"
+    assert f"{wrong}: {reason}" in frame["reason"][1]
     assert "| error |" in " ".join(tables(frame).split())
 
 
@@ -72,11 +73,11 @@ def test_a_process_that_ends_is_a_failure_and_starts_again(tmp_path):
             tree.ask("prepare", CASE, options)
         (tmp_path / "einops.py").unlink()
         assert tree.ask("time", CASE, options) > 0  # in a new process
-        with pytest.raises(TreeError, match="check: KeyError: 'float64'"):
-            tree.ask("check", TreeCase(**CASE.columns | {"dtype": "float64"}), options)
+        with pytest.raises(TreeError, match="prepare: KeyError: 'float64'"):
+            tree.ask("prepare", TreeCase(**CASE.columns | {"dtype": "float64"}), options)
         options.timeout = 0.01  # seconds; the check takes many
         with pytest.raises(TreeError, match="its process ended with -9"):
-            tree.ask("check", TreeCase(**CASE.columns | {"length": 4096}), options)
+            tree.ask("prepare", TreeCase(**CASE.columns | {"length": 4096}), options)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks import feature_providers, features
-from benchmarks.attention_providers import add_peers
+from benchmarks.attention_providers import add_peers, block_mask
 from benchmarks.comparison import Context, relative_difference
 from benchmarks.feature_cases import FEATURES, Feature, Sizes, sequence_lengths
-from benchmarks.feature_providers import PEERS, bind, block_mask
+from benchmarks.feature_providers import PEERS, bind
 from benchmarks.features import PLAIN, FeatureCase, cases_of, first_call, measure, parse, tables
 from cs336_systems.profiling.torch_names import without_donated_buffers
 
@@ -111,7 +111,7 @@ def test_packed_sequences_fill_the_batch():
     assert FEATURES["packed"](SIZES).visible(SIZES) == pytest.approx(pairs / (SIZES.batch * SIZES.length**2))
 
 
-@pytest.mark.parametrize("length", [512, 500])
+@pytest.mark.parametrize("length", [1, 500, 512])
 def test_block_masks_made_in_strips_equal_torchs(length):
     def mask(query, key):
         return (query >= key) & (key >= query - 130)

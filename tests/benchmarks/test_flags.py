@@ -55,12 +55,6 @@ def test_invalid_arguments_end_the_program(capsys, arguments, message):
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_presets_fill_what_is_not_given():
-    options = parse("--lengths", "8", lengths=None, head_dims=None)
-    flags.fill(options, {"lengths": [1], "head_dims": [2]})
-    assert (options.lengths, options.head_dims) == ([8], [2])
-
-
 @pytest.mark.parametrize(
     ("arguments", "available", "wanted"),
     [

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
-from benchmarks import tune
+from benchmarks import harness, tune
 from benchmarks.comparison import Context
 from benchmarks.isolation import Finished
 from benchmarks.tune import RAGGED, check, measure, parse, rows_of, scores, table_of, tables, time_candidates
@@ -167,6 +167,7 @@ def gpu(monkeypatch):
     state.timing = timing
     monkeypatch.setattr(tune, "map_isolated", map_isolated)
     monkeypatch.setattr(tune, "run_isolated", run_isolated)
+    monkeypatch.setattr(harness, "run_isolated", run_isolated)
     return state
 
 
