@@ -74,8 +74,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser()
     options = flags.parse(parser, arguments)
     options.preset = options.preset or ("quick" if options.device.type == "cuda" else "cpu")
-    if options.preset not in PRESETS:
-        parser.error(f"--preset must be one of {', '.join(PRESETS)}; got {options.preset}")
+    flags.restrict(parser, options, preset=PRESETS)
     preset = vars(flags.parse(parser, PRESETS[options.preset].split()))
     for pair in (("batch", "tokens"), ("heads", "channels")):
         given = [name for name in pair if getattr(options, name) is not None]

@@ -115,22 +115,19 @@ def measure(case: GenerationCase, context: Context) -> list[Row]:
     options, comparison, method = context.options, Comparison(context), timing_method(context.options)
     prepare = prepare_steps if case.model else prepare_attention
     measurements, columns, read = prepare(case, options, comparison)
-    read_bytes = dict.fromkeys(comparison.outcomes, read["weight_bytes"] + read["cache_bytes"])
     source = torch.randn(2**28 if options.device.type == "cuda" else 2**22, device=options.device)
+    read_bytes = dict.fromkeys(measurements, sum(read.values())) | {COPY: 2 * source.nbytes}
     copy = partial(torch.empty_like(source).copy_, source)
     comparison.attempt(COPY, "first call", copy)
     measurements[COPY] = partial(measure_ms, copy, device=options.device, method=method)
     comparison.interleave(measurements, method)
-    read_bytes[COPY] = 2 * source.nbytes
+    rates = {name: read_bytes[name] / times.median / 1e6 for name, times in comparison.times.items()}
     rows = []
     for name in comparison.outcomes:
-        row = {"provider": name, **comparison.columns(name)}
-        rate, copied = (
-            read_bytes[n] / comparison.times[n].median / 1e6 if n in comparison.times else None for n in (name, COPY)
-        )
-        step = bool(case.model) and row["median_ms"] and name != COPY
+        row, rate = {"provider": name, **comparison.columns(name)}, rates.get(name)
+        step = case.model and name in rates and name != COPY
         row |= {"tokens_per_s": case.batch / row["median_ms"] * 1e3 if step else None, "gb_per_s": rate, **read}
-        row["of_copy"] = rate / copied if rate and copied else None
+        row["of_copy"] = rate / rates[COPY] if rate and COPY in rates else None
         rows.append(row | {"ready_s": None, "difference": None} | columns.get(name, {}))
     return rows
 
@@ -212,18 +209,18 @@ PROGRAM = Program(
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     gpu = flags.wants_gpu(arguments)
-    usual: dict[str, Any] = {
-        "models": ["large"],
-        "batches": [1, 32],
-        "lengths": [2048],
-        "steps": 32,
-        "rounds": 5,
-        "rep": 15.0,
-    }
-    small: dict[str, Any] = {"models": ["small"], "batches": [1], "lengths": [64], "steps": 4, "rounds": 3, "rep": 30.0}
-    modes = ["eager", "graph", "graph+compile"] if gpu else ["eager"]
-    dtypes = ["bfloat16" if gpu else "float32"]
-    parser = flags.make_parser(__doc__, modes=modes, dtypes=dtypes, warmup=5.0, **(usual if gpu else small))
+    parser = flags.make_parser(
+        __doc__,
+        models=["large" if gpu else "small"],
+        dtypes=["bfloat16" if gpu else "float32"],
+        batches=[1, 32] if gpu else [1],
+        lengths=[2048 if gpu else 64],
+        modes=["eager", "graph", "graph+compile"] if gpu else ["eager"],
+        steps=32 if gpu else 4,
+        rounds=5 if gpu else 3,
+        warmup=5.0,
+        rep=15.0 if gpu else 30.0,
+    )
     parser.add_argument("--layers", type=flags.positive, metavar="N", help="layers of the model (default: the model's)")
     parser.add_argument("--attention", action="store_true", help="measure attention alone, of a few shapes")
     options = flags.parse(parser, arguments)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -106,8 +107,7 @@ def repetitions(function: Callable[[], None], options: argparse.Namespace) -> li
         if options.device.type == "cuda":
             from triton.testing import do_bench
 
-            times: list[float] = do_bench(function, warmup=options.warmup, rep=options.rep, return_mode="all")
-            return times
+            return do_bench(function, warmup=options.warmup, rep=options.rep, return_mode="all")
         count = max(1, int(options.rep / call_milliseconds(function, options.device)))
         return [call_milliseconds(function, options.device) for _ in range(count)]
 
@@ -150,13 +150,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.restrict(parser, options, providers=[*FUNCTIONS, TORCH], compile=COMPILE)
     if not options.heads:
         parser.error("--heads must be at least 1; got 0")
+    axes = (options.compile, options.dtypes, options.head_dims, options.lengths, options.providers)
     cases = [
         Problem(provider, how, dtype, options.heads, length, head_dim)
-        for how in options.compile
-        for dtype in options.dtypes
-        for head_dim in options.head_dims
-        for length in options.lengths
-        for provider in options.providers
+        for how, dtype, head_dim, length, provider in itertools.product(*axes)
     ]
     return harness.run(PROGRAM, options, cases)
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from benchmarks import flags, harness, models
 from benchmarks.harness import Context, Row
-from benchmarks.memory_tables import draw_timeline, plots, size_columns, tables
+from benchmarks.memory_tables import LARGEST, PEAK, draw_timeline, plots, size_columns, tables
 from benchmarks.models import FORWARD, FORWARD_BACKWARD, STEP, ModelCase
 from benchmarks.results import mebibytes
 from benchmarks.steps import TrainingStep, make_step
@@ -40,7 +40,7 @@ from cs336_systems.profiling.saved import SavedTensor
 from cs336_systems.profiling.steps import MODES
 from cs336_systems.profiling.timing import consecutive_ms
 
-LARGEST = 10
+_LISTED = 10
 """How many allocations are listed; those that differ only in the layer count as one."""
 _ALLOCATION = ["category", "phase", "module", "operation", "statement"]
 
@@ -122,9 +122,9 @@ def measure(case: MemoryCase, context: Context) -> Row:
     row |= {"median_ms": times.median, "min_ms": times.minimum} | size_columns(case)
     timeline, allocations = recorder.timeline(), recorder.table()
     peak = timeline.loc[timeline.sum(axis="columns").idxmax()]
-    row |= {f"peak: {category}": int(size) / MIB for category, size in peak.items() if size}
+    row |= {f"{PEAK}{category}": int(size) / MIB for category, size in peak.items() if size}
     largest = allocations[allocations["begin"] > 0].groupby("category").bytes.max()
-    row |= {f"largest: {category}": int(size) / MIB for category, size in largest.items()}
+    row |= {f"{LARGEST}{category}": int(size) / MIB for category, size in largest.items()}
     saved = saved_tensors(step.forward, step.model, inputs) if case.mode != FORWARD else []
     row |= saved_columns(saved, case)
     file = partial(models.file_of, options.out, case=case)
@@ -160,8 +160,8 @@ def saved_columns(saved: Sequence[SavedTensor], case: MemoryCase) -> Row:
     if not saved:
         return {}
     copies = sum(each.bytes for each in saved if each.of_parameter)
-    block = None if case.recompute_every else activation_bytes(saved, block_of(case)) / MIB
-    return {"saved_mib": activation_bytes(saved) / MIB, "parameter_copies_mib": copies / MIB, "block_mib": block}
+    block = None if case.recompute_every else activation_bytes(saved, block_of(case))
+    return mebibytes(saved_mib=activation_bytes(saved), parameter_copies_mib=copies, block_mib=block)
 
 
 def block_of(case: MemoryCase) -> str:
@@ -174,7 +174,7 @@ def details(case: MemoryCase, allocations: pd.DataFrame, saved: Sequence[SavedTe
     layer = allocations["module"].str.replace(r"\blayers\.\d+", "layers.*", regex=True)
     new = allocations.assign(module=layer, MiB=allocations["bytes"] / MIB)[allocations["begin"] > 0]
     kinds = new.groupby(["MiB", *_ALLOCATION], sort=False).size().rename("count").reset_index()
-    parts = {"Largest allocations": markdown(kinds.nlargest(LARGEST, "MiB"))}
+    parts = {"Largest allocations": markdown(kinds.nlargest(_LISTED, "MiB"))}
     prefix = f"{block_of(case)}."
     block = [
         {"module": each.module, "statement": each.statement.source, "MiB": each.bytes / MIB}

@@ -160,6 +160,9 @@ def _read_journal(path: Path) -> dict[str, list[Row]]:
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """Write rows as CSV, in one step: None is an empty field, a list its items with semicolons between them."""
-    frame = pd.DataFrame(rows, dtype=object)  # an integer beside None stays one
-    joined = frame.map(lambda value: ";".join(map(str, value)) if isinstance(value, (list, tuple)) else value)
-    write_text(path, joined.to_csv(index=False))
+    joined = [
+        {name: ";".join(map(str, value)) if isinstance(value, (list, tuple)) else value for name, value in row.items()}
+        for row in rows
+    ]
+    # Objects: an integer in a column with None stays one.
+    write_text(path, pd.DataFrame(joined, dtype=object).to_csv(index=False))

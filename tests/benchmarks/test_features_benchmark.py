@@ -22,6 +22,8 @@ from benchmarks.feature_providers import PEERS, bind
 from benchmarks.features import PLAIN, FeatureCase, cases_of, first_call, measure, parse, tables
 from cs336_systems.profiling.torch_names import without_donated_buffers
 
+from .small_models import run_here
+
 CPU = torch.device("cpu")
 SIZES = Sizes(2, 2, 96, 16, torch.float32, CPU)
 CASE = FeatureCase("causal", "forward", "float32", *dataclasses.astuple(SIZES)[:4])
@@ -43,9 +45,9 @@ def rows_of(case, *arguments):
     return {row["provider"]: row for row in measure(case, Context(parse([*QUICK, *arguments])))}
 
 
-def test_every_feature_is_measured(tmp_path):
-    sizes = ["--lengths", "48", "--head-dims", "8", "--passes", "backward", "--out", str(tmp_path)]
-    assert features.main([*QUICK, *sizes, "--providers", "tiled", "torch", "flex"]) == 0
+def test_every_feature_is_measured(monkeypatch, tmp_path):
+    sizes = ["--lengths", "32", "--head-dims", "8", "--passes", "backward"]
+    run_here(monkeypatch, features.main, tmp_path, *QUICK, *sizes, "--providers", "tiled", "torch", "flex")
     frame = pd.read_csv(tmp_path / "results.csv")
     ours = frame[frame["provider"] == "tiled"]
     assert list(ours["feature"]) == [*FEATURES]
@@ -160,7 +162,7 @@ def test_what_fails_or_is_slow_is_a_row_and_the_others_are_measured(monkeypatch)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(feature_providers, "_bind_flex", exhausted)
-    rows = rows_of(CASE, "--providers", "naive", "flex", "torch")
+    rows = rows_of(CASE, "--providers", "naive", "flex", "torch", "--max-seconds", "60")
     assert [row["status"] for row in rows.values()] == ["ok", "oom", "ok"]
     assert rows["naive"]["of_plain"] == 1
     assert rows["torch"]["speedup_of_first"] == pytest.approx(rows["torch"]["median_ms"] / rows["naive"]["median_ms"])

@@ -9,13 +9,15 @@ import torch
 from benchmarks import host_overhead
 from benchmarks.host_overhead import HostCase, make_call
 
+from .small_models import run_here
+
 SHAPE = ["--lengths", "16", "--head-dims", "8", "--heads", "2", "--dtypes", "fp32", "--masks", "causal"]
 SMALL = [*SHAPE, "--device", "cpu", "--calls", "2", "--rounds", "2"]
 
 
-def test_every_provider_that_can_is_compared_with_torch(tmp_path):
+def test_every_provider_that_can_is_compared_with_torch(monkeypatch, tmp_path):
     providers = ["torch", "naive", "imaginary"]
-    assert host_overhead.main([*SMALL, "--providers", *providers, "--out", str(tmp_path)]) == 0
+    run_here(monkeypatch, host_overhead.main, tmp_path, *SMALL, "--providers", *providers)
     frame = pd.read_csv(tmp_path / "results.csv")
     expected = [(which, name) for which in ("forward", "recorded", "backward") for name in providers]
     assert list(zip(frame["which"], frame["provider"], strict=True)) == expected

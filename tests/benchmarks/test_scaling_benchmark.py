@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import json
 import re
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -15,14 +15,13 @@ import torch
 
 from benchmarks import scaling, scaling_process
 from benchmarks.models import rate_columns
-from benchmarks.scaling import drive, impossible, search
-from benchmarks.scaling_process import FAILURE, LONGEST, STEP, STRONG, WEAK, ScalingCase, run_group
-from benchmarks.scaling_tables import tables, with_efficiency, wrong_losses
+from benchmarks.scaling import drive, impossible, search, tables, with_efficiency, wrong_losses
+from benchmarks.scaling_process import FAILURE, LONGEST, RESULT, STEP, STRONG, WEAK, ScalingCase, run_group
 from cs336_systems.parallel import Layout
 from cs336_systems.profiling import RoundTimes
 from cs336_systems.profiling.steps import AllocatorStats, StepTimes
 
-from .small_models import CPU, context
+from .small_models import CPU, context, run_here
 
 CASE = ScalingCase(STEP, "tiny", "2025", 64, STRONG, "ddp", 2, length=32, batch=2, compile="none", warmup_steps=1)
 ONE = dataclasses.replace(CASE, parallel="none", processes=1)
@@ -193,46 +192,72 @@ def test_the_longest_that_fits():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["cpu", ON_GPUS])
 def test_the_work_of_one_is_shared(tmp_path, place):
     modes = ("ddp", "fsdp", "context", "fsdp+context")
     arguments = [*FLAGS, "--lengths", "32", "--batch", "2", "--processes", "1", "2", "--scale", "strong", "--compile"]
     arguments += ["none", "--device", place, "--parallel", *modes, "--out", str(tmp_path)]
     assert scaling.main(arguments) == 0
-    with (tmp_path / "results.csv").open() as file:
-        rows = [*csv.DictReader(file)]
-    assert [(row["parallel"], row["status"], row["reason"]) for row in rows] == [
-        (m, "ok", "") for m in ("none", *modes)
-    ]
-    losses = [float(row["first_loss"]) for row in rows]
-    assert max(losses) - min(losses) < 0.01
-    for row in rows:
-        assert float(row["last_loss"]) < float(row["first_loss"])
-        assert float(row["tokens_per_second"]) == pytest.approx(64e3 / float(row["median_ms"]))
-        assert (row["peak_mib"] != "") == (place == "cuda")
+    rows = pd.read_csv(tmp_path / "results.csv")
+    assert [*zip(rows["parallel"], rows["status"], strict=True)] == [(mode, "ok") for mode in ("none", *modes)]
+    assert rows["first_loss"].max() - rows["first_loss"].min() < 0.01
+    assert (rows["last_loss"] < rows["first_loss"]).all()
+    assert [*rows["tokens_per_second"]] == pytest.approx([*(64e3 / rows["median_ms"])])
+    assert rows["peak_mib"].notna().all() == (place == "cuda")
     assert "one of them is wrong" not in (tmp_path / "tables.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["cpu", ON_GPUS])
-def test_a_search_is_resumed(tmp_path, place):
+def test_several_processes_try_the_longest(tmp_path, place):
     arguments = [*FLAGS, "--longest", "--lengths", "64", "--processes", "2", "--parallel", "context", "--device", place]
-    arguments += ["--recompute-every", "1", "--loss-chunk", "16", "--out", str(tmp_path)]
-    assert scaling.main([*arguments, "--most", "64"]) == 0
+    arguments += ["--recompute-every", "1", "--loss-chunk", "16", "--most", "128", "--out", str(tmp_path)]
+    assert scaling.main(arguments) == 0
+    assert [*pd.read_csv(tmp_path / "results.csv")["status"]] == ["ok", "ok"]
+
+
+def job_of(case, folder, **changes):
+    fixed = {"device": "cpu", "steps": 2, "tf32": False, "seed": 0, "timeout": 60.0}
+    return [json.dumps(fixed | {"case": dataclasses.asdict(case), "folder": str(folder)} | changes)]
+
+
+@pytest.mark.parametrize("what", [STEP, LONGEST])
+def test_one_process_measures_and_writes(tmp_path, what):
+    scaling_process.main(job_of(changed(ONE, what=what), tmp_path))
+    row = scaling_process.result_of(tmp_path) or {}
+    assert len(row["steps_ms"]) == (2 if what == STEP else 1)
+    assert ("tokens_per_second" in row) == (what == STEP)
+    assert row["last_loss"] <= row["first_loss"]
+
+
+def test_a_process_that_fails_writes_why_and_exits_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(scaling_process.os, "_exit", sys.exit)
+    with pytest.raises(SystemExit):
+        scaling_process.main(job_of(changed(ONE, model="small", suite="1999"), tmp_path))
+    row = scaling_process.result_of(tmp_path) or {}
+    assert row["status"] == "error"
+    assert "1999" in row["reason"]
+
+
+def test_a_run_and_a_search_that_is_resumed(tmp_path, monkeypatch):
+    monkeypatch.setattr(scaling, "run_group", lambda case, options: {"median_ms": 1.0, "peak_bytes_of_each": [2**20]})
+    common = [*FLAGS, "--lengths", "64", "--device", "cpu"]
+    run_here(monkeypatch, scaling.main, tmp_path / "steps", *common, "--processes", "1", "--batch", "2")
+    search = [*common, "--longest", "--processes", "2", "--parallel", "context", "--recompute-every", "1"]
+    run_here(monkeypatch, scaling.main, tmp_path, *search, "--most", "64")
     journal = (tmp_path / "journal.jsonl").read_text()
-    assert scaling.main([*arguments, "--most", "128", "--resume"]) == 0
+    rows = run_here(monkeypatch, scaling.main, tmp_path, *search, "--most", "128", "--resume")
     assert (tmp_path / "journal.jsonl").read_text().startswith(journal)
-    with (tmp_path / "results.csv").open() as file:
-        rows = [*csv.DictReader(file)]
-    assert [(row["length"], row["status"], row["median_ms"] > "") for row in rows] == [
-        ("64", "ok", True),
-        ("128", "ok", True),
+    assert [(row["length"], row["status"], row["peak_mib"]) for row in rows] == [
+        ("64", "ok", "1.0"),
+        ("128", "ok", "1.0"),
     ]
-    assert "tokens_per_second" not in rows[0]
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_in_one_process_ends_all(tmp_path):
-    row = group(CASE, tmp_path, FULL)
-    assert row == {"status": "oom", "reason": "CUDA out of memory"}
+    assert group(CASE, tmp_path, FULL) == {"status": "oom", "reason": "CUDA out of memory"}
 
 
 @pytest.mark.slow
@@ -244,12 +269,19 @@ def test_a_group_that_hangs_is_ended(tmp_path):
     assert not any(alive(pid) for pid in pids)
 
 
-def test_the_reason_of_an_error(tmp_path):
-    row = group(ONE, tmp_path, "raise SystemExit('the disk is full')")
-    assert row == {"status": "error", "reason": "ended with status 1: the disk is full"}
-    row = group(changed(ONE, model="small", suite="1999"), tmp_path)
-    assert row["status"] == "error"
-    assert "1999" in row["reason"]
+WRITES = "import json, pathlib, sys; folder = pathlib.Path(json.loads(sys.argv[1])['folder']); "
+
+
+@pytest.mark.parametrize(
+    ("program", "timeout", "row"),
+    [
+        ("raise SystemExit('full')", 20.0, {"status": "error", "reason": "ended with status 1: full"}),
+        ("import time; time.sleep(60)", 1.0, {"status": "error", "reason": "took longer than 1 s"}),
+        (WRITES + f"(folder / '{RESULT}').write_text('{{}}')", 20.0, {}),
+    ],
+)
+def test_the_end_of_a_group(tmp_path, program, timeout, row):
+    assert group(ONE, tmp_path, program, timeout) == row
 
 
 def test_memory_is_the_reason_if_others_fail_too(tmp_path):
