@@ -51,13 +51,15 @@ PRESETS = {
 }
 """Flags by the name of a sweep: `cpu` and `quick` are the defaults without and with a GPU, `paper` is the sweep of the
 FlashAttention papers, and the others are those of Stanford's CS336."""
-_FROM_PRESET = ("preset", "lengths", "head_dims", "dtypes", "masks", "passes")
-_SIZES = ("batch", "tokens", "heads", "channels", "kv_heads")
+_AXES, _SIZES = (
+    ("lengths", "head_dims", "dtypes", "masks", "passes"),
+    ("batch", "tokens", "heads", "channels", "kv_heads"),
+)
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line. What is not given comes from the preset."""
-    none: dict[str, Any] = dict.fromkeys((*_FROM_PRESET, *_SIZES, "rep", "peers"))
+    none: dict[str, Any] = dict.fromkeys(("preset", *_AXES, *_SIZES, "rep", "peers"))
     measured = {"providers": ["all"], "rounds": 5, "warmup": 5.0, "max_seconds": 1.0, "tf32": False}
     parser = flags.make_parser(__doc__, timeout=1800, **none, **measured)
     presets = [f"  {name}: {text}" for name, text in PRESETS.items()]
@@ -89,10 +91,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def problems(options: argparse.Namespace) -> list[Problem]:
-    """The cases; lengths ascend within a dtype, mask and head dimension.
-
-    Raises ValueError for sizes that do not fit.
-    """
+    """The cases; lengths ascend within a series. Raises ValueError for sizes that do not fit."""
     found = []
     for dtype, mask, head_dim, length in itertools.product(
         options.dtypes, options.masks, options.head_dims, sorted(options.lengths)
@@ -122,10 +121,7 @@ def memory(problem: Problem, options: argparse.Namespace) -> int | None:
 
 
 def drive(sweep: harness.Sweep[Problem], cases: Sequence[Problem]) -> None:
-    """Measure with `triton.testing.perf_report`, and print its tables of times.
-
-    Where Triton does not exist, the same cases are measured in the same order.
-    """
+    """Measure with `triton.testing.perf_report`, if Triton exists, and print its tables of times."""
     options, by_sizes = sweep.options, {(p.dtype, p.mask, p.head_dim, p.length): p for p in cases}
     groups = list(dict.fromkeys((p.dtype, p.mask, p.head_dim, which) for p in cases for which in options.passes))
     benchmarks = []

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,7 +74,7 @@ class Bound:
         self._attend: Attend = provider.bind(problem)
 
     @contextmanager
-    def ready(self, which: Pass) -> Iterator[Callable[[], object]]:
+    def ready(self, which: Pass) -> Iterator[Callable[[], Any]]:
         """Do what the pass needs beforehand, and yield a function of which one call is one pass."""
         with self.provider.context():
             if which == "forward":
@@ -87,11 +88,9 @@ class Bound:
 
     def results(self, which: Pass) -> tuple[Tensor, ...]:
         """The output of the forward pass, or the gradients of q, k and v; with axes (batch, heads, length, d)."""
-        with self.provider.context():
-            if which != "forward":
-                return tuple(map(self._in_order, self._backward(self._forward())))
-            with torch.no_grad():
-                return (self._in_order(self._forward()),)
+        with self.ready("forward" if which == "forward" else "both") as call:
+            found = call()
+        return tuple(map(self._in_order, (found,) if isinstance(found, Tensor) else found))
 
     def first(self, which: Pass) -> Row:
         """The columns that are measured before the rounds: memory, and single calls after a first one.
@@ -198,11 +197,7 @@ class CaseRun:
         return bound.first(which)
 
     def _compare(self, bound: Bound, which: Pass) -> None:
-        """Compare with the first provider that has results, the baseline if it can.
-
-        Raises:
-            WrongResultError: the difference is larger than rounding.
-        """
+        """Compare with the first provider that has results. Raises WrongResultError if they differ beyond rounding."""
         name, gradients = bound.provider.name, which != "forward"
         if (name, gradients) not in self.differences:
             results = bound.results(which)

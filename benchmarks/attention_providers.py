@@ -139,8 +139,7 @@ def reasons_missing(options: argparse.Namespace) -> dict[str, str]:
     finished = run_isolated(_reasons_missing, options)
     if finished.failure:
         raise ValueError(f"--peers: {finished.failure}")
-    reasons: dict[str, str] = finished.result
-    return reasons
+    return finished.result
 
 
 def _reasons_missing(options: argparse.Namespace) -> dict[str, str]:
@@ -170,16 +169,15 @@ def _ours(name: str) -> Provider:
     )
 
 
-def _bind_sdpa(problem: Problem) -> Attend:
-    grouped = problem.heads != problem.kv_heads
-    return functools.partial(F.scaled_dot_product_attention, is_causal=problem.causal, enable_gqa=grouped)
-
-
 def _torch_backend(name: str, backend: SDPBackend) -> Provider:
+    def bind(problem: Problem) -> Attend:
+        grouped = problem.heads != problem.kv_heads
+        return functools.partial(F.scaled_dot_product_attention, is_causal=problem.causal, enable_gqa=grouped)
+
     return Provider(
         name=name,
         group="torch",
-        bind=_bind_sdpa,
+        bind=bind,
         quadratic=backend is SDPBackend.MATH,
         refusal_phrases=("No available kernel", "No viable backend"),
         warns_why=True,
@@ -190,9 +188,9 @@ def _torch_backend(name: str, backend: SDPBackend) -> Provider:
 def peer_providers(device: torch.device) -> list[Provider]:
     """Other libraries, with the reason in `missing` for each that cannot be used here."""
     flex = Provider(
-        name="flex",
-        group="peers",
-        bind=functools.partial(_bind_flex, device),
+        "flex",
+        "peers",
+        functools.partial(_bind_flex, device),
         compiles=True,
         refusal=lambda problem, which: (
             None if problem.head_dim >= 16 else f"flex takes head dimensions from 16 on, not {problem.head_dim}"
@@ -213,29 +211,33 @@ def peer_providers(device: torch.device) -> list[Provider]:
 def _flash_attention(name: str, modules: Sequence[str], device: torch.device) -> Provider:
     """The first of the modules that can be imported and has `flash_attn_func`."""
 
-    def unusable(problem: Problem) -> Attend:
-        raise NotImplementedError(f"{name} is not installed")
+    def refusal(problem: Problem, which: Pass) -> str | None:
+        # Where the library's own message has none of `_REFUSAL_PHRASES`.
+        if problem.dtype not in ("bfloat16", "float16"):
+            return f"{name} takes bfloat16 and float16, not {problem.dtype}"
+        if problem.head_dim % 8:
+            return f"{name} takes head dimensions that are multiples of 8, not {problem.head_dim}"
+        return None
 
-    refusal = functools.partial(_flash_attention_refusal, name)
-    provider = Provider(
-        name, "peers", unusable, layout="length first", refusal=refusal, refusal_phrases=_REFUSAL_PHRASES
-    )
-    failures = []
+    function, missing, failures = None, "", []
     for module in modules if device.type == "cuda" else ():  # importing it loads CUDA libraries
         try:
             function = importlib.import_module(module).flash_attn_func
+            break
         except ModuleNotFoundError as error:
-            missing = error.name or ""
-            if module != missing and not module.startswith(f"{missing}."):
-                failures.append(f"{module} needs {missing}, which is not installed")
+            absent = error.name or ""
+            if module != absent and not module.startswith(f"{absent}."):
+                failures.append(f"{module} needs {absent}, which is not installed")
         except Exception as error:
             failures.append(f"{module} cannot be imported: {type(error).__name__}: {error}")
-        else:
-            return replace(provider, bind=functools.partial(_bind_flash_attention, function))
-    return replace(provider, missing="; ".join(failures) or "not installed")
+    else:
+        missing = "; ".join(failures) or "not installed"
+    bind = functools.partial(_bind_flash_attention, function)
+    how: dict[str, Any] = {"refusal": refusal, "refusal_phrases": _REFUSAL_PHRASES}
+    return Provider(name, "peers", bind, "length first", missing=missing, **how)
 
 
-def _bind_flash_attention(function: Callable[..., Any], problem: Problem) -> Attend:
+def _bind_flash_attention(function: Any, problem: Problem) -> Attend:
     return functools.partial(output_alone(function), causal=problem.causal)
 
 
@@ -244,19 +246,9 @@ def output_alone(function: Callable[..., Any]) -> Callable[..., Tensor]:
 
     def attend(*tensors: Tensor, **arguments: Any) -> Tensor:
         result = function(*tensors, **arguments)
-        output: Tensor = result[0] if isinstance(result, (tuple, list)) else result
-        return output
+        return result[0] if isinstance(result, (tuple, list)) else result
 
     return attend
-
-
-def _flash_attention_refusal(name: str, problem: Problem, which: Pass) -> str | None:
-    """Refusals of these libraries that have none of `_REFUSAL_PHRASES`."""
-    if problem.dtype not in ("bfloat16", "float16"):
-        return f"{name} takes bfloat16 and float16, not {problem.dtype}"
-    if problem.head_dim % 8:
-        return f"{name} takes head dimensions that are multiples of 8, not {problem.head_dim}"
-    return None
 
 
 def _bind_flex(device: torch.device, problem: Problem) -> Attend:

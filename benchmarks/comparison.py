@@ -42,10 +42,7 @@ class DeviceLostError(RuntimeError):
 class Comparison:
     """Measures several providers at one case, interleaved in rounds; what one of them cannot do is its outcome alone.
 
-        comparison = Comparison(context)
-        calls = {name: comparison.attempt(name, "first call", functools.partial(prepare, name)) for name in names}
-        comparison.interleave({name: functools.partial(time_ms, call) for name, call in calls.items() if call}, method)
-        return [{"provider": name, **comparison.columns(name, baseline="naive")} for name in names]
+    docs/benchmarking.md has an example.
 
     Attributes:
         outcomes: by provider, how it ended, once it was attempted.
@@ -67,8 +64,7 @@ class Comparison:
     ) -> T | None:
         """The result of ``action()``, or None if it raised, or the provider is excluded or failed before.
 
-        Raises:
-            DeviceLostError: the device does not respond any more after the failure.
+        Raises DeviceLostError if the device does not respond any more after the failure.
         """
         if provider in self._context.excluded:
             self.outcomes[provider] = error(self._context.excluded[provider])

@@ -49,11 +49,7 @@ def padded(lengths: Sequence[int]) -> Layout:
 
 
 def bind(provider: str, feature: Feature, sizes: Sizes) -> tuple[Attend, Layout]:
-    """The function of q, k and v that one of `OURS` or `PEERS` computes the feature by, and their layout.
-
-    Raises:
-        NotImplementedError: the provider cannot compute it.
-    """
+    """The function of q, k and v that computes the feature, and their layout. Raises NotImplementedError otherwise."""
     if provider in feature.refusals:
         raise NotImplementedError(feature.refusals[provider])
     binders = {"flex": _bind_flex, "fa4": _bind_fa4, "torch": _bind_torch}

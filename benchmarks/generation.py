@@ -153,36 +153,30 @@ def prepare_steps(case: GenerationCase, options: argparse.Namespace, comparison:
 
 
 def prepare_attention(case: GenerationCase, options: argparse.Namespace, comparison: Comparison) -> Prepared:
-    """Attention by every provider; outputs are compared with torch's."""
-    measurements, columns = dict[str, Callable[[], float]](), dict[str, Row]()
-    calls = attention_calls(case, options.device)
-    names = [TORCH, OURS, *(BACKENDS if options.device.type == "cuda" else ())]
-    outputs: list[Tensor] = []
-    for name in names:
+    """Attention of one new token in each sequence to a full cache; outputs are compared with torch's."""
+    draw = partial(torch.randn, device=options.device, dtype=flags.DTYPES[case.dtype])
+    q = draw(case.batch, case.heads, 1, case.head_dim)
+    k, v = (draw(case.batch, case.kv_heads, case.length, case.head_dim) for _ in range(2))
+    lengths = torch.full((case.batch,), case.length, device=options.device)
+
+    @torch.no_grad()
+    def call(name: str) -> Tensor:
+        if name == OURS:
+            return attention_with_cache(q, k, v, lengths)
+        with nullcontext() if name == TORCH else sdpa_kernel(BACKENDS[name]):
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=case.heads != case.kv_heads)
+
+    measurements, columns, outputs = dict[str, Callable[[], float]](), dict[str, Row](), list[Tensor]()
+    for name in [TORCH, OURS, *(BACKENDS if options.device.type == "cuda" else ())]:
         # torch raises RuntimeError where a backend cannot compute a call.
         refusals = (NotImplementedError, RuntimeError) if name in BACKENDS else (NotImplementedError,)
-        output = comparison.attempt(name, "first call", calls[name], partial(outcome_of, refusals=refusals))
+        output = comparison.attempt(name, "first call", partial(call, name), partial(outcome_of, refusals=refusals))
         if output is not None:
             outputs.append(output)
             columns[name] = {"difference": relative_difference([output], outputs[:1])}
-            measurements[name] = partial(measure_ms, calls[name], device=options.device, method=timing_method(options))
+            method, timed = timing_method(options), partial(call, name)
+            measurements[name] = partial(measure_ms, timed, device=options.device, method=method)
     return measurements, columns, {"weight_bytes": 0, "cache_bytes": case.cache_bytes(case.length)}
-
-
-def attention_calls(case: GenerationCase, device: torch.device) -> dict[str, Callable[[], Tensor]]:
-    """By provider, attention of one new token in each sequence to a full cache."""
-    draw = partial(torch.randn, device=device, dtype=flags.DTYPES[case.dtype])
-    q = draw(case.batch, case.heads, 1, case.head_dim)
-    k, v = (draw(case.batch, case.kv_heads, case.length, case.head_dim) for _ in range(2))
-    lengths = torch.full((case.batch,), case.length, device=device)
-
-    def by_torch(backend: SDPBackend | None) -> Tensor:
-        with nullcontext() if backend is None else sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, enable_gqa=case.heads != case.kv_heads)
-
-    calls: dict[str, Callable[[], Tensor]] = {OURS: partial(attention_with_cache, q, k, v, lengths)}
-    calls |= {name: partial(by_torch, backend) for name, backend in {TORCH: None, **BACKENDS}.items()}
-    return {name: torch.no_grad()(call) for name, call in calls.items()}
 
 
 def tables(frame: pd.DataFrame) -> str:

@@ -93,12 +93,7 @@ class Sweep(Generic[CaseT]):
     """The cases of a run. `rows` measures a case when it is first called for it, and stores its rows."""
 
     def __init__(self, program: Program[CaseT], options: argparse.Namespace, total: int) -> None:
-        """Open the folder of the results.
-
-        Raises:
-            ValueError: the folder cannot take the rows of this run.
-            RuntimeError: the environment of the device cannot be read.
-        """
+        """Open the folder of the results. Raises ValueError if it cannot take the rows of this run."""
         self.environment = environment = environment_of(options, program)
         self.folder: Path = options.out or default_folder(program.name, environment.device)
         # Measuring functions may write files there.
@@ -185,10 +180,9 @@ def run_excluding(
 
 
 def measure_here(measure: Measure[CaseT], case: CaseT, context: Context) -> list[Row]:
-    """Measure a case in this process, with the settings of torch that the options name; an exception is a row.
+    """Measure a case in this process, with the settings of torch that the options name.
 
-    Raises:
-        DeviceLostError: the device does not respond any more.
+    An exception is a row, but for DeviceLostError.
     """
     options = context.options
     if options.device.type == "cuda" and options.device.index is not None:
@@ -209,8 +203,7 @@ def measure_here(measure: Measure[CaseT], case: CaseT, context: Context) -> list
 def environment_of(options: argparse.Namespace, program: Program[Any]) -> Environment:
     """The environment, read in a separate process, so that this one takes no memory of the GPU.
 
-    Raises:
-        RuntimeError: it cannot be read.
+    Raises RuntimeError if it cannot be read.
     """
     read = functools.partial(collect_environment, packages=program.packages, commit=options.commit)
     finished = run_isolated(read, options.device, limit=_START_SECONDS, preload=program.preload)

@@ -55,8 +55,7 @@ class HostCase(Case):
 def make_call(provider: str, case: HostCase, tensors: Sequence[Tensor]) -> Callable[[], object]:
     """A function of which one call is one pass, warmed up; for the backward pass on a graph that is kept.
 
-    Raises:
-        ValueError: the implementation cannot compute it.
+    Raises ValueError if the implementation cannot compute it.
     """
     causal = case.mask == "causal"
     attend: Callable[..., Tensor] = functools.partial(attention, causal=causal, impl=provider)

@@ -34,7 +34,7 @@ from benchmarks.models import FORWARD, FORWARD_BACKWARD, STEP, ModelCase
 from benchmarks.results import mebibytes
 from benchmarks.steps import TrainingStep, make_step
 from benchmarks.tables import markdown
-from cs336_systems.profiling import MemoryRecorder, MemoryUsage, activation_bytes, measure_memory, saved_tensors
+from cs336_systems.profiling import MemoryRecorder, activation_bytes, measure_memory, saved_tensors
 from cs336_systems.profiling.memory import MIB
 from cs336_systems.profiling.saved import SavedTensor
 from cs336_systems.profiling.steps import MODES
@@ -112,7 +112,7 @@ def measure(case: MemoryCase, context: Context) -> Row:
         for _ in range(2 if case.mode == STEP else 1):  # the first step allocates the optimizer's state
             step.run(case.mode, phase)
     step.optimizer.zero_grad()
-    row = usage_columns(usage_of(step, case.mode, recorder, device))
+    row = usage_columns(step, case.mode, recorder, device)
 
     def whole() -> None:
         step.run(case.mode)
@@ -137,18 +137,17 @@ def measure(case: MemoryCase, context: Context) -> Row:
     return row
 
 
-def usage_of(step: TrainingStep, mode: str, recorder: MemoryRecorder, device: torch.device) -> MemoryUsage:
-    """On CUDA the allocator's figures of one more step without the recorder; elsewhere those of the recording."""
-    if device.type != "cuda":
-        return recorder.usage()
-    backward = None if mode == FORWARD else Tensor.backward
-    usage = measure_memory(step.forward, backward, step.update if mode == STEP else None, device=device)
-    step.optimizer.zero_grad()
-    return usage
+def usage_columns(step: TrainingStep, mode: str, recorder: MemoryRecorder, device: torch.device) -> Row:
+    """On CUDA the allocator's figures of one more step without the recorder; elsewhere those of the recording.
 
-
-def usage_columns(usage: MemoryUsage) -> Row:
-    """The figures in MiB; the peak is with what was allocated before the step."""
+    The peak is with what was allocated before the step.
+    """
+    if device.type == "cuda":
+        backward = None if mode == FORWARD else Tensor.backward
+        usage = measure_memory(step.forward, backward, step.update if mode == STEP else None, device=device)
+        step.optimizer.zero_grad()
+    else:
+        usage = recorder.usage()
     before, peak = usage.before_bytes, usage.peak_bytes
     whole = None if before is None or peak is None else before + peak
     sizes = {"before_mib": before, "peak_mib": whole, "held_mib": usage.held_bytes}

@@ -154,11 +154,7 @@ def _sized_models(options: argparse.Namespace) -> Iterator[tuple[str, Transforme
 
 
 def model_config(name: str, suite: str, **changes: Any) -> TransformerConfig:
-    """The config of `tiny`, the default model of training, or of a preset of the suite.
-
-    Raises:
-        ValueError: there is no such model, or the changed sizes do not fit.
-    """
+    """The config of `tiny`, training's default, or of a preset of the suite. Raises ValueError if there is none."""
     if name == TINY:
         return TransformerConfig(**{"vocab_size": VOCAB_SIZE} | TINY_SIZES._asdict() | changes)
     if name not in PRESETS[suite]:

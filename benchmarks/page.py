@@ -31,8 +31,7 @@ _FILES = (".csv", ".html", ".json", ".gz", ".pickle")
 def write_page(folder: Path) -> list[Path]:
     """Write report.md and report.html of the folders in a folder that have results or an outcome; both paths.
 
-    Raises:
-        ValueError: there is no such folder.
+    Raises ValueError if there is no such folder.
     """
     known = (OUTCOME, TABLES, CSV)
     parts = [path for path in sorted(folder.glob("*/")) if any((path / name).exists() for name in known)]

@@ -168,11 +168,7 @@ def command_of(part: Part, options: argparse.Namespace) -> list[str]:
 
 
 def run_part(command: Sequence[str], folder: Path, limit: float, grace: float = 30.0) -> Outcome:
-    """Run a program, with its output in a file of its folder, and interrupt it after ``limit`` seconds.
-
-    Raises:
-        KeyboardInterrupt: this process was interrupted, and the program with it.
-    """
+    """Run a program, with its output in a file of its folder, and interrupt it after ``limit`` seconds."""
     begin, outcome = time.monotonic(), Outcome(TIMED_OUT, f"took longer than {limit:g} s")
     folder.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}

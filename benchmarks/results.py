@@ -117,8 +117,7 @@ class RowStore:
     def append(self, case: str, rows: Sequence[Row]) -> None:
         """Store the rows of a case; they are on disk when this returns.
 
-        Raises:
-            ValueError: the case has rows already, or a value is NaN, infinite, or no JSON value.
+        Raises ValueError if the case has rows already, or a value is NaN, infinite, or no JSON value.
         """
         if case in self._cases:
             raise ValueError(f"case must not have rows already; got {case!r} again")

@@ -39,8 +39,7 @@ def step_columns(times: RoundTimes, prefix: str = "") -> Row:
 def finite_loss(loss: Tensor, dtype: str) -> float | None:
     """The loss; None if it is not finite in float16, whose gradients are not scaled here.
 
-    Raises:
-        FloatingPointError: it is not finite in another dtype.
+    Raises FloatingPointError if it is not finite in another dtype.
     """
     value = float(loss)
     if math.isfinite(value):
@@ -84,11 +83,7 @@ class TrainingStep:
         update(self.optimizer, self.model, TrainingConfig.grad_clip)
 
     def run(self, mode: str, phase: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
-        """Run what a mode measures. Gradients of mode "forward+backward" are left.
-
-        Args:
-            phase: makes the context of a phase from its name.
-        """
+        """Run what a mode measures, each phase in a context. Gradients of mode "forward+backward" are left."""
         with phase("forward"), torch.set_grad_enabled(mode != FORWARD):
             loss = self.forward()
         if mode == FORWARD:
@@ -120,8 +115,7 @@ def make_step(
 ) -> tuple[TrainingStep, tuple[Tensor, Tensor]]:
     """The step of a case, of which nothing has run, and its tokens and targets.
 
-    Raises:
-        NotImplementedError: the provider cannot compute the case on this device.
+    Raises NotImplementedError if the provider cannot compute the case on this device.
     """
     require_supported(case, device)
     torch.manual_seed(seed)

@@ -165,10 +165,7 @@ def plot_lines(
 
 
 def plot_bars(path: Path, frame: pd.DataFrame, *, title: str, label: str) -> None:
-    """Plot a horizontal bar for each row, stacked of the columns that are not all 0, into a PNG file, if there are any.
-
-    Needs matplotlib.
-    """
+    """Plot a bar for each row, stacked of the columns that are not all 0, into a PNG file, if there are any."""
     frame = frame.loc[:, frame.fillna(0).any()]
     if frame.empty:
         return

@@ -70,11 +70,7 @@ def arguments_of(mask: str, q: Tensor, k_len: int) -> tuple[bool | str, dict[str
 def check(
     config: TileConfig, row: TableRow, others: Others, sizes: tuple[int, int, int, int], device: torch.device
 ) -> None:
-    """Raise AssertionError if results exceed the error budget, or what the compiler or the launch raises.
-
-    Args:
-        sizes: batch, heads, and lengths of q and k.
-    """
+    """Raise AssertionError if results exceed the error budget; ``sizes`` are batch, heads, and lengths of q and k."""
     torch.set_float32_matmul_precision("highest")
     batch, heads, q_len, k_len = sizes
     shapes = Shapes.of(batch, q_len=q_len, k_len=k_len, d=row.head_dim, q_heads=heads)
