@@ -19,7 +19,6 @@ import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -51,17 +50,13 @@ PRESETS = {
 }
 """Flags by the name of a sweep: `cpu` and `quick` are the defaults without and with a GPU, `paper` is the sweep of the
 FlashAttention papers, and the others are those of Stanford's CS336."""
-_AXES, _SIZES = (
-    ("lengths", "head_dims", "dtypes", "masks", "passes"),
-    ("batch", "tokens", "heads", "channels", "kv_heads"),
-)
+_USUAL = "--preset --lengths --head-dims --dtypes --masks --passes --batch --tokens --heads --channels --kv-heads --rep"
+_USUAL += " --peers --providers all --rounds 5 --warmup 5 --max-seconds 1 --no-tf32"
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line. What is not given comes from the preset."""
-    none: dict[str, Any] = dict.fromkeys(("preset", *_AXES, *_SIZES, "rep", "peers"))
-    measured = {"providers": ["all"], "rounds": 5, "warmup": 5.0, "max_seconds": 1.0, "tf32": False}
-    parser = flags.make_parser(__doc__, timeout=1800, **none, **measured)
+    parser = flags.make_parser(__doc__, _USUAL, timeout=1800)
     presets = [f"  {name}: {text}" for name, text in PRESETS.items()]
     members: dict[str, list[str]] = {}
     for provider in all_providers(torch.device("cpu")):

@@ -29,9 +29,9 @@ import torch
 from torch import nn
 
 from benchmarks import flags, harness, models
-from benchmarks.breakdown_tables import PHASES_OF, details, kernel_columns, plots, tables
+from benchmarks.breakdown_tables import details, kernel_columns, plots, tables
 from benchmarks.harness import Context, Row
-from benchmarks.models import BLOCKS, FORWARD_BACKWARD, NOT_COMPILED, WHOLE, ModelCase
+from benchmarks.models import BLOCKS, FORWARD_BACKWARD, WHOLE, ModelCase
 from benchmarks.steps import TrainingStep, make_step, step_columns
 from cs336_systems.profiling import ModuleRanges, read_trace, record_trace, region_of_module
 from cs336_systems.profiling.regions import OPTIMIZER
@@ -40,21 +40,16 @@ from cs336_systems.profiling.timing import consecutive_ms, synchronize
 _INSIDE_BLOCKS = re.compile(r"(^|\.)layers\.\d+\.")
 
 
+_USUAL = (
+    "--batch 4 --providers naive --dtypes bf16 --compile none --modes forward forward+backward step --warmup-steps 3"
+)
+_USUAL += " --steps 10 --tf32"
+_ON_A_GPU = "--models small medium large xl 2.7B --lengths 128 256 512 1024"
+_WITHOUT = "--models tiny --lengths 128"
+
+
 def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    gpu = flags.wants_gpu(arguments)
-    parser = models.make_parser(
-        __doc__,
-        models=["small", "medium", "large", "xl", "2.7B"] if gpu else ["tiny"],
-        lengths=[128, 256, 512, 1024] if gpu else [128],
-        batch=4,
-        providers=["naive"],
-        dtypes=["bfloat16"],
-        compile=[NOT_COMPILED],
-        modes=[*PHASES_OF],
-        warmup_steps=[3],
-        steps=10,
-        tf32=True,
-    )
+    parser = models.make_parser(__doc__, f"{_USUAL} {_ON_A_GPU if flags.wants_gpu(arguments) else _WITHOUT}")
     add = parser.add_argument
     add("--profiled-steps", type=flags.positive, default=3, metavar="N", help="steps in a trace (default: %(default)s)")
     add("--trace", action="store_true", help="keep each trace in traces/ of the results, for https://ui.perfetto.dev")

@@ -162,23 +162,14 @@ PROGRAM = Program(
 )
 
 
+_USUAL = "--masks causal --passes forward backward --rounds 5 --warmup 5 --rep 15"
+_ON_A_GPU = "--lengths 1024 4096 --head-dims 64 128 --dtypes bf16 --providers flash --tokens 16384 --channels 2048"
+_WITHOUT = "--lengths 128 --head-dims 32 --dtypes fp32 --providers tiled --tokens 256 --channels 64"
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options. Ends the program for trees that cannot be compared."""
-    gpu = flags.wants_gpu(arguments)
-    parser = flags.make_parser(
-        __doc__,
-        lengths=[1024, 4096] if gpu else [128],
-        head_dims=[64, 128] if gpu else [32],
-        dtypes=["bfloat16" if gpu else "float32"],
-        masks=["causal"],
-        passes=["forward", "backward"],
-        providers=["flash" if gpu else "tiled"],
-        tokens=16384 if gpu else 256,
-        channels=2048 if gpu else 64,
-        rounds=5,
-        warmup=5.0,
-        rep=15.0,
-    )
+    parser = flags.make_parser(__doc__, f"{_USUAL} {_ON_A_GPU if flags.wants_gpu(arguments) else _WITHOUT}")
     parser.add_argument("trees", nargs="*", metavar="TREE[:PACKAGES]", help="checkouts; the first is the baseline")
     parser.add_argument("--groups", type=flags.positive, default=1, help="query heads per key head (%(default)s)")
     parser.add_argument("--decode", action="store_true", help="attention over a cache, in place of --passes")

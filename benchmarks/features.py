@@ -183,27 +183,18 @@ PROGRAM = harness.Program(
 )
 
 
+_USUAL = "--passes forward backward --tokens 16384 --rounds 5 --warmup 5 --max-seconds 0.5 --no-tf32 --peers"
+_ON_A_GPU = (
+    f"--providers flash {' '.join(PEERS)} --dtypes bf16 --lengths --head-dims 64 128 --batch --heads 16 --rep 15"
+)
+_WITHOUT = "--providers tiled torch --dtypes fp32 --lengths 512 --head-dims 64 --batch 1 --heads 2 --rep 30 --jobs 0"
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     gpu = flags.wants_gpu(arguments)
-    parser = flags.make_parser(
-        __doc__,
-        features=[*FEATURES],
-        providers=["flash", *PEERS] if gpu else ["tiled", "torch"],
-        passes=["forward", "backward"],
-        dtypes=["bfloat16" if gpu else "float32"],
-        lengths=None if gpu else [512],
-        head_dims=[64, 128] if gpu else [64],
-        batch=None if gpu else 1,
-        tokens=16384,
-        heads=16 if gpu else 2,
-        rounds=5,
-        warmup=5.0,
-        rep=15.0 if gpu else 30.0,
-        max_seconds=0.5,
-        tf32=False,
-        jobs=min(12, os.cpu_count() or 1) if gpu else 0,
-        peers=None,
-    )
+    jobs = f"--jobs {min(12, os.cpu_count() or 1)}"
+    usual = f"{_USUAL} --features {' '.join(FEATURES)} {f'{_ON_A_GPU} {jobs}' if gpu else _WITHOUT}"
+    parser = flags.make_parser(__doc__, usual)
     parser.epilog = f"providers: {', '.join(OURS)}; {', '.join(PEERS)}"
     options = flags.parse(parser, arguments)
     flags.restrict(parser, options, features=[*FEATURES], passes=flags.PASSES[:2], providers=[*OURS, *PEERS])

@@ -1,6 +1,6 @@
 """The command-line flags of all benchmarks. Each is defined once, here; a program names those that it has.
 
-    parser = flags.make_parser(__doc__, lengths=[1024, 4096], head_dims=[64], dtypes=["bfloat16"])
+    parser = flags.make_parser(__doc__, "--lengths 1024 4096 --head-dims 64 --dtypes bf16 --batch --no-tf32")
     options = flags.parse(parser, arguments)
 
 Flags that take several values take them separated by spaces or commas. Flags of one program alone are added to the
@@ -115,28 +115,34 @@ _SINGLE: dict[str, tuple[Callable[[str], Any], str, str]] = {
 _SWITCHES = {"tf32": "let float32 products use TF32"}
 
 
-def make_parser(description: str | None, *, timeout: float = 600.0, **defaults: Any) -> argparse.ArgumentParser:
-    """A parser with a flag for each keyword, whose value is the default, and with the flags of every program.
+def make_parser(description: str | None, usual: str, *, timeout: float = 600.0) -> argparse.ArgumentParser:
+    """A parser with the flags of a program, and with those of every program.
 
     Args:
         description: the program's docstring, shown by --help.
+        usual: a command line with all flags of the program, whose values are the defaults; None without a value.
         timeout: the default of --timeout.
-        **defaults: by the flag's name with underscores: `lengths=[512]` makes --lengths. None shows no default.
 
     Raises:
         KeyError: there is no such flag.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in defaults.items():
-        option = f"--{name.replace('_', '-')}"
-        if name in _SWITCHES:
-            parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default, help=_SWITCHES[name])
+    for flag, *words in (part.split() for part in usual.split("--")[1:]):
+        name, default = flag.replace("-", "_"), None
+        if name.removeprefix("no_") in _SWITCHES:
+            how: dict[str, Any] = {
+                "action": argparse.BooleanOptionalAction,
+                "help": _SWITCHES[name.removeprefix("no_")],
+            }
+            parser.add_argument(f"--{flag.removeprefix('no-')}", default=name in _SWITCHES, **how)
             continue
         convert, metavar, text = (_SEVERAL if name in _SEVERAL else _SINGLE)[name]
-        if default is not None:
-            text += f" (default: {' '.join(map(str, default)) if isinstance(default, list) else default})"
-        how: dict[str, Any] = {"nargs": "+", "action": _Several} if name in _SEVERAL else {"type": convert}
-        parser.add_argument(option, default=default, metavar=metavar, help=text, **how)
+        if words:
+            values = [convert(word) for word in words]
+            text += f" (default: {' '.join(map(str, values))})"
+            default = values if name in _SEVERAL else values[0]
+        how = {"nargs": "+", "action": _Several} if name in _SEVERAL else {"type": convert}
+        parser.add_argument(f"--{flag}", default=default, metavar=metavar, help=text, **how)
     _add_run_flags(parser, timeout)
     return parser
 

@@ -201,20 +201,15 @@ PROGRAM = Program(
 )
 
 
+_ON_A_GPU = "--models large --dtypes bf16 --batches 1 32 --lengths 2048 --modes eager graph graph+compile --steps 32"
+_ON_A_GPU += " --rounds 5 --warmup 5 --rep 15"
+_WITHOUT = (
+    "--models small --dtypes fp32 --batches 1 --lengths 64 --modes eager --steps 4 --rounds 3 --warmup 5 --rep 30"
+)
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    gpu = flags.wants_gpu(arguments)
-    parser = flags.make_parser(
-        __doc__,
-        models=["large" if gpu else "small"],
-        dtypes=["bfloat16" if gpu else "float32"],
-        batches=[1, 32] if gpu else [1],
-        lengths=[2048 if gpu else 64],
-        modes=["eager", "graph", "graph+compile"] if gpu else ["eager"],
-        steps=32 if gpu else 4,
-        rounds=5 if gpu else 3,
-        warmup=5.0,
-        rep=15.0 if gpu else 30.0,
-    )
+    parser = flags.make_parser(__doc__, _ON_A_GPU if flags.wants_gpu(arguments) else _WITHOUT)
     parser.add_argument("--layers", type=flags.positive, metavar="N", help="layers of the model (default: the model's)")
     parser.add_argument("--attention", action="store_true", help="measure attention alone, of a few shapes")
     options = flags.parse(parser, arguments)

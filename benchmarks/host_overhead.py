@@ -123,18 +123,12 @@ PROGRAM = Program(
 )
 
 
+_USUAL = "--lengths 256 --head-dims 64 --dtypes bf16 --masks full --batch 1 --heads 8 --rounds 15"
+_USUAL += " --providers torch auto flash sdpa compiled naive tiled"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = flags.make_parser(
-        __doc__,
-        lengths=[256],
-        head_dims=[64],
-        dtypes=["bfloat16"],
-        masks=["full"],
-        batch=1,
-        heads=8,
-        rounds=15,
-        providers=PROVIDERS,
-    )
+    parser = flags.make_parser(__doc__, _USUAL)
     parser.add_argument("--calls", type=flags.positive, default=100, help="calls in a row (default: %(default)s)")
     options = flags.parse(parser, arguments)
     sizes = itertools.product(options.dtypes, options.masks, options.lengths, options.head_dims, PASSES)

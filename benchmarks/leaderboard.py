@@ -133,19 +133,13 @@ PROGRAM = harness.Program(
 )
 
 
+_USUAL = "--compile whole --dtypes bf16 --head-dims 64 --warmup 1000"
+_ON_A_GPU = "--providers flash torch --heads 16 --lengths 16384 --rep 10000"
+_WITHOUT = "--providers tiled torch --heads 2 --lengths 256 --rep 1000"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    gpu = flags.wants_gpu(arguments)
-    parser = flags.make_parser(
-        __doc__,
-        providers=["flash" if gpu else "tiled", TORCH],
-        compile=["whole"],
-        dtypes=["bfloat16"],
-        heads=16 if gpu else 2,
-        lengths=[16384 if gpu else 256],
-        head_dims=[64],
-        warmup=1000.0,
-        rep=10000.0 if gpu else 1000.0,
-    )
+    parser = flags.make_parser(__doc__, f"{_USUAL} {_ON_A_GPU if flags.wants_gpu(arguments) else _WITHOUT}")
     options = flags.parse(parser, arguments)
     flags.restrict(parser, options, providers=[*FUNCTIONS, TORCH], compile=COMPILE)
     if not options.heads:

@@ -37,7 +37,6 @@ from benchmarks.tables import markdown
 from cs336_systems.profiling import MemoryRecorder, activation_bytes, measure_memory, saved_tensors
 from cs336_systems.profiling.memory import MIB
 from cs336_systems.profiling.saved import SavedTensor
-from cs336_systems.profiling.steps import MODES
 from cs336_systems.profiling.timing import consecutive_ms
 
 _LISTED = 10
@@ -58,19 +57,14 @@ class MemoryCase(ModelCase):
         return super().name.rpartition(" warmup=")[0] + recomputed
 
 
+_USUAL = "--providers naive --dtypes fp32 bf16 --modes forward forward+backward step --no-tf32"
+_ON_A_GPU = "--models small medium large xl 2.7B --lengths 128 256 512 --batch 4 --steps 5"
+_WITHOUT = "--models tiny --lengths 128 --batch 2 --steps 2"
+
+
 def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
     gpu = flags.wants_gpu(arguments)
-    parser = models.make_parser(
-        __doc__,
-        models=["small", "medium", "large", "xl", "2.7B"] if gpu else ["tiny"],
-        lengths=[128, 256, 512] if gpu else [128],
-        batch=4 if gpu else 2,
-        providers=["naive"],
-        dtypes=["float32", "bfloat16"],
-        modes=[*MODES],
-        steps=5 if gpu else 2,
-        tf32=False,
-    )
+    parser = models.make_parser(__doc__, f"{_USUAL} {_ON_A_GPU if gpu else _WITHOUT}")
     add = parser.add_argument
     text = "steps at the longest length with groups of this many blocks recomputed; 0: none"
     every = [1, 2, 3, 4, 6] if gpu else [1, 2]

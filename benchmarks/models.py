@@ -88,9 +88,9 @@ class ModelCase(Case):
         return self.batch * self.length
 
 
-def make_parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
+def make_parser(description: str | None, usual: str) -> argparse.ArgumentParser:
     """`flags.make_parser` with --suite, and with --d-model and so on, which replace sizes of --models."""
-    parser = flags.make_parser(description, timeout=1800, suite="2025", **defaults)
+    parser = flags.make_parser(description, f"{usual} --suite 2025", timeout=1800)
     for name in SIZES:
         text = f"in place of each model's {name}"
         parser.add_argument(f"--{name.replace('_', '-')}", type=flags.positive, metavar="N", help=text)

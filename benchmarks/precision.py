@@ -231,20 +231,14 @@ PROGRAM = harness.Program(
 )
 
 
+_USUAL = "--dtypes bf16 fp16 fp32 --batch 1 --heads 2 --no-tf32"
+_ON_A_GPU = f"--masks causal full --lengths 512 2048 --head-dims 64 128 --providers {' '.join(IMPLEMENTATIONS)}"
+# Without a GPU, compiling takes minutes.
+_WITHOUT = "--masks causal --lengths 128 512 --head-dims 64 --providers flash sdpa tiled naive"
+
+
 def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    gpu = flags.wants_gpu(arguments)
-    parser = flags.make_parser(
-        __doc__,
-        dtypes=[*flags.DTYPES],
-        masks=[*flags.MASKS] if gpu else ["causal"],
-        lengths=[512, 2048] if gpu else [128, 512],
-        head_dims=[64, 128] if gpu else [64],
-        # Without a GPU, compiling takes minutes.
-        providers=[name for name in IMPLEMENTATIONS if gpu or name != "compiled"],
-        batch=1,
-        heads=2,
-        tf32=False,
-    )
+    parser = flags.make_parser(__doc__, f"{_USUAL} {_ON_A_GPU if flags.wants_gpu(arguments) else _WITHOUT}")
     text = f"of {', '.join(TOPICS)} (default: all)"
     parser.add_argument("--topics", nargs="+", choices=TOPICS, default=[*TOPICS], metavar="TOPIC", help=text)
     return parser

@@ -229,7 +229,7 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = flags.make_parser(__doc__, timeout=5400.0, preset="quick")
+    parser = flags.make_parser(__doc__, "--preset quick", timeout=5400.0)
     text = "start no part after this many seconds"
     parser.add_argument("--stop-after", type=flags.seconds, metavar="S", help=text)
     return parser

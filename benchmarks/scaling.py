@@ -39,21 +39,14 @@ _SAME_LOSS = 0.01
 _FIGURES = ["median_ms", "std_ms", "tokens_per_second", "mfu", "peak_mib", "compile_s", "first_loss"]
 
 
+_USUAL = "--suite 2025 --batch --compile --warmup-steps 3 --steps 10 --tf32"
+_ON_A_GPU = "--models medium large --lengths 4096 --tokens 16384"
+_WITHOUT = "--models tiny --lengths 128 --tokens 256"
+
+
 def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    gpu = flags.wants_gpu(arguments)
-    parser = flags.make_parser(
-        __doc__,
-        timeout=1800,
-        models=["medium", "large"] if gpu else ["tiny"],
-        suite="2025",
-        lengths=[4096 if gpu else 128],
-        tokens=16384 if gpu else 256,
-        batch=None,
-        compile=None,
-        warmup_steps=[3],
-        steps=10,
-        tf32=True,
-    )
+    usual = f"{_USUAL} {_ON_A_GPU if flags.wants_gpu(arguments) else _WITHOUT}"
+    parser = flags.make_parser(__doc__, usual, timeout=1800)
     add = parser.add_argument
     add("--vocab-size", type=flags.positive, default=VOCAB_SIZE, metavar="N", help="tokens (default: %(default)s)")
     several = [mode for mode in MODES if mode != NONE]

@@ -22,7 +22,7 @@ import pandas as pd
 
 from benchmarks import flags, harness, models, transformer
 from benchmarks.attention_providers import KERNELS, KERNELS_LABEL
-from benchmarks.models import AXES, CUDNN, LLAMA, NOT_COMPILED, TORCH, WHOLE, varying
+from benchmarks.models import AXES, LLAMA, TORCH, varying
 from benchmarks.tables import bullets, markdown, plot_lines, with_columns
 
 COMPARED = (LLAMA, TORCH)
@@ -31,21 +31,13 @@ _SAME_LOSS = 0.02
 _WORK = ["model", "batch", "length", "dtype"]
 
 
+_USUAL = "--batch --providers flash torch torch-cudnn naive llama --dtypes bf16 --warmup-steps 3 --steps 10 --tf32"
+_ON_A_GPU = "--models small medium large 2.7B --lengths 512 1024 4096 16384 --tokens 16384 --compile whole"
+_WITHOUT = "--models tiny --lengths 128 --tokens 512 --compile none"
+
+
 def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    gpu = flags.wants_gpu(arguments)
-    parser = models.make_parser(
-        __doc__,
-        models=["small", "medium", "large", "2.7B"] if gpu else ["tiny"],
-        lengths=[512, 1024, 4096, 16384] if gpu else [128],
-        tokens=16384 if gpu else 512,
-        batch=None,
-        providers=["flash", TORCH, CUDNN, "naive", LLAMA],
-        dtypes=["bfloat16"],
-        compile=[WHOLE if gpu else NOT_COMPILED],
-        warmup_steps=[3],
-        steps=10,
-        tf32=True,
-    )
+    parser = models.make_parser(__doc__, f"{_USUAL} {_ON_A_GPU if flags.wants_gpu(arguments) else _WITHOUT}")
     parser.set_defaults(modes=[models.STEP])
     return parser
 

@@ -42,21 +42,13 @@ STATISTICS = ("mean_ms", "std_ms", "min_ms", "max_ms", "median_ms", "cv")
 _HOST_BOUND = 0.95
 
 
+_USUAL = "--batches 4 --providers auto --dtypes fp32 bf16 --compile none --modes forward step --steps 10 --no-tf32"
+_ON_A_GPU = "--models small --lengths 128 256 512 1024 --warmup-steps 5"
+_WITHOUT = "--models tiny --lengths 32 64 --warmup-steps 1"
+
+
 def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    gpu = flags.wants_gpu(arguments)
-    parser = models.make_parser(
-        __doc__,
-        models=["small" if gpu else "tiny"],
-        lengths=[128, 256, 512, 1024] if gpu else [32, 64],
-        batches=[4],
-        providers=["auto"],
-        dtypes=["float32", "bfloat16"],
-        compile=[NOT_COMPILED],
-        modes=[FORWARD, STEP],
-        warmup_steps=[5 if gpu else 1],
-        steps=10,
-        tf32=False,
-    )
+    parser = models.make_parser(__doc__, f"{_USUAL} {_ON_A_GPU if flags.wants_gpu(arguments) else _WITHOUT}")
     parser.add_argument("--log-steps", action="store_true", help="print the time of every step")
     return parser
 

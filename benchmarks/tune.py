@@ -233,10 +233,14 @@ PROGRAM = Program(
 )
 
 
+_USUAL = (
+    "--lengths 4096 --head-dims 16 32 64 128 256 --dtypes bf16 --kernels forward dq dkdv --tokens 16384 --channels 2048"
+)
+_USUAL += " --batch --heads --rounds 5 --jobs 12"
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    sizes: dict[str, Any] = {"lengths": [4096], "head_dims": _HEAD_DIMS, "dtypes": ["bfloat16"], "kernels": [*KERNELS]}
-    work: dict[str, Any] = {"tokens": 16384, "channels": 2048, "batch": None, "heads": None, "rounds": 5, "jobs": 12}
-    parser = flags.make_parser(__doc__, timeout=900.0, **sizes, **work)
+    parser = flags.make_parser(__doc__, _USUAL, timeout=900.0)
     add, count = parser.add_argument, flags.positive
     add("--with-mods", action="store_true", help="search the rows for masks and score changes")
     add("--candidates", type=count, default=400, metavar="N", help="candidates of a row (default: %(default)s)")

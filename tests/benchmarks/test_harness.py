@@ -45,7 +45,7 @@ CASES = [Square(2), Square(3), Square(13)]
 
 
 def options(*arguments: object):
-    parser = flags.make_parser("", rounds=3, tf32=False)
+    parser = flags.make_parser("", "--rounds 3 --no-tf32")
     return flags.parse(parser, ["--device", "cpu", *map(str, arguments)])
 
 
