@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import datetime
 import functools
-import math
 import re
 import sys
 import time
@@ -25,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.comparison import Comparison, Context, DeviceLostError, ran_out_of_memory, timing_method
-from benchmarks.isolation import Finished, OnStep, run_isolated, termination_as_interruption
+from benchmarks.isolation import Finished, run_isolated, termination_as_interruption
 from benchmarks.results import CSV, Outcome, Row, RowStore, Status, error, outcome_of
 from benchmarks.tables import markdown, page, summary
 from cs336_systems.profiling.environment import Environment, collect_environment
@@ -92,7 +91,7 @@ class Program(Generic[CaseT]):
 class Sweep(Generic[CaseT]):
     """The cases of a run. `rows` measures a case when it is first called for it, and stores its rows."""
 
-    def __init__(self, program: Program[CaseT], options: argparse.Namespace, total: int) -> None:
+    def __init__(self, program: Program[CaseT], options: argparse.Namespace, cases: Sequence[CaseT]) -> None:
         """Open the folder of the results. Raises ValueError if it cannot take the rows of this run."""
         self.environment = environment = environment_of(options, program)
         self.folder: Path = options.out or default_folder(program.name, environment.device)
@@ -102,8 +101,8 @@ class Sweep(Generic[CaseT]):
         settings |= {"device": environment.device, "torch": environment.torch, "triton": environment.triton}
         self._store = RowStore(self.folder, settings, resume=options.resume)
         environment.write(self.folder / "environment.json")
-        self._visited: set[str] = set()
-        self._progress = tqdm(total=total, unit="case", disable=None)
+        stored = sum(case.name in self._store for case in cases)
+        self._progress = tqdm(total=len(cases), initial=stored, unit="case", disable=None)
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -121,8 +120,6 @@ class Sweep(Generic[CaseT]):
             rows = [{"case": case.name, **case.columns, **row, **stamp} for row in measured]
             self._store.append(case.name, rows)
             self.note(f"{case.name}: {summary(rows)}")
-        if case.name not in self._visited:
-            self._visited.add(case.name)
             self._progress.update()
         return self._store[case.name]
 
@@ -163,17 +160,10 @@ class Sweep(Generic[CaseT]):
         return [error(finished.failure).columns] if finished.failure else finished.result
 
 
-def run_excluding(
-    function: Callable[..., Any],
-    *arguments: Any,
-    context: Context,
-    limit: float = math.inf,
-    preload: Sequence[str] = (),
-    on_step: OnStep = lambda provider, text: None,
-) -> Finished:
+def run_excluding(function: Callable[..., Any], *arguments: Any, context: Context, **how: Any) -> Finished:
     """`run_isolated` of ``function(*arguments, context)``, again without each provider that ends the process."""
     while True:
-        finished = run_isolated(function, *arguments, context, limit=limit, preload=preload, on_step=on_step)
+        finished = run_isolated(function, *arguments, context, **how)
         if not finished.failure or not finished.provider or finished.provider in context.excluded:
             return finished
         context = dataclasses.replace(context, excluded={**context.excluded, finished.provider: finished.failure})
@@ -245,7 +235,7 @@ def run(
                 print(case.name + ("" if size is None else f": {size / 2**30:.2f} GiB"))
             print(f"{len(chosen)} cases")
             return 0
-        sweep = Sweep(program, options, len(chosen))
+        sweep = Sweep(program, options, chosen)
     except (ValueError, RuntimeError, FileNotFoundError) as exception:
         print(f"{program.name}.py: error: {exception}", file=sys.stderr)
         return 2

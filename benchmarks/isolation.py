@@ -54,16 +54,9 @@ def step(text: str, provider: str = "") -> None:
         _to_parent.send(("step", provider, text))
 
 
-def run_isolated(
-    function: Callable[..., Any],
-    *arguments: Any,
-    limit: float = math.inf,
-    preload: Sequence[str] = (),
-    on_step: OnStep = lambda provider, text: None,
-) -> Finished:
+def run_isolated(function: Callable[..., Any], *arguments: Any, **how: Any) -> Finished:
     """Call ``function(*arguments)`` in a new process and wait for it: `map_isolated` of one job."""
-    calls = map_isolated(function, [arguments], limit=limit, preload=preload, on_step=on_step)
-    return next(calls)[1]
+    return next(map_isolated(function, [arguments], **how))[1]
 
 
 def map_isolated(

@@ -184,9 +184,8 @@ def test_the_longest_that_fits():
 @pytest.mark.parametrize("place", ["cpu", ON_GPUS])
 def test_the_work_of_one_is_shared(tmp_path, place):
     modes = ("ddp", "fsdp", "context", "fsdp+context")
-    arguments = [*FLAGS, "--lengths", "32", "--batch", "2", "--processes", "1", "2", "--scale", "strong", "--compile"]
-    arguments += ["none", "--device", place, "--parallel", *modes, "--out", str(tmp_path)]
-    assert scaling.main(arguments) == 0
+    axes = "--lengths 32 --batch 2 --processes 1 2 --scale strong --compile none --device"
+    assert scaling.main([*FLAGS, *axes.split(), place, "--parallel", *modes, "--out", str(tmp_path)]) == 0
     rows = pd.read_csv(tmp_path / "results.csv")
     assert [*zip(rows["parallel"], rows["status"], strict=True)] == [(mode, "ok") for mode in ("none", *modes)]
     assert rows["first_loss"].max() - rows["first_loss"].min() < 0.01
@@ -194,9 +193,10 @@ def test_the_work_of_one_is_shared(tmp_path, place):
     assert [*rows["tokens_per_second"]] == pytest.approx([*(64e3 / rows["median_ms"])])
     assert rows["peak_mib"].notna().all() == (place == "cuda")
     assert "one of them is wrong" not in (tmp_path / "tables.md").read_text()
-    arguments = [*FLAGS, "--longest", "--lengths", "64", "--processes", "2", "--parallel", "context", "--device", place]
-    arguments += ["--recompute-every", "1", "--loss-chunk", "16", "--most", "64", "--out", str(tmp_path / "longest")]
-    assert scaling.main(arguments) == 0
+    axes = (
+        "--longest --lengths 64 --processes 2 --parallel context --recompute-every 1 --loss-chunk 16 --most 64 --device"
+    )
+    assert scaling.main([*FLAGS, *axes.split(), place, "--out", str(tmp_path / "longest")]) == 0
     assert [*pd.read_csv(tmp_path / "longest/results.csv")["status"]] == ["ok"]
 
 

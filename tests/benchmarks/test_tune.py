@@ -149,20 +149,10 @@ def gpu(monkeypatch):
         crashing = [c for c in configs if state.times(c) is None and f"{c} full" not in context.excluded]
         if crashing:
             return Finished(failure="the process crashed", provider=f"{crashing[0]} full")
-        return Finished(
-            [
-                {
-                    "mask": mask,
-                    **tune.vars_of(c, row),
-                    "status": "ok",
-                    "median_ms": state.times(c),
-                    "speedup": 64 / c.tile_q,
-                }
-                for c in configs
-                for mask in ("causal", "full")
-                if state.times(c) is not None
-            ]
-        )
+        known = [(c, mask) for c in configs for mask in ("causal", "full") if state.times(c) is not None]
+        figures = [{"median_ms": state.times(c), "speedup": 64 / c.tile_q} for c, _ in known]
+        pairs = zip(known, figures, strict=True)
+        return Finished([{"mask": mask, **tune.vars_of(c, row), "status": "ok", **f} for (c, mask), f in pairs])
 
     state.timing = timing
     monkeypatch.setattr(tune, "map_isolated", map_isolated)
