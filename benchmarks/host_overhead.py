@@ -77,8 +77,8 @@ def measure(case: HostCase, context: Context) -> list[Row]:
     draw = functools.partial(torch.randn, shape, device=options.device, dtype=flags.DTYPES[case.dtype])
     tensors = [draw(requires_grad=case.which != "forward") for _ in range(3)]
     comparison, times = Comparison(context), dict[str, Callable[[], float]]()
-    # A compiled backward pass may otherwise overwrite its inputs, and cannot run again on the same graph.
     refused = functools.partial(outcome_of, refusals=(ValueError,))
+    # A compiled backward pass may otherwise overwrite its inputs, and cannot run again on the same graph.
     with without_donated_buffers():
         for name in options.providers:
             call = comparison.attempt(name, "first calls", functools.partial(make_call, name, case, tensors), refused)

@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -139,10 +140,11 @@ def vars_of(config: TileConfig, row: TableRow) -> Row:
 
 def scores(rows: Sequence[Row]) -> dict[str, float]:
     """By tiles, the geometric mean of the times over the masks, of those that have them all; the best first."""
-    frame = pd.DataFrame(rows).astype({"median_ms": float})
-    logarithms = frame.assign(log=frame["median_ms"].map(math.log, "ignore")).groupby("tiles", sort=False)["log"]
-    means = logarithms.mean()[logarithms.count() == logarithms.size()].map(math.exp)
-    return means.sort_values(kind="stable").to_dict()
+    by_tiles: dict[str, list[Any]] = {}
+    for row in rows:
+        by_tiles.setdefault(row["tiles"], []).append(row["median_ms"])
+    means = {name: statistics.geometric_mean(times) for name, times in by_tiles.items() if all(times)}
+    return dict(sorted(means.items(), key=lambda pair: pair[1]))
 
 
 def measure(row: TableRow, context: Context) -> list[Row]:
