@@ -7,8 +7,8 @@ from pathlib import Path
 import pandas as pd
 
 from benchmarks.harness import Row
-from benchmarks.models import FORWARD, FORWARD_BACKWARD, STEP, ModelCase, sections, varying
-from benchmarks.tables import markdown, plot_bars
+from benchmarks.models import FORWARD, FORWARD_BACKWARD, STEP, ModelCase, varying
+from benchmarks.tables import markdown, plot_bars, sections
 from cs336_systems.profiling import time_by
 from cs336_systems.profiling.flops import Pass, naive_attention_flops
 from cs336_systems.profiling.kernel_classes import CLASSES, MATMUL, OTHER

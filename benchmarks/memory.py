@@ -33,7 +33,7 @@ from benchmarks.memory_tables import LARGEST, PEAK, draw_timeline, plots, size_c
 from benchmarks.models import FORWARD, FORWARD_BACKWARD, STEP, ModelCase
 from benchmarks.results import mebibytes
 from benchmarks.steps import TrainingStep, make_step
-from benchmarks.tables import markdown
+from benchmarks.tables import markdown, sections
 from cs336_systems.profiling import MemoryRecorder, activation_bytes, measure_memory, saved_tensors
 from cs336_systems.profiling.memory import MIB
 from cs336_systems.profiling.saved import SavedTensor
@@ -178,7 +178,7 @@ def details(case: MemoryCase, allocations: pd.DataFrame, saved: Sequence[SavedTe
         table = pd.DataFrame(block).groupby(["module", "statement"], sort=False)["MiB"].agg(["sum", "count"])
         table = table.assign(share=table["sum"] / table["sum"].sum()).rename(columns={"sum": "MiB"}).reset_index()
         parts["Saved for the backward by one block"] = markdown(table)
-    return f"# {case.name}\n\n{models.sections(parts)}\n"
+    return f"# {case.name}\n\n{sections(parts)}\n"
 
 
 PROGRAM = harness.Program(

@@ -10,8 +10,8 @@ import pandas as pd
 
 from benchmarks.flags import DTYPES
 from benchmarks.harness import Row
-from benchmarks.models import AXES, FORWARD, STEP, ModelCase, paired, sections, varying
-from benchmarks.tables import markdown, new_figure, plot_bars, plot_lines, with_columns
+from benchmarks.models import AXES, FORWARD, STEP, ModelCase, paired, varying
+from benchmarks.tables import markdown, new_figure, plot_bars, plot_lines, sections, with_columns
 from cs336_systems.profiling.memory import MIB
 
 PEAK, LARGEST = "peak: ", "largest: "

@@ -246,8 +246,3 @@ def arrow(before: float, after: float) -> str:
     if pd.isna(before) or pd.isna(after) or not after:
         return ABSENT
     return f"{number(float(before))} → {number(float(after))} ({number(float(before / after))}×)"
-
-
-def sections(parts: Mapping[str, str]) -> str:
-    """Markdown: the parts that have a text, each with its title."""
-    return "\n\n".join(f"## {title}\n\n{text}" for title, text in parts.items() if text)

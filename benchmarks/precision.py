@@ -32,9 +32,8 @@ from torch import nn
 from benchmarks import flags, harness
 from benchmarks.comparison import Comparison
 from benchmarks.harness import Case, Context, Row
-from benchmarks.models import sections
 from benchmarks.results import outcome_of
-from benchmarks.tables import markdown, plot_lines, with_columns
+from benchmarks.tables import markdown, plot_lines, sections, with_columns
 from cs336_systems.attention import Implementation, attention
 from cs336_systems.profiling import ACCUMULATIONS, AttentionReference, tensor_dtypes
 from cs336_systems.profiling.report import ABSENT

@@ -25,9 +25,9 @@ import torch
 
 from benchmarks import flags, harness, models
 from benchmarks.harness import Context, Outcome, Row, Status
-from benchmarks.models import sections, varying
+from benchmarks.models import varying
 from benchmarks.scaling_process import COMPILE, LONGEST, SCALES, STEP, STRONG, WEAK, ScalingCase, run_group
-from benchmarks.tables import bullets, markdown, with_columns
+from benchmarks.tables import bullets, markdown, sections, with_columns
 from cs336_systems.parallel import MODES
 from cs336_systems.parallel.layout import NONE, WITH_CONTEXT
 from cs336_systems.profiling.memory import MIB

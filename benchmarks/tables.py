@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,11 @@ def _subject(row: dict[Any, Any]) -> str:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
+
+
+def sections(parts: Mapping[str, str]) -> str:
+    """Markdown: the parts that have a text, each with its title."""
+    return "\n\n".join(f"## {title}\n\n{text}" for title, text in parts.items() if text)
 
 
 def bullets(texts: Sequence[str]) -> str:

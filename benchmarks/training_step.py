@@ -23,7 +23,7 @@ import pandas as pd
 from benchmarks import flags, harness, models, transformer
 from benchmarks.attention_providers import KERNELS, KERNELS_LABEL
 from benchmarks.models import AXES, LLAMA, TORCH, varying
-from benchmarks.tables import bullets, markdown, plot_lines, with_columns
+from benchmarks.tables import bullets, markdown, plot_lines, sections, with_columns
 
 COMPARED = (LLAMA, TORCH)
 """The providers that others are compared with."""
@@ -78,9 +78,7 @@ def tables(frame: pd.DataFrame) -> str:
     axes = list(dict.fromkeys([*varying(frame), "provider"]))
     providers = [f"`{name}`: {models.PROVIDERS[name]}" for name in dict.fromkeys(frame["provider"])]
     table = markdown(frame.reindex(columns=[*axes, *figures]))
-    return models.sections(
-        {"Training steps": f"{bullets(providers)}\n\n{table}", "Losses": bullets(wrong_losses(frame))}
-    )
+    return sections({"Training steps": f"{bullets(providers)}\n\n{table}", "Losses": bullets(wrong_losses(frame))})
 
 
 def plots(frame: pd.DataFrame, folder: Path) -> None:

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from benchmarks import flags, harness, models
 from benchmarks.harness import Context, Row
-from benchmarks.models import AXES, FORWARD, NOT_COMPILED, STEP, ModelCase, paired, sections, varying
+from benchmarks.models import AXES, FORWARD, NOT_COMPILED, STEP, ModelCase, paired, varying
 from benchmarks.results import mebibytes
 from benchmarks.steps import finite_loss, make_step, step_columns
-from benchmarks.tables import markdown, number, plot_bars, plot_lines, with_columns
+from benchmarks.tables import markdown, number, plot_bars, plot_lines, sections, with_columns
 from cs336_systems.profiling.environment import device_name
 from cs336_systems.profiling.flops import device_peak, implausible_rate, teraflops_per_second
 from cs336_systems.profiling.report import ABSENT
