@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -31,14 +30,11 @@ from benchmarks.attention_measure import measure
 from benchmarks.attention_providers import (
     PEER_DISTRIBUTIONS,
     Problem,
-    Provider,
-    add_peers,
     all_providers,
     chosen_providers,
+    reasons_missing,
 )
-from benchmarks.attention_report import METRICS, NOTHING, Figures, benchmark, figures_of, plots, tables
-from benchmarks.comparison import timing_method
-from benchmarks.isolation import run_isolated
+from benchmarks.attention_report import METRICS, benchmark, plots, run_perf_report, tables
 from benchmarks.tables import number
 from cs336_systems.profiling.torch_names import COMPILER
 
@@ -54,15 +50,13 @@ PRESETS = {
 }
 """Flags by the name of a sweep: `cpu` and `quick` are the defaults without and with a GPU, `paper` is the sweep of the
 FlashAttention papers, and the others are those of Stanford's CS336."""
-_FROM_PRESET = ("preset", "lengths", "head_dims", "dtypes", "masks", "passes")
-_SIZES = ("batch", "tokens", "heads", "channels", "kv_heads")
+_USUAL = "--preset --lengths --head-dims --dtypes --masks --passes --batch --tokens --heads --channels --kv-heads --rep"
+_USUAL += " --peers --providers all --rounds 5 --warmup 5 --max-seconds 1 --no-tf32"
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line. What is not given comes from the preset."""
-    none: dict[str, Any] = dict.fromkeys((*_FROM_PRESET, *_SIZES, "rep", "peers"))
-    measured = {"providers": ["all"], "rounds": 5, "warmup": 5.0, "max_seconds": 1.0, "tf32": False}
-    parser = flags.make_parser(__doc__, timeout=1800, **none, **measured)
+    parser = flags.make_parser(__doc__, _USUAL, timeout=1800)
     presets = [f"  {name}: {text}" for name, text in PRESETS.items()]
     members: dict[str, list[str]] = {}
     for provider in all_providers(torch.device("cpu")):
@@ -77,44 +71,35 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser()
     options = flags.parse(parser, arguments)
     options.preset = options.preset or ("quick" if options.device.type == "cuda" else "cpu")
-    if options.preset not in PRESETS:
-        parser.error(f"--preset must be one of {', '.join(PRESETS)}; got {options.preset}")
+    flags.restrict(parser, options, preset=PRESETS)
     preset = vars(flags.parse(parser, PRESETS[options.preset].split()))
     for pair in (("batch", "tokens"), ("heads", "channels")):
         given = [name for name in pair if getattr(options, name) is not None]
         if len(given) == 2:
             parser.error(f"--{pair[0]} and --{pair[1]} exclude each other")
         preset |= dict.fromkeys(pair) if given else {}
-    flags.fill(options, preset)
     # Times of a CPU scatter more, so measurements there last longer.
-    flags.fill(options, {"passes": list(flags.PASSES), "rep": 15.0 if options.device.type == "cuda" else 30.0})
+    usual = {"passes": list(flags.PASSES), "rep": 15.0 if options.device.type == "cuda" else 30.0}
+    for values in (preset, usual):
+        vars(options).update({name: value for name, value in values.items() if getattr(options, name) is None})
     return options
 
 
 def problems(options: argparse.Namespace) -> list[Problem]:
-    """The cases; lengths ascend within a dtype, mask and head dimension.
-
-    Raises ValueError for sizes that do not fit.
-    """
-    return [
-        problem_of(options, dtype, mask, head_dim, length)
-        for dtype in options.dtypes
-        for mask in options.masks
-        for head_dim in options.head_dims
-        for length in sorted(options.lengths)
-    ]
-
-
-def problem_of(options: argparse.Namespace, dtype: str, mask: str, head_dim: int, length: int) -> Problem:
-    """One case. Raises ValueError for sizes that do not fit."""
-    batch = _quotient("tokens", options.tokens, "length", length) if options.batch is None else options.batch
-    heads = options.heads
-    if heads is None:
-        heads = _quotient("channels", options.channels, "head dimension", head_dim)
-    kv_heads = heads if options.kv_heads is None else options.kv_heads
-    if kv_heads != heads and (not heads or heads % kv_heads):
-        raise ValueError(f"--kv-heads must divide the {heads} heads; got {kv_heads}")
-    return Problem(dtype, mask, batch, heads, kv_heads, head_dim, length)
+    """The cases; lengths ascend within a series. Raises ValueError for sizes that do not fit."""
+    found = []
+    for dtype, mask, head_dim, length in itertools.product(
+        options.dtypes, options.masks, options.head_dims, sorted(options.lengths)
+    ):
+        batch = options.batch or _quotient("tokens", options.tokens, "length", length)
+        heads = options.heads
+        if heads is None:
+            heads = _quotient("channels", options.channels, "head dimension", head_dim)
+        kv_heads = heads if options.kv_heads is None else options.kv_heads
+        if kv_heads != heads and (not heads or heads % kv_heads):
+            raise ValueError(f"--kv-heads must divide the {heads} heads; got {kv_heads}")
+        found.append(Problem(dtype, mask, batch, heads, kv_heads, head_dim, length))
+    return found
 
 
 def _quotient(name: str, total: int, divisor: str, size: int) -> int:
@@ -123,75 +108,28 @@ def _quotient(name: str, total: int, divisor: str, size: int) -> int:
     return total // size
 
 
-def missing_providers(options: argparse.Namespace) -> dict[str, str]:
-    """Each provider that the options name, with the reason why it cannot be measured here, or an empty text."""
-    add_peers(options.peers)
-    chosen = chosen_providers(all_providers(options.device), options.providers)
-    return {provider.name: provider.missing for provider in chosen}
-
-
-def estimate(problem: Problem, options: argparse.Namespace) -> harness.Estimate:
-    """A lower bound of the time, and the memory of the providers that keep the score matrix, if one is measured."""
-    method = timing_method(options)
-    seconds = (method.pause_ms + method.warmup_ms + method.repetitions_ms) * method.rounds * 1e-3
+def memory(problem: Problem, options: argparse.Namespace) -> int | None:
+    """The memory of the providers that keep the score matrix, if one is measured."""
     chosen = chosen_providers(all_providers(torch.device("cpu")), options.providers)
-    needed = max(problem.quadratic_bytes(which) for which in options.passes)
     quadratic = any(provider.quadratic for provider in chosen)
-    return harness.Estimate(seconds * len(chosen) * len(options.passes), needed if quadratic else None)
-
-
-def notes(options: argparse.Namespace) -> list[str]:
-    """How the figures are measured, in sentences."""
-    method = timing_method(options)
-    clock = "device events, the L2 cache cleared before each" if options.device.type == "cuda" else "the wall clock"
-    precision = "may use TF32" if options.tf32 else "do not use TF32 (precision `highest`)"
-    return [
-        f"{method.rounds} rounds, in each of which every provider is measured once, in rotated order",
-        f"one measurement: {method.pause_ms:g} ms of pause, {method.warmup_ms:g} ms of warm-up, "
-        f"{method.repetitions_ms:g} ms of calls timed by {clock}",
-        "times are medians over the rounds; speed-ups are medians of the ratios within a round",
-        f"float32 products {precision}; inputs are normal random numbers, seed {options.seed}",
-        *(f"not measured: {name} ({reason})" for name, reason in options.missing.items()),
-    ]
+    return max(problem.quadratic_bytes(which) for which in options.passes) if quadratic else None
 
 
 def drive(sweep: harness.Sweep[Problem], cases: Sequence[Problem]) -> None:
-    """Measure with `triton.testing.perf_report`, and print its tables of times.
-
-    Where Triton does not exist (macOS), the same cases are measured in the same order.
-    """
-    if importlib.util.find_spec("triton") is None:
-        print("Triton is not installed: the sweep runs without perf_report.")
+    """Measure with `triton.testing.perf_report`, if Triton exists, and print its tables of times."""
+    options, by_sizes = sweep.options, {(p.dtype, p.mask, p.head_dim, p.length): p for p in cases}
+    groups = list(dict.fromkeys((p.dtype, p.mask, p.head_dim, which) for p in cases for which in options.passes))
+    benchmarks = []
+    for dtype, mask, head_dim, which in groups:
+        lengths = [p.length for p in cases if (p.dtype, p.mask, p.head_dim) == (dtype, mask, head_dim)]
+        fixed = {"dtype": dtype, "mask": mask, "head_dim": head_dim, "which": which}
+        benchmarks.append(benchmark(lengths, options.providers, METRICS[0], **fixed))
+    frames = run_perf_report(benchmarks, lambda *sizes: sweep.rows(by_sizes[sizes]), return_df=True)
+    if frames is None:
         for case in cases:
             sweep.rows(case)
         return
-    from triton.testing import perf_report
-
-    options, by_sizes = sweep.options, {(p.dtype, p.mask, p.head_dim, p.length): p for p in cases}
-    groups = list(dict.fromkeys((p.dtype, p.mask, p.head_dim, which) for p in cases for which in options.passes))
-    benchmarks = [
-        benchmark(
-            [p.length for p in cases if (p.dtype, p.mask, p.head_dim) == (dtype, mask, head_dim)],
-            options.providers,
-            METRICS[0],
-            dtype=dtype,
-            mask=mask,
-            head_dim=head_dim,
-            which=which,
-        )
-        for dtype, mask, head_dim, which in groups
-    ]
-
-    @perf_report(benchmarks)  # type: ignore[untyped-decorator]
-    def milliseconds(
-        length: int, provider: str, dtype: str, mask: str, head_dim: int, which: str, column: str
-    ) -> Figures:
-        for row in sweep.rows(by_sizes[dtype, mask, head_dim, length]):
-            if (row.get("provider"), row.get("pass")) == (provider, which):
-                return figures_of(row, column)
-        return NOTHING
-
-    for (dtype, mask, head_dim, which), frame in zip(groups, milliseconds.run(return_df=True), strict=True):
+    for (dtype, mask, head_dim, which), frame in zip(groups, frames, strict=True):
         print(f"\n{which}, ms: {dtype}, {mask}, d {head_dim}")
         table = frame.astype({"length": int}).rename(columns=lambda name: name.removesuffix(" (ms)"))
         print(table.to_string(index=False, na_rep="–", float_format=number))
@@ -204,20 +142,31 @@ PROGRAM = harness.Program(
     tables=tables,
     plots=plots,
     settings=("preset", "providers", "passes", "rounds", "warmup", "rep", "max_seconds", "seed", "tf32"),
-    notes=notes,
-    estimate=estimate,
+    notes=(
+        "{rounds} rounds, in each of which every provider is measured once, in rotated order",
+        "one measurement: 30 ms of pause, {warmup:g} ms of warm-up, {rep:g} ms of calls, timed on CUDA by device "
+        "events, the L2 cache cleared before each, and elsewhere by the wall clock",
+        "times are medians over the rounds; speed-ups are medians of the ratios within a round",
+        "inputs are normal random numbers, seed {seed}",
+    ),
+    memory=memory,
     packages=PEER_DISTRIBUTIONS,
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
     options = parse(arguments)
     if options.redraw is not None:
         return harness.run(PROGRAM, options, [])
     try:
         cases = problems(options)
-        providers = available_providers(options)
+        chosen = chosen_providers(all_providers(torch.device("cpu")), options.providers)
+        reasons = reasons_missing(options)
+        options.missing = {provider.name: reasons[provider.name] for provider in chosen if reasons[provider.name]}
+        providers = [provider for provider in chosen if provider.name not in options.missing]
+        if not providers:
+            texts = "; ".join(f"{name}: {reason}" for name, reason in options.missing.items())
+            raise ValueError(f"--providers must name one that can be measured here; got {texts}")
     except ValueError as error:
         print(f"attention.py: error: {error}", file=sys.stderr)
         return 2
@@ -231,25 +180,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     compiles = any(provider.compiles for provider in providers)
     program = dataclasses.replace(PROGRAM, preload=COMPILER if compiles else ())
     return harness.run(program, options, cases, drive)
-
-
-def available_providers(options: argparse.Namespace) -> list[Provider]:
-    """The providers that can be measured here; ``options.missing`` becomes the reasons why the others cannot.
-
-    Raises:
-        ValueError: --providers has an unknown name, or names none that can be measured.
-    """
-    known = chosen_providers(all_providers(torch.device("cpu")), options.providers)
-    # In a separate process: other libraries load CUDA when they are imported.
-    finished = run_isolated(missing_providers, options)
-    if finished.failure:
-        raise ValueError(f"--providers: {finished.failure}")
-    options.missing = {name: reason for name, reason in finished.result.items() if reason}
-    providers = [provider for provider in known if provider.name not in options.missing]
-    if not providers:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in options.missing.items())
-        raise ValueError(f"--providers must name one that can be measured here; got {reasons}")
-    return providers
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +23,20 @@ from benchmarks.attention_providers import (
     chosen_providers,
     reference_name,
 )
-from benchmarks.comparison import Comparison, Context, doubts, plausible_difference, relative_difference, timing_method
+from benchmarks.comparison import (
+    Comparison,
+    Context,
+    doubts,
+    plausible_difference,
+    ran_out_of_memory,
+    relative_difference,
+    timing_method,
+)
 from benchmarks.flags import DTYPES
-from benchmarks.results import Outcome, Row, Status, outcome_of
+from benchmarks.results import Outcome, Row, Status, mebibytes, outcome_of
 from cs336_systems.profiling.environment import device_name
 from cs336_systems.profiling.flops import Pass, teraflops_per_second
-from cs336_systems.profiling.memory import GIB, MIB, available_bytes, measure_memory
+from cs336_systems.profiling.memory import GIB, available_bytes, measure_memory
 from cs336_systems.profiling.timing import TimingMethod, call_milliseconds, host_milliseconds, measure_ms
 from cs336_systems.profiling.torch_names import without_donated_buffers
 
@@ -65,7 +74,7 @@ class Bound:
         self._attend: Attend = provider.bind(problem)
 
     @contextmanager
-    def ready(self, which: Pass) -> Iterator[Callable[[], object]]:
+    def ready(self, which: Pass) -> Iterator[Callable[[], Any]]:
         """Do what the pass needs beforehand, and yield a function of which one call is one pass."""
         with self.provider.context():
             if which == "forward":
@@ -79,11 +88,9 @@ class Bound:
 
     def results(self, which: Pass) -> tuple[Tensor, ...]:
         """The output of the forward pass, or the gradients of q, k and v; with axes (batch, heads, length, d)."""
-        with self.provider.context():
-            if which != "forward":
-                return tuple(map(self._in_order, self._backward(self._forward())))
-            with torch.no_grad():
-                return (self._in_order(self._forward()),)
+        with self.ready("forward" if which == "forward" else "both") as call:
+            found = call()
+        return tuple(map(self._in_order, (found,) if isinstance(found, Tensor) else found))
 
     def first(self, which: Pass) -> Row:
         """The columns that are measured before the rounds: memory, and single calls after a first one.
@@ -99,9 +106,8 @@ class Bound:
         with self.provider.context():
             backward = None if which == "forward" else self._backward
             memory = measure_memory(self._forward, backward, device=device, inputs=self._inputs)
-        sizes = {"held_mib": memory.held_bytes, "peak_mib": memory.peak_bytes}
-        columns: Row = {name: None if size is None else size / MIB for name, size in sizes.items()}
-        return columns | {"memory_method": memory.method or None} | {"probe_ms": probe_ms, "host_ms": host_ms}
+        columns = mebibytes(held_mib=memory.held_bytes, peak_mib=memory.peak_bytes)
+        return columns | {"memory_method": memory.method or None, "probe_ms": probe_ms, "host_ms": host_ms}
 
     def milliseconds(self, which: Pass, method: TimingMethod) -> float:
         """One measurement of a pass."""
@@ -137,20 +143,19 @@ class CaseRun:
         self._expected: dict[bool, tuple[str, tuple[Tensor, ...]]] = {}
         self._bound: dict[str, Bound] = {}
 
+    @functools.cached_property
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return random_tensors(self.problem, self.options.device, self.options.seed)
+
     def measure(self, providers: Sequence[Provider]) -> list[Row]:
         """A row for each provider and pass."""
-        tensors, no_inputs = None, Outcome()
-        try:
-            tensors = random_tensors(self.problem, self.options.device, self.options.seed)
-        except Exception as exception:
-            no_inputs = outcome_of(exception)
         for provider in providers:
             for which, comparison in self.comparisons.items():
-                outcome = self._skipped(provider, which) if tensors is not None else no_inputs
-                if outcome is None and tensors is not None:
-                    self._prepare(provider, which, tensors)
+                skipped = self._skipped(provider, which)
+                if skipped is None:
+                    self._prepare(provider, which)
                 else:
-                    comparison.outcomes[provider.name] = outcome or no_inputs
+                    comparison.outcomes[provider.name] = skipped
             if not any(comparison.succeeded(provider.name) for comparison in self.comparisons.values()):
                 self._bound.pop(provider.name, None)
         method = timing_method(self.options)
@@ -168,7 +173,7 @@ class CaseRun:
             outcome = would_not_fit(self.problem, which, self.options.device)
         return outcome
 
-    def _prepare(self, provider: Provider, which: Pass, tensors: Sequence[Tensor]) -> None:
+    def _prepare(self, provider: Provider, which: Pass) -> None:
         """First calls, compilation, comparison and memory: all that is not timed."""
         comparison, name = self.comparisons[which], provider.name
         with warnings.catch_warnings(record=provider.warns_why) as caught:
@@ -177,30 +182,22 @@ class CaseRun:
             first = comparison.attempt(
                 name,
                 f"first {which}",
-                lambda: self._first(provider, which, tensors),
+                lambda: self._first(provider, which),
                 lambda exception: _outcome_of(provider, exception, caught or []),
             )
-        if first is None:
-            return
-        self.first[name, which] = first
-        limit = self.options.max_seconds
-        if first["probe_ms"] > limit * 1e3:
-            reason = f"one call takes {first['probe_ms'] * 1e-3:.1f} s, more than the {limit:g} s allowed"
-            comparison.outcomes[name] = Outcome(Status.SKIPPED, reason)
+        if first is not None:
+            self.first[name, which] = first
+            comparison.skip_if_slow(name, first["probe_ms"], self.options.max_seconds)
 
-    def _first(self, provider: Provider, which: Pass, tensors: Sequence[Tensor]) -> Row:
+    def _first(self, provider: Provider, which: Pass) -> Row:
         if provider.name not in self._bound:
-            self._bound[provider.name] = Bound(provider, self.problem, tensors, self.options.device)
+            self._bound[provider.name] = Bound(provider, self.problem, self._tensors, self.options.device)
         bound = self._bound[provider.name]
         self._compare(bound, which)
         return bound.first(which)
 
     def _compare(self, bound: Bound, which: Pass) -> None:
-        """Compare with the first provider that has results, the baseline if it can.
-
-        Raises:
-            WrongResultError: the difference is larger than rounding.
-        """
+        """Compare with the first provider that has results. Raises WrongResultError if they differ beyond rounding."""
         name, gradients = bound.provider.name, which != "forward"
         if (name, gradients) not in self.differences:
             results = bound.results(which)
@@ -223,7 +220,7 @@ class CaseRun:
             "provider": name,
             "pass": which,
             **columns,
-            "tflops": None if median is None else teraflops_per_second(self.problem.flops(which), median),
+            "tflops": median and teraflops_per_second(self.problem.flops(which), median),
             "speedup_over_naive": over_naive,
             "reference": reference,
             "speedup_over_reference": comparison.speedup(name, reference),
@@ -232,8 +229,8 @@ class CaseRun:
             "difference_from": source,
             "tf32": options.tf32,
         }
-        told = doubts(row | self.problem.columns, device_name(options.device))
-        return row | {"warning": "; ".join(told)}
+        warnings_of_row = doubts(row | self.problem.columns, device_name(options.device))
+        return row | {"warning": "; ".join(warnings_of_row)}
 
 
 def measure(problem: Problem, context: Context) -> list[Row]:
@@ -277,18 +274,13 @@ def series_outcome(
 
     A series has the same provider, pass, dtype, mask and head dimension.
     """
-    series = {"provider": provider, "pass": which, "dtype": problem.dtype, "mask": problem.mask}
-    shorter = [
-        row
-        for row in rows
-        if row.items() >= {**series, "head_dim": problem.head_dim}.items() and row["length"] < problem.length
-    ]
-    exhausted = [row["length"] for row in shorter if row["status"] == Status.OUT_OF_MEMORY.value]
-    if exhausted:
-        return Outcome(Status.SKIPPED, f"memory ran out at length {min(exhausted)} of the same series")
+    series = {name: getattr(problem, name) for name in ("dtype", "mask", "head_dim")}
+    series |= {"provider": provider, "pass": which}
+    shorter = [row for row in rows if row.items() >= series.items() and row["length"] < problem.length]
     timed = [row for row in shorter if row["median_ms"] or row["probe_ms"]]
-    if not timed:
-        return None
+    exhausted = ran_out_of_memory(series | {"length": problem.length}, shorter, "length")
+    if exhausted or not timed:
+        return exhausted
     nearest = max(timed, key=lambda row: int(row["length"]))
     sizes = {name: nearest[name] for name in ("batch", "heads", "kv_heads", "length")}
     growth = problem.flops(which) / replace(problem, **sizes).flops(which)

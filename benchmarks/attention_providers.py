@@ -5,6 +5,7 @@ To add one, write a `Provider` and put it into `all_providers`.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
 import site
@@ -21,11 +22,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.flags import DTYPES
 from benchmarks.harness import Case
+from benchmarks.isolation import run_isolated
 from cs336_systems.attention import attention
 from cs336_systems.kernels.language import interpreting
 from cs336_systems.profiling.flops import Pass, attention_flops
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Mask = Callable[[Tensor, Tensor], Tensor]
+"""Whether a query sees a key, from their indices, which broadcast."""
 Layout = Literal["as given", "heads first", "length first"]
 """The shape of a provider's tensors: (batch, heads, length, d), without the axis of heads if the problem has none; the
 same, always with that axis; or (batch, length, heads, d)."""
@@ -39,8 +43,6 @@ PEER_DISTRIBUTIONS = ("flash-attn-3", "fa3-fwd", "flash-attn-4", "quack-kernels"
 """Distributions whose versions are recorded: the other libraries, and the compiler that one of them needs."""
 # What the flash_attn libraries say in exceptions of any type when they refuse a call.
 _REFUSAL_PHRASES = ("not supported", "does not support", "nsupported compute capability", "only supports")
-
-
 # Tensors of length × length that are alive at once: forward the scores, the masked scores and the probabilities; in
 # training their gradients too. An estimate on the safe side, counted in float32 at least.
 _QUADRATIC_TENSORS: dict[Pass, int] = {"forward": 3, "backward": 5, "both": 5}
@@ -74,11 +76,6 @@ class Problem(Case):
         return scores * _QUADRATIC_TENSORS[which]
 
 
-def accepts_all(problem: Problem, which: Pass) -> str | None:
-    """A `Provider.refusal` that refuses nothing."""
-    return None
-
-
 @dataclass(frozen=True)
 class Provider:
     """One implementation of attention.
@@ -101,7 +98,7 @@ class Provider:
     quadratic: bool = False
     compiles: bool = False
     missing: str = ""
-    refusal: Callable[[Any, Pass], str | None] = accepts_all
+    refusal: Callable[[Any, Pass], str | None] = lambda problem, which: None
     refusals: tuple[type[Exception], ...] = (NotImplementedError,)
     refusal_phrases: tuple[str, ...] = ()
     warns_why: bool = False
@@ -136,6 +133,20 @@ def chosen_providers(providers: Sequence[Provider], wanted: Sequence[str]) -> li
     return [p for p in providers if "all" in wanted or p.name in wanted or p.group in wanted]
 
 
+def reasons_missing(options: argparse.Namespace) -> dict[str, str]:
+    """By provider, the reason why it cannot be measured here, or an empty text. Raises ValueError if this fails."""
+    # In a separate process: other libraries load CUDA when they are imported.
+    finished = run_isolated(_reasons_missing, options)
+    if finished.failure:
+        raise ValueError(f"--peers: {finished.failure}")
+    return finished.result
+
+
+def _reasons_missing(options: argparse.Namespace) -> dict[str, str]:
+    add_peers(options.peers)
+    return {provider.name: provider.missing for provider in all_providers(options.device)}
+
+
 def reference_name(dtype: str, device: torch.device) -> str:
     """The torch backend that times are compared with: flash, or memory-efficient for float32 on a GPU."""
     return "torch-efficient" if dtype == "float32" and device.type == "cuda" else "torch-flash"
@@ -158,16 +169,15 @@ def _ours(name: str) -> Provider:
     )
 
 
-def _bind_sdpa(problem: Problem) -> Attend:
-    grouped = problem.heads != problem.kv_heads
-    return functools.partial(F.scaled_dot_product_attention, is_causal=problem.causal, enable_gqa=grouped)
-
-
 def _torch_backend(name: str, backend: SDPBackend) -> Provider:
+    def bind(problem: Problem) -> Attend:
+        grouped = problem.heads != problem.kv_heads
+        return functools.partial(F.scaled_dot_product_attention, is_causal=problem.causal, enable_gqa=grouped)
+
     return Provider(
         name=name,
         group="torch",
-        bind=_bind_sdpa,
+        bind=bind,
         quadratic=backend is SDPBackend.MATH,
         refusal_phrases=("No available kernel", "No viable backend"),
         warns_why=True,
@@ -178,11 +188,13 @@ def _torch_backend(name: str, backend: SDPBackend) -> Provider:
 def peer_providers(device: torch.device) -> list[Provider]:
     """Other libraries, with the reason in `missing` for each that cannot be used here."""
     flex = Provider(
-        name="flex",
-        group="peers",
-        bind=functools.partial(_bind_flex, device),
+        "flex",
+        "peers",
+        functools.partial(_bind_flex, device),
         compiles=True,
-        refusal=_flex_refusal,
+        refusal=lambda problem, which: (
+            None if problem.head_dim >= 16 else f"flex takes head dimensions from 16 on, not {problem.head_dim}"
+        ),
         refusal_phrases=("NYI", "not supported", "does not support"),
     )
     peers = [
@@ -199,49 +211,44 @@ def peer_providers(device: torch.device) -> list[Provider]:
 def _flash_attention(name: str, modules: Sequence[str], device: torch.device) -> Provider:
     """The first of the modules that can be imported and has `flash_attn_func`."""
 
-    def unusable(problem: Problem) -> Attend:
-        raise NotImplementedError(f"{name} is not installed")
+    def refusal(problem: Problem, which: Pass) -> str | None:
+        # Where the library's own message has none of `_REFUSAL_PHRASES`.
+        if problem.dtype not in ("bfloat16", "float16"):
+            return f"{name} takes bfloat16 and float16, not {problem.dtype}"
+        if problem.head_dim % 8:
+            return f"{name} takes head dimensions that are multiples of 8, not {problem.head_dim}"
+        return None
 
-    refusal = functools.partial(_flash_attention_refusal, name)
-    provider = Provider(
-        name, "peers", unusable, layout="length first", refusal=refusal, refusal_phrases=_REFUSAL_PHRASES
-    )
-    failures = []
+    function, missing, failures = None, "", []
     for module in modules if device.type == "cuda" else ():  # importing it loads CUDA libraries
         try:
             function = importlib.import_module(module).flash_attn_func
+            break
         except ModuleNotFoundError as error:
-            missing = error.name or ""
-            if module != missing and not module.startswith(f"{missing}."):
-                failures.append(f"{module} needs {missing}, which is not installed")
+            absent = error.name or ""
+            if module != absent and not module.startswith(f"{absent}."):
+                failures.append(f"{module} needs {absent}, which is not installed")
         except Exception as error:
             failures.append(f"{module} cannot be imported: {type(error).__name__}: {error}")
-        else:
-            return replace(provider, bind=functools.partial(_bind_flash_attention, function))
-    return replace(provider, missing="; ".join(failures) or "not installed")
+    else:
+        missing = "; ".join(failures) or "not installed"
+    bind = functools.partial(_bind_flash_attention, function)
+    how: dict[str, Any] = {"refusal": refusal, "refusal_phrases": _REFUSAL_PHRASES}
+    return Provider(name, "peers", bind, "length first", missing=missing, **how)
 
 
-def _bind_flash_attention(function: Callable[..., Any], problem: Problem) -> Attend:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        result = function(q, k, v, causal=problem.causal)
-        # FlashAttention-4 returns (output, log-sum-exp or None).
-        output: Tensor = result[0] if isinstance(result, (tuple, list)) else result
-        return output
+def _bind_flash_attention(function: Any, problem: Problem) -> Attend:
+    return functools.partial(output_alone(function), causal=problem.causal)
+
+
+def output_alone(function: Callable[..., Any]) -> Callable[..., Tensor]:
+    """The function without what it returns besides the output: FlashAttention-4's log-sum-exp or None."""
+
+    def attend(*tensors: Tensor, **arguments: Any) -> Tensor:
+        result = function(*tensors, **arguments)
+        return result[0] if isinstance(result, (tuple, list)) else result
 
     return attend
-
-
-def _flash_attention_refusal(name: str, problem: Problem, which: Pass) -> str | None:
-    """Refusals of these libraries that have none of `_REFUSAL_PHRASES`."""
-    if problem.dtype not in ("bfloat16", "float16"):
-        return f"{name} takes bfloat16 and float16, not {problem.dtype}"
-    if problem.head_dim % 8:
-        return f"{name} takes head dimensions that are multiples of 8, not {problem.head_dim}"
-    return None
-
-
-def _flex_refusal(problem: Problem, which: Pass) -> str | None:
-    return None if problem.head_dim >= 16 else f"flex takes head dimensions from 16 on, not {problem.head_dim}"
 
 
 def _bind_flex(device: torch.device, problem: Problem) -> Attend:
@@ -250,37 +257,26 @@ def _bind_flex(device: torch.device, problem: Problem) -> Attend:
     # fullgraph: beyond its limit of recompilations torch.compile would run the function eagerly, which keeps every
     # score, and the time would still be reported as flex's.
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    mask = causal_block_mask(problem.length, device) if problem.causal else None
+    mask = block_mask(lambda query, key: query >= key, problem.length, device) if problem.causal else None
     return functools.partial(compiled, block_mask=mask, enable_gqa=problem.heads != problem.kv_heads)
 
 
-def causal_block_mask(length: int, device: torch.device, block: int = 128) -> Any:
-    """The BlockMask of a causal mask over ``length`` queries and keys, in blocks of ``block`` × ``block``.
+def block_mask(mask: Mask, length: int, device: torch.device, rows: int = 8192) -> Any:
+    """FlexAttention's BlockMask of ``length`` queries and keys, for all heads and batch entries.
 
-    It equals what `create_block_mask` makes, which first evaluates the mask at every pair of a query and a key: 4 GiB
-    at length 65,536.
+    It equals what `create_block_mask` makes, which for all pairs takes more than 32 GiB at length 65,536: it is called
+    for ``rows`` queries at a time, a multiple of the block size.
     """
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-    def visible(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
-        return query >= key
+    def strip(first: int) -> Any:
+        def visible(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
+            return mask(query + first, key)
 
-    if length % block:
-        return create_block_mask(visible, None, None, length, length, device=str(device), BLOCK_SIZE=block)
-    count = length // block
-    index = torch.arange(count, dtype=torch.int32, device=device)
-    ascending = index.expand(1, 1, count, count).contiguous()
-    # Each row of blocks: first its diagonal block, which is masked in part; full are all blocks before it.
-    diagonal_first = ascending.clone()
-    below = index[:, None] >= index
-    diagonal_first[0, 0][below] = (ascending[0, 0] - 1)[below]
-    diagonal_first[..., 0] = index
-    return BlockMask.from_kv_blocks(
-        torch.ones(1, 1, count, dtype=torch.int32, device=device),
-        diagonal_first,
-        index[None, None].contiguous(),
-        ascending,
-        BLOCK_SIZE=block,
-        mask_mod=visible,
-        seq_lengths=(length, length),
-    )
+        return create_block_mask(visible, None, None, min(rows, length - first), length, device=str(device))
+
+    strips = [strip(first) for first in range(0, length, rows)]
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    lists: dict[str, Any] = {name: torch.cat([getattr(strip, name) for strip in strips], 2) for name in names}
+    lists["mask_mod"] = lambda batch, head, query, key: mask(query, key)
+    return BlockMask.from_kv_blocks(**lists, BLOCK_SIZE=strips[0].BLOCK_SIZE, seq_lengths=(length, length))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +11,8 @@ import torch
 
 from benchmarks.attention_providers import GROUPS, KERNELS, KERNELS_LABEL, all_providers
 from benchmarks.flags import DTYPES, PASSES
-from benchmarks.tables import line_style, markdown, matrix, number
+from benchmarks.results import Row
+from benchmarks.tables import line_style, markdown, matrix, new_figure, number
 from cs336_systems.profiling.flops import attention_bytes, attention_memory, device_peak
 from cs336_systems.profiling.memory import MIB
 
@@ -75,9 +76,9 @@ def memory_tables(frame: pd.DataFrame) -> list[str]:
     """
     if frame["batch"].nunique() > 1 or (frame["heads"] != frame["kv_heads"]).any() or frame["held_mib"].isna().all():
         return []
-    shapes = frame.drop_duplicates(["length", "head_dim"]).sort_values(["length", "head_dim"])
+    shapes = frame.drop_duplicates(["length", "head_dim"]).sort_values(["length", "head_dim"], ignore_index=True)
     accounts = pd.DataFrame([account(row) for row in shapes.to_dict("records")]) / MIB
-    analytic = pd.concat([shapes[["length", "head_dim"]].reset_index(drop=True), accounts], axis=1)
+    analytic = shapes[["length", "head_dim"]].join(accounts)
     backward = frame[frame["pass"] != "forward"].drop_duplicates(["provider", "length", "head_dim"])
     kept = [_with_quadratic(row) for row in backward.to_dict("records")]
     measured = matrix(backward.assign(held=kept), ["length", "head_dim"], "provider", "held")
@@ -103,43 +104,56 @@ def account(row: dict[Any, Any]) -> dict[str, int]:
 
 def benchmark(
     lengths: Sequence[int], providers: Sequence[str], metric: Metric, plot_name: str = "", **fixed: Any
-) -> Any:
-    """The `triton.testing.Benchmark` of a metric: lengths on the x axis, a line for each provider.
+) -> dict[str, Any]:
+    """Arguments of a `triton.testing.Benchmark` of a metric: lengths on the x axis, a line for each provider.
 
     Without ``plot_name``, perf_report makes its table and no plot.
     """
-    from triton.testing import Benchmark
-
-    known = {provider.name: provider.group for provider in all_providers(torch.device("cpu"))}
-    others = any(known.get(name) != "ours" for name in providers)
-    styles = {
-        name: line_style(index, GROUPS.index(known[name]) if name in known else 0)
-        for index, name in enumerate([*known, *(name for name in providers if name not in known)])
+    groups = {provider.name: provider.group for provider in all_providers(torch.device("cpu"))}
+    names = list(dict.fromkeys([*groups, *providers]))
+    styles = [line_style(names.index(name), GROUPS.index(groups.get(name, "ours"))) for name in providers]
+    others = any(groups.get(name) != "ours" for name in providers)
+    return {
+        "x_names": ["length"],
+        "x_vals": list(lengths),
+        "x_log": True,
+        "y_log": metric.logarithmic,
+        "line_arg": "provider",
+        "line_vals": list(providers),
+        "line_names": [KERNELS_LABEL if others and name == KERNELS else name for name in providers],
+        "styles": [(style["color"], style["linestyle"]) for style in styles],
+        "ylabel": metric.unit,
+        "plot_name": plot_name,
+        "args": {"column": metric.column, **fixed},
     }
-    return Benchmark(
-        x_names=["length"],
-        x_vals=list(lengths),
-        x_log=True,
-        y_log=metric.logarithmic,
-        line_arg="provider",
-        line_vals=list(providers),
-        line_names=[KERNELS_LABEL if others and name == KERNELS else name for name in providers],
-        styles=[(styles[name]["color"], styles[name]["linestyle"]) for name in providers],
-        ylabel=metric.unit,
-        plot_name=plot_name,
-        args={"column": metric.column, **fixed},
-    )
+
+
+def run_perf_report(benchmarks: Sequence[dict[str, Any]], rows_of: Callable[..., Sequence[Row]], **how: Any) -> Any:
+    """Run `triton.testing.perf_report` for benchmarks of `benchmark`; None where Triton does not exist (macOS).
+
+    Args:
+        rows_of: returns the rows of a case, given its dtype, mask, head dimension and length.
+        how: arguments of perf_report's ``run``.
+    """
+    try:
+        from triton.testing import Benchmark, perf_report
+    except ImportError:
+        print("Triton is not installed: there are no tables and plots of perf_report.")
+        return None
+
+    def figures(length: int, provider: str, dtype: str, mask: str, head_dim: int, which: str, column: str) -> Figures:
+        for row in rows_of(dtype, mask, head_dim, length):
+            if (row.get("provider"), row.get("pass")) == (provider, which):
+                return figures_of(row, column)
+        return NOTHING
+
+    return perf_report([Benchmark(**each) for each in benchmarks])(figures).run(**how)
 
 
 def plots(frame: pd.DataFrame, folder: Path) -> None:
     """Draw every metric against length into ``folder``/plots with `triton.testing.perf_report`, and rooflines."""
     frame = frame.dropna(subset=["provider"])
     draw_rooflines(frame, folder)
-    try:
-        from triton.testing import perf_report
-    except ImportError:
-        print("Triton is not installed: there are no plots of perf_report.")
-        return
     import matplotlib
 
     matplotlib.use("Agg")
@@ -153,18 +167,14 @@ def plots(frame: pd.DataFrame, folder: Path) -> None:
             fixed = {"dtype": dtype, "mask": mask, "head_dim": dim, "which": which}
             providers = list(dict.fromkeys(shown["provider"]))
             benchmarks.append(benchmark(sorted(set(shown["length"])), providers, metric, name, **fixed))
-    indexed = frame.set_index(["dtype", "mask", "head_dim", "length", "provider", "pass"]).sort_index()
-
-    def figures(dtype: str, mask: str, head_dim: int, length: int, provider: str, which: str, column: str) -> Figures:
-        return figures_of(indexed.loc[(dtype, mask, head_dim, length, provider, which)].to_dict(), column)
-
+    cases = {key: rows.to_dict("records") for key, rows in frame.groupby(["dtype", "mask", "head_dim", "length"])}
     (folder / "plots").mkdir(exist_ok=True)
     with plt.rc_context({"figure.max_open_warning": 0, "axes.grid": True}):
-        perf_report(benchmarks)(figures).run(save_path=str(folder / "plots"))
+        run_perf_report(benchmarks, lambda *sizes: cases[sizes], save_path=str(folder / "plots"))
         plt.close("all")
 
 
-def figures_of(row: dict[Any, Any], column: str) -> Figures:
+def figures_of(row: Row, column: str) -> Figures:
     """A row's figure for perf_report, as (value, minimum, maximum); a time has a range over its rounds."""
     value = row[column]
     if value is None or pd.isna(value):
@@ -183,24 +193,21 @@ def draw_rooflines(frame: pd.DataFrame, folder: Path) -> None:
     frame = frame.dropna(subset=["tflops"])
     if peak is None or frame.empty:
         return
-    import matplotlib.pyplot as plt
-
+    (folder / "plots").mkdir(exist_ok=True)
     for (dtype, mask, which), rows in frame.groupby(["dtype", "mask", "pass"], sort=False):
         roofs = {"float32": peak.float32, "TF32": peak.tf32} if dtype == "float32" else {dtype: peak.half}
         rows = rows.assign(intensity=[intensity(row) for row in rows.to_dict("records")]).sort_values("intensity")
-        figure, axes = plt.subplots(layout="constrained")
-        for index, (name, line) in enumerate(rows.groupby("provider", sort=False)):
-            axes.plot(line["intensity"], line["tflops"], label=name, **{**line_style(index), "linestyle": ""})
         ends = [rows["intensity"].min() / 1.4, rows["intensity"].max() * 1.4]
-        for label, rate in roofs.items():
-            bends = sorted([*ends, min(max(1e3 * rate / peak.bandwidth, ends[0]), ends[1])])
-            axes.plot(bends, [min(rate, peak.bandwidth * x / 1e3) for x in bends], color="black", label=f"{label} peak")
-        axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s")
-        axes.set_title(f"Roofline, {which}: {dtype}, {mask}, {rows['device'].iloc[0]}")
-        axes.legend(fontsize=7)
-        (folder / "plots").mkdir(exist_ok=True)
-        figure.savefig(folder / "plots" / f"roofline-{which}-{dtype}-{mask}.png")
-        plt.close(figure)
+        with new_figure(folder / "plots" / f"roofline-{which}-{dtype}-{mask}.png") as (_, axes):
+            for index, (name, line) in enumerate(rows.groupby("provider", sort=False)):
+                axes.plot(line["intensity"], line["tflops"], label=name, **{**line_style(index), "linestyle": ""})
+            for label, rate in roofs.items():
+                bends = sorted([*ends, min(max(1e3 * rate / peak.bandwidth, ends[0]), ends[1])])
+                heights = [min(rate, peak.bandwidth * x / 1e3) for x in bends]
+                axes.plot(bends, heights, color="black", label=f"{label} peak")
+            axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s")
+            axes.set_title(f"Roofline, {which}: {dtype}, {mask}, {rows['device'].iloc[0]}")
+            axes.legend(fontsize=7)
 
 
 def intensity(row: dict[Any, Any]) -> float:

@@ -11,14 +11,14 @@ Use the times without the profiler. docs/measuring/breakdown.md says what is mea
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import re
 import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 if not __package__:
@@ -29,9 +29,9 @@ import torch
 from torch import nn
 
 from benchmarks import flags, harness, models
-from benchmarks.breakdown_tables import PHASES_OF, details, kernel_columns, plots, tables
+from benchmarks.breakdown_tables import details, kernel_columns, plots, tables
 from benchmarks.harness import Context, Row
-from benchmarks.models import BLOCKS, FORWARD, NOT_COMPILED, STEP, WHOLE, ModelCase
+from benchmarks.models import BLOCKS, FORWARD_BACKWARD, WHOLE, ModelCase
 from benchmarks.steps import TrainingStep, make_step, step_columns
 from cs336_systems.profiling import ModuleRanges, read_trace, record_trace, region_of_module
 from cs336_systems.profiling.regions import OPTIMIZER
@@ -40,25 +40,16 @@ from cs336_systems.profiling.timing import consecutive_ms, synchronize
 _INSIDE_BLOCKS = re.compile(r"(^|\.)layers\.\d+\.")
 
 
+_USUAL = (
+    "--batch 4 --providers naive --dtypes bf16 --compile none --modes forward forward+backward step --warmup-steps 3"
+)
+_USUAL += " --steps 10 --tf32"
+_ON_A_GPU = "--models small medium large xl 2.7B --lengths 128 256 512 1024"
+_WITHOUT = "--models tiny --lengths 128"
+
+
 def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """The command line; its defaults depend on whether the arguments ask for a GPU."""
-    gpu = flags.wants_gpu(arguments)
-    parser = flags.make_parser(
-        __doc__,
-        timeout=1800,
-        models=["small", "medium", "large", "xl", "2.7B"] if gpu else ["tiny"],
-        suite="2025",
-        lengths=[128, 256, 512, 1024] if gpu else [128],
-        batch=4,
-        providers=["naive"],
-        dtypes=["bfloat16"],
-        compile=[NOT_COMPILED],
-        modes=[*PHASES_OF],
-        warmup_steps=[3],
-        steps=10,
-        tf32=True,
-    )
-    models.add_size_flags(parser)
+    parser = models.make_parser(__doc__, f"{_USUAL} {_ON_A_GPU if flags.wants_gpu(arguments) else _WITHOUT}")
     add = parser.add_argument
     add("--profiled-steps", type=flags.positive, default=3, metavar="N", help="steps in a trace (default: %(default)s)")
     add("--trace", action="store_true", help="keep each trace in traces/ of the results, for https://ui.perfetto.dev")
@@ -81,7 +72,7 @@ def measure(case: ModelCase, context: Context) -> Row:
     times = consecutive_ms(call, options.steps, device=device)
     row = step_columns(times)
     with ranges_of(step.model, case.compile) as ranges:
-        call = call_of(step, case.mode, ranges)
+        call = call_of(step, case.mode, partial(phase_range, ranges))
         if not options.nsys_ranges:
             return row | profile(case, call, options, times.median)
         call()
@@ -92,26 +83,24 @@ def measure(case: ModelCase, context: Context) -> Row:
     return row
 
 
-def call_of(step: TrainingStep, mode: str, ranges: ModuleRanges | None = None) -> Callable[[], None]:
-    """One step of a mode, with ranges for its phases if there are ranges."""
-
-    def phase(name: str) -> AbstractContextManager[object]:
-        return nullcontext() if ranges is None else ranges.phase(name)
+def call_of(
+    step: TrainingStep, mode: str, phase: Callable[[str], AbstractContextManager[object]] = nullcontext
+) -> Callable[[], None]:
+    """A function of which a call is one step of a mode, and leaves no gradients."""
 
     def call() -> None:
-        with phase("forward"), torch.set_grad_enabled(mode != FORWARD):
-            loss = step.forward()
-        if mode == FORWARD:
-            return
-        with phase("backward"):
-            loss.backward()
-        if mode != STEP:
+        step.run(mode, phase)
+        if mode == FORWARD_BACKWARD:
             step.optimizer.zero_grad()
-            return
-        with phase("optimizer"), nullcontext() if ranges is None else ranges.range(OPTIMIZER):
-            step.update()
 
     return call
+
+
+@contextmanager
+def phase_range(ranges: ModuleRanges, phase: str) -> Iterator[None]:
+    """The range of a phase. The whole optimizer is one region too."""
+    with ranges.phase(phase), ranges.range(OPTIMIZER) if phase == "optimizer" else nullcontext():
+        yield
 
 
 def ranges_of(model: nn.Module, how: str) -> ModuleRanges:
@@ -127,37 +116,18 @@ def ranges_of(model: nn.Module, how: str) -> ModuleRanges:
 
 def profile(case: ModelCase, call: Callable[[], None], options: argparse.Namespace, unprofiled_ms: float) -> Row:
     """What the profiler records of a step, and how much slower it makes the step; writes the files of the case."""
-    steps, file = options.profiled_steps, models.file_name(case)
+    steps = options.profiled_steps
     with tempfile.TemporaryDirectory() as temporary:
-        folder: Path = options.out / "traces" if options.trace else Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        times = record_trace(call, folder / f"{file}.json", device=options.device, steps=steps)
-        calls = read_trace(folder / f"{file}.json", device=options.device)
+        trace = models.file_of(options.out if options.trace else Path(temporary), "traces", case, "json")
+        times = record_trace(call, trace, device=options.device, steps=steps)
+        calls = read_trace(trace, device=options.device)
     row: Row = {"profiled_ms": times.median, "profiler_cost": times.median / unprofiled_ms}
     row |= kernel_columns(calls, case, steps=steps)
     row["busy"] = row["work_ms"] / unprofiled_ms if calls["on_device"].any() else None
     for name, table in details(calls, case, steps=steps).items():
-        path: Path = options.out / name / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(table, pd.DataFrame):
-            table.to_csv(path.with_name(f"{file}.csv"))
-        else:
-            path.with_name(f"{file}.md").write_text(table, encoding="utf-8")
+        suffix, text = ("csv", table.to_csv()) if isinstance(table, pd.DataFrame) else ("md", table)
+        models.file_of(options.out, name, case, suffix).write_text(text, encoding="utf-8")
     return row
-
-
-def notes(options: argparse.Namespace) -> list[str]:
-    """How the figures are measured, in sentences."""
-    how = "with NVTX ranges, for Nsight Systems" if options.nsys_ranges else "by torch.profiler, with ranges"
-    return [
-        f"median_ms: the median of {options.steps} steps without the profiler; use this time",
-        f"everything else: {options.profiled_steps} other steps of the same process, {how}",
-        "profiler_cost: a profiled step over a step without the profiler; work_ms: all kernels of a step, added up; "
-        "busy: work_ms over median_ms. On a CPU these are operators, without nested ones",
-        f"float32 parameters; float32 products {'may' if options.tf32 else 'do not'} use TF32; 16-bit dtypes: autocast",
-        "fused attention kernels have products and softmax in one, and are a class",
-        "regions and kernels of each case: details/, regions/ and kernels/",
-    ]
 
 
 PROGRAM = harness.Program(
@@ -167,8 +137,17 @@ PROGRAM = harness.Program(
     tables=tables,
     plots=plots,
     settings=("suite", "steps", "profiled_steps", "nsys_ranges", "tf32", "seed"),
-    notes=notes,
-    estimate=models.estimate,
+    notes=(
+        "median_ms: the median of {steps} steps without the profiler; use this time",
+        "everything else: {profiled_steps} other steps of the same process, by torch.profiler; with --nsys-ranges for "
+        "Nsight Systems",
+        "profiler_cost: a profiled step over a step without the profiler; work_ms: all kernels of a step, added up; "
+        "busy: work_ms over median_ms. On a CPU these are operators, without nested ones",
+        "float32 parameters; 16-bit dtypes are autocast",
+        "fused attention kernels have products and softmax in one, and are a class",
+        "regions and kernels of each case: details/, regions/ and kernels/",
+    ),
+    memory=models.least_memory,
     packages=("transformers",),
 )
 
@@ -184,7 +163,6 @@ def nsys_command(out: Path | None, arguments: Sequence[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = make_parser(arguments)
     options = flags.parse(parser, arguments)
@@ -194,8 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--trace needs torch.profiler, which --nsys-ranges does not use")
     if options.device.type == "cuda" and not options.nsys_ranges and shutil.which("nsys"):
         print(f"the same ranges in Nsight Systems: {nsys_command(options.out, arguments)}", flush=True)
-    program = dataclasses.replace(PROGRAM, preload=models.preload(options))
-    return harness.run(program, options, models.model_cases(parser, options))
+    return models.run_models(PROGRAM, parser, arguments)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from pathlib import Path
 import pandas as pd
 
 from benchmarks.harness import Row
-from benchmarks.models import FORWARD, FORWARD_BACKWARD, STEP, ModelCase, sections, varying
-from benchmarks.tables import markdown, plot_bars
+from benchmarks.models import FORWARD, FORWARD_BACKWARD, STEP, ModelCase, varying
+from benchmarks.tables import markdown, plot_bars, sections
 from cs336_systems.profiling import time_by
 from cs336_systems.profiling.flops import Pass, naive_attention_flops
 from cs336_systems.profiling.kernel_classes import CLASSES, MATMUL, OTHER
@@ -17,6 +17,7 @@ from cs336_systems.profiling.steps import PHASES
 
 PHASES_OF = {FORWARD: PHASES[:1], FORWARD_BACKWARD: PHASES[:2], STEP: PHASES}
 """By mode."""
+PASS_OF: dict[str, Pass] = {FORWARD: "forward", FORWARD_BACKWARD: "both", STEP: "both"}
 ATTENTION = {region: region.removeprefix("attention: ") for region in ATTENTION_STEPS}
 """By region, the prefix of its columns."""
 _MOST_KERNELS, _MOST_OTHERS = 10, 5
@@ -31,7 +32,6 @@ def share_column(kernel_class: str) -> str:
 
 def kernel_columns(calls: pd.DataFrame, case: ModelCase, *, steps: int) -> Row:
     """The columns of a row, from the calls of a trace: work, shares of classes, top kernels, and attention's steps."""
-    phases = PHASES_OF[case.mode]
     by_class = time_by(calls, "kernel_class", steps=steps)
     row: Row = {
         "measured": "kernels on the device" if calls["on_device"].any() else "operators on the host",
@@ -39,13 +39,11 @@ def kernel_columns(calls: pd.DataFrame, case: ModelCase, *, steps: int) -> Row:
         "instances": by_class["instances"].sum(),
         **{share_column(name): float(by_class["share"].get(name, 0.0)) for name in CLASSES},
     }
-    parts = {phase: calls[calls["phase"] == phase] for phase in phases}
-    for phase, part in parts.items():
+    parts = {"top": calls, "top_no_product": calls[calls["kernel_class"] != MATMUL]}
+    for phase in PHASES_OF[case.mode]:
+        part = parts[f"top_{phase}"] = calls[calls["phase"] == phase]
         shares = time_by(part, "kernel_class", steps=steps)["share"]
         row[f"{share_column(MATMUL)}_{phase}"] = float(shares.get(MATMUL, 0.0))
-    parts = {"top": calls, "top_no_product": calls[calls["kernel_class"] != MATMUL]} | {
-        f"top_{phase}": part for phase, part in parts.items()
-    }
     for column, part in parts.items():
         names = time_by(part, "name", steps=steps)
         row[column] = None if names.empty else str(names.index[0])
@@ -62,9 +60,8 @@ def attention_columns(calls: pd.DataFrame, case: ModelCase, *, steps: int) -> Ro
     by_region = times.groupby("region").sum()
     if SOFTMAX not in by_region.index:
         return {}
-    config, which = case.config, "forward" if case.mode == FORWARD else "both"
-    passes: Pass = "forward" if which == "forward" else "both"
-    flops = naive_attention_flops(case.batch, config.num_heads, case.length, case.length, config.d_head, which=passes)
+    config, which = case.config, PASS_OF[case.mode]
+    flops = naive_attention_flops(case.batch, config.num_heads, case.length, case.length, config.d_head, which=which)
     products = sum(float(times.get((region, MATMUL), 0.0)) for region in (SCORES, VALUES))
     return {
         **{f"{name}_ms": float(by_region.get(region, 0.0)) for region, name in ATTENTION.items()},
@@ -81,8 +78,8 @@ def details(calls: pd.DataFrame, case: ModelCase, *, steps: int) -> dict[str, pd
     regions = time_by(calls, ["region", "phase"], steps=steps)["milliseconds"].unstack(fill_value=0.0)
     regions = regions.assign(ms=regions.sum(axis=1)).sort_values("ms", ascending=False)
     regions = regions.assign(share=regions["ms"] / regions["ms"].sum())
-    others = kernels[kernels.index.get_level_values("kernel_class") != MATMUL]
-    unknown = kernels[kernels.index.get_level_values("kernel_class") == OTHER].index.get_level_values("name")
+    classes = kernels.index.get_level_values("kernel_class")
+    others, unknown = kernels[classes != MATMUL], kernels[classes == OTHER].index.get_level_values("name")
     text = sections(
         {
             "Regions, ms of a step": markdown(regions.reset_index()),
@@ -130,15 +127,11 @@ def tables(frame: pd.DataFrame) -> str:
     parts["Share of matrix products, profiled"] = markdown(products.rename(columns={product: "all phases"}))
     parts["Top kernel of each phase, profiled"] = markdown(top_kernels(frame, axes))
     if "softmax_ms" in frame:
-        columns = [column for column in frame if column in attention_names()]
-        parts["Steps of naive attention, profiled"] = markdown(frame[[*axes, *columns]].dropna(subset=["softmax_ms"]))
+        # The columns of `attention_columns`.
+        columns = frame.filter(regex=f"^({'|'.join([*ATTENTION.values(), 'products'])})_")
+        steps = frame[axes].join(columns).dropna(subset=["softmax_ms"])
+        parts["Steps of naive attention, profiled"] = markdown(steps)
     return sections(parts)
-
-
-def attention_names() -> list[str]:
-    """The columns of `attention_columns`."""
-    names = [f"{name}_{unit}" for unit in ("ms", "flops") for name in (*ATTENTION.values(), "products")]
-    return [*names, "softmax_over_products_time", "softmax_over_products_flops"]
 
 
 def top_kernels(frame: pd.DataFrame, axes: list[str]) -> pd.DataFrame:

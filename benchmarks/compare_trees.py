@@ -23,7 +23,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ import pandas as pd
 
 from benchmarks import flags
 from benchmarks.harness import Case, Comparison, Context, Program, Row, Status, Sweep, run, timing_method
-from benchmarks.tables import markdown, number
+from benchmarks.tables import matrix, number
 from cs336_systems.profiling.flops import Pass, attention_flops, teraflops_per_second
 
 WORKER = Path(__file__).with_name("tree_worker.py")
@@ -75,28 +75,26 @@ class Tree:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Any = None
 
     def ask(self, what: str, case: TreeCase, options: argparse.Namespace) -> float:
         """Send a request and wait for its answer: milliseconds for `time`, otherwise 0. Raises TreeError."""
-        process = self._started()
+        if self._process is None or self._process.poll() is not None:
+            self._start()
         request = {"do": what, "case": case.columns, "device": str(options.device)}
-        assert process.stdin is not None
-        assert process.stdout is not None
-        timer = threading.Timer(options.timeout, process.kill)
+        timer = threading.Timer(options.timeout, self._process.kill)
         timer.start()
         try:
-            process.stdin.write(json.dumps(request | {"warmup": options.warmup, "rep": options.rep}) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
+            print(json.dumps(request | {"warmup": options.warmup, "rep": options.rep}), file=self._process.stdin)
+            line = self._process.stdout.readline()
         except BrokenPipeError:
             line = ""
         finally:
             timer.cancel()
-        reply = json.loads(line) if line else {"failure": f"its process ended with {process.wait()}"}
+        reply = json.loads(line) if line else {"failure": f"its process ended with {self._process.wait()}"}
         if "failure" in reply:
             raise TreeError(f"{self.name}: {what}: {reply['failure']}")
-        return float(reply["value"] or 0.0)
+        return float(reply["value"])
 
     def close(self) -> None:
         """End the process."""
@@ -104,23 +102,18 @@ class Tree:
             self._process.kill()
             self._process.communicate()  # closes the pipes
 
-    def _started(self) -> subprocess.Popen[str]:
-        if self._process is None or self._process.poll() is not None:
-            self.close()
-            folder, *packages = folders_of(self.name)
-            before = os.environ.get("PYTHONPATH")
-            path = os.pathsep.join([*map(str, packages), str(folder), *([before] if before else [])])
-            # PYTHONSAFEPATH: nothing is imported from the worker's own folder.
-            environment = os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            self._process = subprocess.Popen([sys.executable, str(WORKER)], env=environment, cwd=folder, **pipes)
-        return self._process
+    def _start(self) -> None:
+        self.close()
+        folder, *packages = folders_of(self.name)
+        path = os.pathsep.join(filter(None, [*map(str, packages), str(folder), os.environ.get("PYTHONPATH")]))
+        # PYTHONSAFEPATH: nothing is imported from the worker's own folder.
+        environment = os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+        self._process = subprocess.Popen([sys.executable, str(WORKER)], env=environment, cwd=folder, **pipes)
 
 
-@functools.cache
-def tree_of(name: str) -> Tree:
-    """The checkout of this name; one for the whole program."""
-    return Tree(name)
+tree_of = functools.cache(Tree)
+"""The checkout of a name; one for the whole program."""
 
 
 def folders_of(tree: str) -> list[Path]:
@@ -133,34 +126,30 @@ def measure(case: TreeCase, context: Context) -> list[Row]:
     options = context.options
     comparison, first = Comparison(context), options.trees[0]
 
-    def attempt(name: str) -> None:
-        for what in ("check", "prepare"):
-            comparison.attempt(name, what, functools.partial(tree_of(name).ask, what, case, options))
+    def ask(name: str, what: str) -> Callable[[], float]:
+        return functools.partial(tree_of(name).ask, what, case, options)
 
     with ThreadPoolExecutor(len(options.trees)) as threads:  # they compile at the same time
-        list(threads.map(attempt, options.trees))
-    calls = {name: functools.partial(tree_of(name).ask, "time", case, options) for name in options.trees}
+        list(threads.map(lambda name: comparison.attempt(name, "prepare", ask(name, "prepare")), options.trees))
+    calls = {name: ask(name, "time") for name in options.trees}
     comparison.interleave(calls, timing_method(options))
     rows = []
     for name in options.trees:
         columns = comparison.columns(name, first)
         over_first, median = columns.pop("speedup"), columns["median_ms"]
-        tflops = None if median is None else teraflops_per_second(case.flops, median)
+        tflops = median and teraflops_per_second(case.flops, median)
         rows.append({"tree": name, **columns, "tflops": tflops, "over_first": over_first})
     return rows
 
 
 def tables(frame: pd.DataFrame) -> str:
     """TFLOP/s of each checkout, and its speed-up over the first one, for each case."""
-    lines: dict[str, dict[str, str]] = {}
-    for row in frame.to_dict("records"):
-        names = ("provider", "which", "dtype", "mask")
-        title = " ".join([*(row[name] for name in names), f"d {row['head_dim']}", f"length {row['length']}"])
-        line = lines.setdefault(row["case"], {"TFLOP/s (over the first)": title})
-        line[row["tree"]] = row["status"]
-        if row["tflops"] == row["tflops"]:  # not NaN
-            line[row["tree"]] = f"{number(row['tflops'])} ({row['over_first']:.3f})"
-    return markdown(pd.DataFrame(list(lines.values())))
+    titles = frame[["provider", "which", "dtype", "mask"]].agg(" ".join, axis="columns")
+    titles += " d " + frame["head_dim"].astype(str) + " length " + frame["length"].astype(str)
+    pairs = zip(frame["tflops"], frame["over_first"], strict=True)
+    cells = [None if pd.isna(rate) else f"{number(rate)} ({ratio:.3f})" for rate, ratio in pairs]
+    name = "TFLOP/s (over the first)"
+    return matrix(frame.assign(**{name: titles, "cell": cells}), [name], "tree", "cell")
 
 
 PROGRAM = Program(
@@ -173,23 +162,14 @@ PROGRAM = Program(
 )
 
 
+_USUAL = "--masks causal --passes forward backward --rounds 5 --warmup 5 --rep 15"
+_ON_A_GPU = "--lengths 1024 4096 --head-dims 64 128 --dtypes bf16 --providers flash --tokens 16384 --channels 2048"
+_WITHOUT = "--lengths 128 --head-dims 32 --dtypes fp32 --providers tiled --tokens 256 --channels 64"
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options. Ends the program for trees that cannot be compared."""
-    gpu = flags.wants_gpu(arguments)
-    parser = flags.make_parser(
-        __doc__,
-        lengths=[1024, 4096] if gpu else [128],
-        head_dims=[64, 128] if gpu else [32],
-        dtypes=["bfloat16" if gpu else "float32"],
-        masks=["causal"],
-        passes=["forward", "backward"],
-        providers=["flash" if gpu else "tiled"],
-        tokens=16384 if gpu else 256,
-        channels=2048 if gpu else 64,
-        rounds=5,
-        warmup=5.0,
-        rep=15.0,
-    )
+    parser = flags.make_parser(__doc__, f"{_USUAL} {_ON_A_GPU if flags.wants_gpu(arguments) else _WITHOUT}")
     parser.add_argument("trees", nargs="*", metavar="TREE[:PACKAGES]", help="checkouts; the first is the baseline")
     parser.add_argument("--groups", type=flags.positive, default=1, help="query heads per key head (%(default)s)")
     parser.add_argument("--decode", action="store_true", help="attention over a cache, in place of --passes")

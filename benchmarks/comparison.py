@@ -42,10 +42,7 @@ class DeviceLostError(RuntimeError):
 class Comparison:
     """Measures several providers at one case, interleaved in rounds; what one of them cannot do is its outcome alone.
 
-        comparison = Comparison(context)
-        calls = {name: comparison.attempt(name, "first call", functools.partial(prepare, name)) for name in names}
-        comparison.interleave({name: functools.partial(time_ms, call) for name, call in calls.items() if call}, method)
-        return [{"provider": name, **comparison.columns(name, baseline="naive")} for name in names]
+    docs/benchmarking.md has an example.
 
     Attributes:
         outcomes: by provider, how it ended, once it was attempted.
@@ -67,8 +64,7 @@ class Comparison:
     ) -> T | None:
         """The result of ``action()``, or None if it raised, or the provider is excluded or failed before.
 
-        Raises:
-            DeviceLostError: the device does not respond any more after the failure.
+        Raises DeviceLostError if the device does not respond any more after the failure.
         """
         if provider in self._context.excluded:
             self.outcomes[provider] = error(self._context.excluded[provider])
@@ -107,30 +103,34 @@ class Comparison:
         row = self.outcomes[provider].columns | time_columns(self.times.get(provider))
         return row if baseline is None else row | {"speedup": self.speedup(provider, baseline)}
 
+    def skip_if_slow(self, provider: str, milliseconds: float, max_seconds: float) -> bool:
+        """Make the provider's outcome `skipped` if one call takes too long; whether it is."""
+        slow = milliseconds > max_seconds * 1e3
+        if slow:
+            reason = f"one call takes {milliseconds * 1e-3:.2f} s, more than the {max_seconds:g} s allowed"
+            self.outcomes[provider] = Outcome(Status.SKIPPED, reason)
+        return slow
+
     def _fail(self, provider: str, outcome: Outcome) -> None:
+        """Free the memory of a failed call. Raises DeviceLostError if the device does not respond any more."""
         self.outcomes[provider] = outcome
-        release_after_failure(self._device, f"{provider} failed: {outcome.reason}")
-
-
-def release_after_failure(device: torch.device, failure: str) -> None:
-    """Free the memory of a failed call. Raises DeviceLostError if the device does not respond any more."""
-    try:
-        synchronize(device)
-        release_memory(device)
-    except RuntimeError as exception:
-        raise DeviceLostError(f"the device does not respond after {failure}: {exception}") from exception
+        try:
+            synchronize(self._device)
+            release_memory(self._device)
+        except RuntimeError as exception:
+            text = f"the device does not respond after {provider} failed: {outcome.reason}: {exception}"
+            raise DeviceLostError(text) from exception
 
 
 # Relative differences between two right answers, with a margin: a few roundings of the dtype.
-_PLAUSIBLE_DIFFERENCE = {"bfloat16": 4e-2, "float16": 5e-3, "float32": 1e-4}
-_PLAUSIBLE_DIFFERENCE_TF32 = 5e-3
+_PLAUSIBLE_DIFFERENCE = {"bfloat16": 4e-2, "float16": 5e-3, "float32": 1e-4, "tf32": 5e-3}
 _MORE_IN_GRADIENTS = 2.0
 _PLAUSIBLE_SPREAD = 2.0
 
 
 def plausible_difference(dtype: str, *, gradients: bool, tf32: bool = False) -> float:
     """The largest `relative_difference` between right answers; with ``tf32``, float32 products may use TF32."""
-    allowed = _PLAUSIBLE_DIFFERENCE_TF32 if tf32 and dtype == "float32" else _PLAUSIBLE_DIFFERENCE[dtype]
+    allowed = _PLAUSIBLE_DIFFERENCE["tf32" if tf32 and dtype == "float32" else dtype]
     return allowed * (_MORE_IN_GRADIENTS if gradients else 1.0)
 
 
@@ -164,9 +164,10 @@ def ran_out_of_memory(columns: Row, rows: Sequence[Row], *grows: str) -> Outcome
 
     A series has the same ``columns`` except those named by ``grows``, which are not larger in the smaller case.
     """
+    series = {name: value for name, value in columns.items() if name not in grows}.items()
     for row in rows:
-        same = all(row[name] == value for name, value in columns.items() if name not in grows)
-        if same and row["status"] == Status.OUT_OF_MEMORY.value and all(row[n] <= columns[n] for n in grows):
+        exhausted = row["status"] == Status.OUT_OF_MEMORY.value and row.items() >= series
+        if exhausted and all(row[name] <= columns[name] for name in grows):
             at = ", ".join(f"{name} {row[name]}" for name in grows)
             return Outcome(Status.SKIPPED, f"memory ran out at {at} of the same series")
     return None

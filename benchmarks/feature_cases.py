@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.attention_providers import Mask
 from cs336_systems.attention import variants
 
 Arguments = Mapping[str, Any]
-Mask = Callable[[Tensor, Tensor], Tensor]
-"""Whether a query sees a key, from their indices, which broadcast."""
 _NO_ARGUMENT = {name: f"{name} has no such argument" for name in ("flex", "fa4", "torch")}
 _NEITHER = {"fa4": _NO_ARGUMENT["fa4"], "torch": "torch takes only a number for each pair, as in the feature bias"}
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.feature_cases import Feature, Mask, Sizes
+from benchmarks.attention_providers import block_mask, output_alone
+from benchmarks.feature_cases import Feature, Sizes
 from cs336_systems.attention import attention, attention_varlen
 
 Attend = Callable[..., Tensor]
@@ -48,11 +49,7 @@ def padded(lengths: Sequence[int]) -> Layout:
 
 
 def bind(provider: str, feature: Feature, sizes: Sizes) -> tuple[Attend, Layout]:
-    """The function of q, k and v that one of `OURS` or `PEERS` computes the feature by, and their layout.
-
-    Raises:
-        NotImplementedError: the provider cannot compute it.
-    """
+    """The function of q, k and v that computes the feature, and their layout. Raises NotImplementedError otherwise."""
     if provider in feature.refusals:
         raise NotImplementedError(feature.refusals[provider])
     binders = {"flex": _bind_flex, "fa4": _bind_fa4, "torch": _bind_torch}
@@ -78,12 +75,7 @@ def _bind_fa4(feature: Feature, sizes: Sizes) -> tuple[Attend, Layout]:
         function, arguments = module.flash_attn_varlen_func, {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
         arguments |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # It returns (output, log-sum-exp or None).
-        result = function(q, k, v, causal=True, **arguments)
-        output: Tensor = result[0] if isinstance(result, (tuple, list)) else result
-        return output
-
+    attend = functools.partial(output_alone(function), causal=True, **arguments)
     return attend, PACKED if feature.sequences else LENGTH_FIRST
 
 
@@ -92,10 +84,9 @@ def _bind_torch(feature: Feature, sizes: Sizes) -> tuple[Attend, Layout]:
     if feature.packed:
         # Padding comes last, where no token of the sequence sees it.
         return functools.partial(attend, is_causal=True), padded(feature.sequences)
-    if added is not None and feature.leaves:
-        return lambda q, k, v: attend(q, k, v, attn_mask=added()), HEADS_FIRST
     if added is not None:
-        return functools.partial(attend, attn_mask=added()), HEADS_FIRST
+        once = None if feature.leaves else added()
+        return lambda q, k, v: attend(q, k, v, attn_mask=added() if once is None else once), HEADS_FIRST
     if feature.mask is None:
         return functools.partial(attend, is_causal=True, **feature.torch), HEADS_FIRST
     # int32: nothing that has an element for each pair may be wider than it must.
@@ -125,24 +116,3 @@ def flex(q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, **argu
         return flex_attention(q, k, v, **arguments)
     out, aux = flex_attention(q, k, v, **arguments, return_aux=AuxRequest(lse=True))
     return (out * torch.sigmoid(aux.lse - sinks[:, None])[..., None]).to(out.dtype)
-
-
-def block_mask(mask: Mask, length: int, device: torch.device, rows: int = 8192) -> Any:
-    """FlexAttention's BlockMask of ``length`` queries and keys, for all heads and batch entries.
-
-    It equals what `create_block_mask` makes, which for all pairs takes more than 32 GiB at length 65,536: it is called
-    for ``rows`` queries at a time, a multiple of the block size.
-    """
-    from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-
-    def strip(first: int) -> Any:
-        def visible(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
-            return mask(query + first, key)
-
-        return create_block_mask(visible, None, None, min(rows, length - first), length, device=str(device))
-
-    strips = [strip(first) for first in range(0, length, rows)]
-    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-    lists: dict[str, Any] = {name: torch.cat([getattr(strip, name) for strip in strips], 2) for name in names}
-    lists["mask_mod"] = lambda batch, head, query, key: mask(query, key)
-    return BlockMask.from_kv_blocks(**lists, BLOCK_SIZE=strips[0].BLOCK_SIZE, seq_lengths=(length, length))

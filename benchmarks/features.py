@@ -34,12 +34,12 @@ import torch
 from torch import Tensor
 
 from benchmarks import flags, harness
-from benchmarks.attention_providers import PEER_DISTRIBUTIONS, add_peers, peer_providers
+from benchmarks.attention_providers import PEER_DISTRIBUTIONS, add_peers, reasons_missing
 from benchmarks.comparison import plausible_difference, relative_difference, timing_method
 from benchmarks.feature_cases import FEATURES, Feature, Sizes
 from benchmarks.feature_providers import OURS, PEERS, bind
-from benchmarks.harness import Case, Comparison, Context, Outcome, Row, Status
-from benchmarks.isolation import map_isolated, run_isolated
+from benchmarks.harness import Case, Comparison, Context, Row
+from benchmarks.isolation import map_isolated
 from benchmarks.tables import markdown, number
 from cs336_systems.profiling.timing import call_milliseconds, measure_ms, synchronize
 from cs336_systems.profiling.torch_names import COMPILER, without_donated_buffers
@@ -104,15 +104,14 @@ def measure(case: FeatureCase, context: Context) -> list[Row]:
     tensors = [sizes.random(case.batch, case.heads, case.length, case.head_dim, dtype=sizes.dtype) for _ in range(4)]
     feature, ours = FEATURES[case.feature](sizes), options.providers[0]
     shared: Row = {"visible": feature.visible(sizes), "tf32": options.tf32}
-    passes, first, expected = dict[str, Pass](), dict[str, Row](), None
+    calls, first, expected = dict[str, Callable[[], float]](), dict[str, Row](), None
     names = [*options.providers, *([] if case.feature == "causal" else [PLAIN])]
     # A compiled backward pass may otherwise overwrite its inputs, and cannot run again on the same graph.
     with without_donated_buffers():
         for name in names:
             what = (ours, FEATURES["causal"](sizes)) if name == PLAIN else (name, feature)
-            made = comparison.attempt(
-                name, "first call", functools.partial(first_call, *what, sizes, case.which, tensors)
-            )
+            prepare = functools.partial(first_call, *what, sizes, case.which, tensors)
+            made = comparison.attempt(name, "first call", prepare)
             first[name] = dict.fromkeys(("first_call_s", "probe_ms", "peak_mib", "difference")) | {"warning": ""}
             if made is None:
                 continue
@@ -121,19 +120,9 @@ def measure(case: FeatureCase, context: Context) -> list[Row]:
                 expected = made.results
             elif name != PLAIN and expected is not None and not feature.random:
                 first[name] |= compared(relative_difference(made.results, expected), case, options)
-            seconds = made.columns["probe_ms"] * 1e-3
-            if seconds <= options.max_seconds:
-                passes[name] = dataclasses.replace(made, results=())
-            else:
-                reason = f"one call takes {seconds:.2f} s, more than the {options.max_seconds:g} s allowed"
-                comparison.outcomes[name] = Outcome(Status.SKIPPED, reason)
-        comparison.interleave(
-            {
-                name: functools.partial(measure_ms, p.call, device=sizes.device, method=method)
-                for name, p in passes.items()
-            },
-            method,
-        )
+            if not comparison.skip_if_slow(name, made.columns["probe_ms"], options.max_seconds):
+                calls[name] = functools.partial(measure_ms, made.call, device=sizes.device, method=method)
+        comparison.interleave(calls, method)
     rows = []
     for name in names:
         over_plain = comparison.speedup(name, PLAIN if PLAIN in names else ours)
@@ -147,10 +136,8 @@ def compared(difference: float, case: FeatureCase, options: argparse.Namespace) 
     """The columns of a difference from the first provider's results, relative to their norm."""
     allowed = plausible_difference(case.dtype, gradients=case.which == "backward", tf32=options.tf32)
     text = f"results differ from {options.providers[0]}'s by {difference:.2g} of their norm"
-    return {
-        "difference": min(difference, 1e9),
-        "warning": "" if difference <= allowed else text,
-    }  # JSON has no infinity
+    # JSON has no infinity.
+    return {"difference": min(difference, 1e9), "warning": "" if difference <= allowed else text}
 
 
 def drive(sweep: harness.Sweep[FeatureCase], cases: Sequence[FeatureCase]) -> None:
@@ -192,33 +179,22 @@ PROGRAM = harness.Program(
     measure,
     tables,
     settings=("providers", "rounds", "warmup", "rep", "max_seconds", "seed", "tf32"),
-    notes=lambda options: [f"not measured: {name} ({reason})" for name, reason in options.missing.items()],
     packages=PEER_DISTRIBUTIONS,
 )
 
 
+_USUAL = "--passes forward backward --tokens 16384 --rounds 5 --warmup 5 --max-seconds 0.5 --no-tf32 --peers"
+_ON_A_GPU = (
+    f"--providers flash {' '.join(PEERS)} --dtypes bf16 --lengths --head-dims 64 128 --batch --heads 16 --rep 15"
+)
+_WITHOUT = "--providers tiled torch --dtypes fp32 --lengths 512 --head-dims 64 --batch 1 --heads 2 --rep 30 --jobs 0"
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options."""
     gpu = flags.wants_gpu(arguments)
-    parser = flags.make_parser(
-        __doc__,
-        features=[*FEATURES],
-        providers=["flash", *PEERS] if gpu else ["tiled", "torch"],
-        passes=["forward", "backward"],
-        dtypes=["bfloat16" if gpu else "float32"],
-        lengths=None if gpu else [512],
-        head_dims=[64, 128] if gpu else [64],
-        batch=None if gpu else 1,
-        tokens=16384,
-        heads=16 if gpu else 2,
-        rounds=5,
-        warmup=5.0,
-        rep=15.0 if gpu else 30.0,
-        max_seconds=0.5,
-        tf32=False,
-        jobs=min(12, os.cpu_count() or 1) if gpu else 0,
-        peers=None,
-    )
+    jobs = f"--jobs {min(12, os.cpu_count() or 1)}"
+    usual = f"{_USUAL} --features {' '.join(FEATURES)} {f'{_ON_A_GPU} {jobs}' if gpu else _WITHOUT}"
+    parser = flags.make_parser(__doc__, usual)
     parser.epilog = f"providers: {', '.join(OURS)}; {', '.join(PEERS)}"
     options = flags.parse(parser, arguments)
     flags.restrict(parser, options, features=[*FEATURES], passes=flags.PASSES[:2], providers=[*OURS, *PEERS])
@@ -237,22 +213,15 @@ def cases_of(options: argparse.Namespace) -> list[FeatureCase]:
     ]
 
 
-def missing_peers(options: argparse.Namespace) -> dict[str, str]:
-    """Why other libraries cannot be measured here, by name."""
-    add_peers(options.peers)
-    return {p.name: p.missing for p in peer_providers(options.device) if p.missing and p.name in options.providers}
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
     options = parse(arguments)
     if options.redraw is None:
-        # In a separate process: other libraries load CUDA when they are imported.
-        finished = run_isolated(missing_peers, options)
-        if finished.failure:
-            print(f"features.py: error: --peers: {finished.failure}", file=sys.stderr)
+        try:
+            reasons = reasons_missing(options)
+        except ValueError as error:
+            print(f"features.py: error: {error}", file=sys.stderr)
             return 2
-        options.missing = finished.result
+        options.missing = {name: reasons[name] for name in options.providers if name in PEERS and reasons.get(name)}
         options.providers = [name for name in options.providers if name not in options.missing]
     program = dataclasses.replace(PROGRAM, preload=COMPILER if "flex" in options.providers else ())
     return harness.run(program, options, cases_of(options), drive)

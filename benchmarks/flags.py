@@ -1,6 +1,6 @@
 """The command-line flags of all benchmarks. Each is defined once, here; a program names those that it has.
 
-    parser = flags.make_parser(__doc__, lengths=[1024, 4096], head_dims=[64], dtypes=["bfloat16"])
+    parser = flags.make_parser(__doc__, "--lengths 1024 4096 --head-dims 64 --dtypes bf16 --batch --no-tf32")
     options = flags.parse(parser, arguments)
 
 Flags that take several values take them separated by spaces or commas. Flags of one program alone are added to the
@@ -10,9 +10,8 @@ parser with ``add_argument``.
 from __future__ import annotations
 
 import argparse
-import itertools
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,40 +115,52 @@ _SINGLE: dict[str, tuple[Callable[[str], Any], str, str]] = {
 _SWITCHES = {"tf32": "let float32 products use TF32"}
 
 
-def make_parser(description: str | None, *, timeout: float = 600.0, **defaults: Any) -> argparse.ArgumentParser:
-    """A parser with a flag for each keyword, whose value is the default, and with the flags of every program.
+def make_parser(description: str | None, usual: str, *, timeout: float = 600.0) -> argparse.ArgumentParser:
+    """A parser with the flags of a program, and with those of every program.
 
     Args:
         description: the program's docstring, shown by --help.
+        usual: a command line with all flags of the program, whose values are the defaults; None without a value.
         timeout: the default of --timeout.
-        **defaults: by the flag's name with underscores: `lengths=[512]` makes --lengths. None shows no default.
 
     Raises:
         KeyError: there is no such flag.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in defaults.items():
-        option = f"--{name.replace('_', '-')}"
-        if name in _SWITCHES:
-            parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default, help=_SWITCHES[name])
+    for flag, *words in (part.split() for part in usual.split("--")[1:]):
+        name, default = flag.replace("-", "_"), None
+        if name.removeprefix("no_") in _SWITCHES:
+            how: dict[str, Any] = {
+                "action": argparse.BooleanOptionalAction,
+                "help": _SWITCHES[name.removeprefix("no_")],
+            }
+            parser.add_argument(f"--{flag.removeprefix('no-')}", default=name in _SWITCHES, **how)
             continue
         convert, metavar, text = (_SEVERAL if name in _SEVERAL else _SINGLE)[name]
-        if default is not None:
-            shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else default
-            text += f" (default: {shown})"
-        if name in _SEVERAL:
-            parser.add_argument(option, nargs="+", type=_list_of(convert), default=default, metavar=metavar, help=text)
-        else:
-            parser.add_argument(option, type=convert, default=default, metavar=metavar, help=text)
+        if words:
+            values = [convert(word) for word in words]
+            text += f" (default: {' '.join(map(str, values))})"
+            default = values if name in _SEVERAL else values[0]
+        how = {"nargs": "+", "action": _Several} if name in _SEVERAL else {"type": convert}
+        parser.add_argument(f"--{flag}", default=default, metavar=metavar, help=text, **how)
     _add_run_flags(parser, timeout)
     return parser
 
 
-def _list_of(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    def convert_all(text: str) -> list[Any]:
-        return [convert(word) for word in text.split(",") if word]
+class _Several(argparse.Action):
+    """Values separated by spaces or commas, as one list without repetitions."""
 
-    return convert_all
+    def __call__(
+        self, parser: argparse.ArgumentParser, options: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        convert = _SEVERAL[self.dest][0]
+        try:
+            found = list(dict.fromkeys(convert(word) for text in values for word in text.split(",") if word))
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+        if not found:
+            parser.error(f"{option} must have at least one value")
+        setattr(options, self.dest, found)
 
 
 def _add_run_flags(parser: argparse.ArgumentParser, timeout: float) -> None:
@@ -172,13 +183,6 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = Non
     Ends the program with a message and status 2 if the arguments are invalid.
     """
     options = parser.parse_args(arguments)
-    for name in _SEVERAL:
-        value = getattr(options, name, None)
-        if value and isinstance(value[0], list):
-            value = list(dict.fromkeys(itertools.chain.from_iterable(value)))
-            setattr(options, name, value)
-            if not value:
-                parser.error(f"--{name.replace('_', '-')} must have at least one value")
     try:
         options.device = choose_device(options.device)
     except ValueError as error:
@@ -195,18 +199,10 @@ def restrict(parser: argparse.ArgumentParser, options: argparse.Namespace, **kno
     """
     for name, values in known.items():
         given = getattr(options, name, None)
-        if given is None:
-            continue
-        if unknown := [str(value) for value in (given if isinstance(given, list) else [given]) if value not in values]:
+        each = given if isinstance(given, list) else [] if given is None else [given]
+        if unknown := [str(value) for value in each if value not in values]:
             flag = name.replace("_", "-")
             parser.error(f"--{flag} must be of {', '.join(map(str, values))}; got {', '.join(unknown)}")
-
-
-def fill(options: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
-    """Set the options that were not given (None) to their defaults, such as those of a preset."""
-    for name, value in defaults.items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
 
 
 def wants_gpu(arguments: Sequence[str] | None = None) -> bool:

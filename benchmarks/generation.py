@@ -115,22 +115,19 @@ def measure(case: GenerationCase, context: Context) -> list[Row]:
     options, comparison, method = context.options, Comparison(context), timing_method(context.options)
     prepare = prepare_steps if case.model else prepare_attention
     measurements, columns, read = prepare(case, options, comparison)
-    read_bytes = dict.fromkeys(comparison.outcomes, read["weight_bytes"] + read["cache_bytes"])
     source = torch.randn(2**28 if options.device.type == "cuda" else 2**22, device=options.device)
+    read_bytes = dict.fromkeys(measurements, sum(read.values())) | {COPY: 2 * source.nbytes}
     copy = partial(torch.empty_like(source).copy_, source)
     comparison.attempt(COPY, "first call", copy)
     measurements[COPY] = partial(measure_ms, copy, device=options.device, method=method)
     comparison.interleave(measurements, method)
-    read_bytes[COPY] = 2 * source.nbytes
+    rates = {name: read_bytes[name] / times.median / 1e6 for name, times in comparison.times.items()}
     rows = []
     for name in comparison.outcomes:
-        row = {"provider": name, **comparison.columns(name)}
-        rate, copied = (
-            read_bytes[n] / comparison.times[n].median / 1e6 if n in comparison.times else None for n in (name, COPY)
-        )
-        step = bool(case.model) and row["median_ms"] and name != COPY
+        row, rate = {"provider": name, **comparison.columns(name)}, rates.get(name)
+        step = case.model and name in rates and name != COPY
         row |= {"tokens_per_s": case.batch / row["median_ms"] * 1e3 if step else None, "gb_per_s": rate, **read}
-        row["of_copy"] = rate / copied if rate and copied else None
+        row["of_copy"] = rate / rates[COPY] if rate and COPY in rates else None
         rows.append(row | {"ready_s": None, "difference": None} | columns.get(name, {}))
     return rows
 
@@ -156,36 +153,30 @@ def prepare_steps(case: GenerationCase, options: argparse.Namespace, comparison:
 
 
 def prepare_attention(case: GenerationCase, options: argparse.Namespace, comparison: Comparison) -> Prepared:
-    """Attention by every provider; outputs are compared with torch's."""
-    measurements, columns = dict[str, Callable[[], float]](), dict[str, Row]()
-    calls = attention_calls(case, options.device)
-    names = [TORCH, OURS, *(BACKENDS if options.device.type == "cuda" else ())]
-    outputs: list[Tensor] = []
-    for name in names:
+    """Attention of one new token in each sequence to a full cache; outputs are compared with torch's."""
+    draw = partial(torch.randn, device=options.device, dtype=flags.DTYPES[case.dtype])
+    q = draw(case.batch, case.heads, 1, case.head_dim)
+    k, v = (draw(case.batch, case.kv_heads, case.length, case.head_dim) for _ in range(2))
+    lengths = torch.full((case.batch,), case.length, device=options.device)
+
+    @torch.no_grad()
+    def call(name: str) -> Tensor:
+        if name == OURS:
+            return attention_with_cache(q, k, v, lengths)
+        with nullcontext() if name == TORCH else sdpa_kernel(BACKENDS[name]):
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=case.heads != case.kv_heads)
+
+    measurements, columns, outputs = dict[str, Callable[[], float]](), dict[str, Row](), list[Tensor]()
+    for name in [TORCH, OURS, *(BACKENDS if options.device.type == "cuda" else ())]:
         # torch raises RuntimeError where a backend cannot compute a call.
         refusals = (NotImplementedError, RuntimeError) if name in BACKENDS else (NotImplementedError,)
-        output = comparison.attempt(name, "first call", calls[name], partial(outcome_of, refusals=refusals))
+        output = comparison.attempt(name, "first call", partial(call, name), partial(outcome_of, refusals=refusals))
         if output is not None:
             outputs.append(output)
             columns[name] = {"difference": relative_difference([output], outputs[:1])}
-            measurements[name] = partial(measure_ms, calls[name], device=options.device, method=timing_method(options))
+            method, timed = timing_method(options), partial(call, name)
+            measurements[name] = partial(measure_ms, timed, device=options.device, method=method)
     return measurements, columns, {"weight_bytes": 0, "cache_bytes": case.cache_bytes(case.length)}
-
-
-def attention_calls(case: GenerationCase, device: torch.device) -> dict[str, Callable[[], Tensor]]:
-    """By provider, attention of one new token in each sequence to a full cache."""
-    draw = partial(torch.randn, device=device, dtype=flags.DTYPES[case.dtype])
-    q = draw(case.batch, case.heads, 1, case.head_dim)
-    k, v = (draw(case.batch, case.kv_heads, case.length, case.head_dim) for _ in range(2))
-    lengths = torch.full((case.batch,), case.length, device=device)
-
-    def by_torch(backend: SDPBackend | None) -> Tensor:
-        with nullcontext() if backend is None else sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, enable_gqa=case.heads != case.kv_heads)
-
-    calls: dict[str, Callable[[], Tensor]] = {OURS: partial(attention_with_cache, q, k, v, lengths)}
-    calls |= {name: partial(by_torch, backend) for name, backend in {TORCH: None, **BACKENDS}.items()}
-    return {name: torch.no_grad()(call) for name, call in calls.items()}
 
 
 def tables(frame: pd.DataFrame) -> str:
@@ -210,21 +201,15 @@ PROGRAM = Program(
 )
 
 
+_ON_A_GPU = "--models large --dtypes bf16 --batches 1 32 --lengths 2048 --modes eager graph graph+compile --steps 32"
+_ON_A_GPU += " --rounds 5 --warmup 5 --rep 15"
+_WITHOUT = (
+    "--models small --dtypes fp32 --batches 1 --lengths 64 --modes eager --steps 4 --rounds 3 --warmup 5 --rep 30"
+)
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options."""
-    gpu = flags.wants_gpu(arguments)
-    usual: dict[str, Any] = {
-        "models": ["large"],
-        "batches": [1, 32],
-        "lengths": [2048],
-        "steps": 32,
-        "rounds": 5,
-        "rep": 15.0,
-    }
-    small: dict[str, Any] = {"models": ["small"], "batches": [1], "lengths": [64], "steps": 4, "rounds": 3, "rep": 30.0}
-    modes = ["eager", "graph", "graph+compile"] if gpu else ["eager"]
-    dtypes = ["bfloat16" if gpu else "float32"]
-    parser = flags.make_parser(__doc__, modes=modes, dtypes=dtypes, warmup=5.0, **(usual if gpu else small))
+    parser = flags.make_parser(__doc__, _ON_A_GPU if flags.wants_gpu(arguments) else _WITHOUT)
     parser.add_argument("--layers", type=flags.positive, metavar="N", help="layers of the model (default: the model's)")
     parser.add_argument("--attention", action="store_true", help="measure attention alone, of a few shapes")
     options = flags.parse(parser, arguments)
@@ -248,7 +233,6 @@ def cases_of(options: argparse.Namespace) -> list[GenerationCase]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
     options = parse(arguments)
     return run(PROGRAM, options, cases_of(options))
 

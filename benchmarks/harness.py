@@ -24,12 +24,12 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.comparison import Comparison, Context, DeviceLostError, ran_out_of_memory, timing_method
-from benchmarks.isolation import run_isolated, termination_as_interruption
+from benchmarks.isolation import Finished, run_isolated, termination_as_interruption
 from benchmarks.results import CSV, Outcome, Row, RowStore, Status, error, outcome_of
 from benchmarks.tables import markdown, page, summary
 from cs336_systems.profiling.environment import Environment, collect_environment
 
-__all__ = ["Case", "Comparison", "Context", "Estimate", "Outcome", "Program", "Row", "Status", "Sweep", "run"]
+__all__ = ["Case", "Comparison", "Context", "Outcome", "Program", "Row", "Status", "Sweep", "run"]
 __all__ += ["ran_out_of_memory", "timing_method"]
 _START_SECONDS = 300.0
 STAMP = ("case_s", "device", "torch", "triton", "cuda", "driver", "seed", "commit", "dirty", "date")
@@ -56,14 +56,6 @@ Measure = Callable[[CaseT, Context], "Row | list[Row]"]
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """What a case is expected to take, for --dry-run: seconds, and bytes of device memory; None if unknown."""
-
-    seconds: float | None = None
-    bytes: int | None = None
-
-
-@dataclass(frozen=True)
 class Program(Generic[CaseT]):
     """A benchmark.
 
@@ -76,8 +68,8 @@ class Program(Generic[CaseT]):
         tables: Markdown, from a DataFrame of all rows.
         plots: draws plots into a folder, from the same DataFrame.
         settings: names of options that must be the same for all rows of a folder, besides device and versions.
-        notes: how it is measured, in sentences for the tables, from the options.
-        estimate: what a case takes, for --dry-run.
+        notes: how it is measured, in sentences for the tables; `str.format` replaces names of options in braces.
+        memory: bytes of device memory that a case needs at least, for --dry-run; None if unknown.
         packages: distributions whose versions belong to the environment.
         preload: modules that every case imports, for example `COMPILER` of `profiling.torch_names` for torch.compile.
         isolated: false if ``measure`` itself starts the processes that compute, and may run in this one.
@@ -89,8 +81,8 @@ class Program(Generic[CaseT]):
     tables: Callable[[pd.DataFrame], str] = markdown
     plots: Callable[[pd.DataFrame, Path], object] | None = None
     settings: tuple[str, ...] = ("seed",)
-    notes: Callable[[argparse.Namespace], Sequence[str]] = lambda options: ()
-    estimate: Callable[[CaseT, argparse.Namespace], Estimate] = lambda case, options: Estimate()
+    notes: tuple[str, ...] = ()
+    memory: Callable[[CaseT, argparse.Namespace], int | None] = lambda case, options: None
     packages: tuple[str, ...] = ()
     preload: tuple[str, ...] = ()
     isolated: bool = True
@@ -99,21 +91,18 @@ class Program(Generic[CaseT]):
 class Sweep(Generic[CaseT]):
     """The cases of a run. `rows` measures a case when it is first called for it, and stores its rows."""
 
-    def __init__(self, program: Program[CaseT], options: argparse.Namespace, total: int) -> None:
-        """Open the folder of the results.
-
-        Raises:
-            StoreError: the folder cannot take the rows of this run.
-            RuntimeError: the environment of the device cannot be read.
-        """
-        self.environment = environment_of(options, program)
-        self.folder: Path = options.out or default_folder(program.name, self.environment.device)
+    def __init__(self, program: Program[CaseT], options: argparse.Namespace, cases: Sequence[CaseT]) -> None:
+        """Open the folder of the results. Raises ValueError if it cannot take the rows of this run."""
+        self.environment = environment = environment_of(options, program)
+        self.folder: Path = options.out or default_folder(program.name, environment.device)
         # Measuring functions may write files there.
         self.program, self.options = program, argparse.Namespace(**vars(options) | {"out": self.folder})
-        self._store = RowStore(self.folder, self._settings(), resume=options.resume)
-        self.environment.write(self.folder / "environment.json")
-        self._visited: set[str] = set()
-        self._progress = tqdm(total=total, unit="case", disable=None)
+        settings = {name: getattr(options, name) for name in program.settings} | environment.packages
+        settings |= {"device": environment.device, "torch": environment.torch, "triton": environment.triton}
+        self._store = RowStore(self.folder, settings, resume=options.resume)
+        environment.write(self.folder / "environment.json")
+        stored = sum(case.name in self._store for case in cases)
+        self._progress = tqdm(total=len(cases), initial=stored, unit="case", disable=None)
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -126,12 +115,11 @@ class Sweep(Generic[CaseT]):
             self._progress.set_description(case.name)
             begin = time.monotonic()
             measured = self._measure(case)
-            stamp = self._stamp(time.monotonic() - begin)
+            last = {"case_s": round(time.monotonic() - begin, 1), "seed": self.options.seed} | vars(self.environment)
+            stamp = {name: last[name] for name in STAMP}
             rows = [{"case": case.name, **case.columns, **row, **stamp} for row in measured]
             self._store.append(case.name, rows)
             self.note(f"{case.name}: {summary(rows)}")
-        if case.name not in self._visited:
-            self._visited.add(case.name)
             self._progress.update()
         return self._store[case.name]
 
@@ -145,7 +133,11 @@ class Sweep(Generic[CaseT]):
         frame, program = self.frame, self.program
         if frame.empty:
             return
-        notes = program.notes(self.options)
+        notes = [note.format(**vars(self.options)) for note in program.notes]
+        if "tf32" in program.settings:
+            notes.append(f"float32 products {'may' if self.options.tf32 else 'do not'} use TF32")
+        missing = getattr(self.options, "missing", {})
+        notes += [f"not measured: {name} ({reason})" for name, reason in missing.items()]
         text = page(program.title, self.environment, notes, program.tables(frame), frame)
         (self.folder / "tables.md").write_text(text, encoding="utf-8")
         if self.options.plots and program.plots is not None:
@@ -153,43 +145,34 @@ class Sweep(Generic[CaseT]):
         print(f"wrote {self.folder / 'tables.md'}")
 
     def _measure(self, case: CaseT) -> list[Row]:
-        """The figures of a case. A provider that ends the process is excluded, and the case measured again."""
-        context = Context(self.options, self._store.rows)
-        while self.program.isolated:
-            finished = run_isolated(
-                measure_here,
-                self.program.measure,
-                case,
-                context,
-                limit=self.options.timeout,
-                preload=self.program.preload,
-                on_step=lambda provider, text: self._progress.set_postfix_str(f"{provider} {text}"),
-            )
-            if not finished.failure:
-                rows: list[Row] = finished.result
-                return rows
-            if not finished.provider or finished.provider in context.excluded:
-                return [error(finished.failure).columns]
-            excluded = {**context.excluded, finished.provider: finished.failure}
-            context = dataclasses.replace(context, excluded=excluded)
-        return measure_here(self.program.measure, case, context)
+        context, measure = Context(self.options, self._store.rows), self.program.measure
+        if not self.program.isolated:
+            return measure_here(measure, case, context)
+        finished = run_excluding(
+            measure_here,
+            measure,
+            case,
+            context=context,
+            limit=self.options.timeout,
+            preload=self.program.preload,
+            on_step=lambda provider, text: self._progress.set_postfix_str(f"{provider} {text}"),
+        )
+        return [error(finished.failure).columns] if finished.failure else finished.result
 
-    def _settings(self) -> Row:
-        environment = self.environment
-        versions = {"device": environment.device, "torch": environment.torch, "triton": environment.triton}
-        chosen = {name: getattr(self.options, name) for name in self.program.settings}
-        return {**chosen, **versions, **environment.packages}
 
-    def _stamp(self, duration: float) -> Row:
-        values = vars(self.environment) | {"case_s": round(duration, 1), "seed": self.options.seed}
-        return {name: values[name] for name in STAMP}
+def run_excluding(function: Callable[..., Any], *arguments: Any, context: Context, **how: Any) -> Finished:
+    """`run_isolated` of ``function(*arguments, context)``, again without each provider that ends the process."""
+    while True:
+        finished = run_isolated(function, *arguments, context, **how)
+        if not finished.failure or not finished.provider or finished.provider in context.excluded:
+            return finished
+        context = dataclasses.replace(context, excluded={**context.excluded, finished.provider: finished.failure})
 
 
 def measure_here(measure: Measure[CaseT], case: CaseT, context: Context) -> list[Row]:
-    """Measure a case in this process, with the settings of torch that the options name; an exception is a row.
+    """Measure a case in this process, with the settings of torch that the options name.
 
-    Raises:
-        DeviceLostError: the device does not respond any more.
+    An exception is a row, but for DeviceLostError.
     """
     options = context.options
     if options.device.type == "cuda" and options.device.index is not None:
@@ -210,15 +193,13 @@ def measure_here(measure: Measure[CaseT], case: CaseT, context: Context) -> list
 def environment_of(options: argparse.Namespace, program: Program[Any]) -> Environment:
     """The environment, read in a separate process, so that this one takes no memory of the GPU.
 
-    Raises:
-        RuntimeError: it cannot be read.
+    Raises RuntimeError if it cannot be read.
     """
     read = functools.partial(collect_environment, packages=program.packages, commit=options.commit)
     finished = run_isolated(read, options.device, limit=_START_SECONDS, preload=program.preload)
     if finished.failure:
         raise RuntimeError(f"the environment of {options.device} cannot be read: {finished.failure}")
-    environment: Environment = finished.result
-    return environment
+    return finished.result
 
 
 def default_folder(program: str, device_name: str) -> Path:
@@ -227,20 +208,11 @@ def default_folder(program: str, device_name: str) -> Path:
     return Path("results") / program / f"{device}-{datetime.datetime.now():%Y-%m-%d-%H%M%S}"
 
 
-def chosen_cases(cases: Sequence[CaseT], pattern: re.Pattern[str] | None) -> list[CaseT]:
-    """The cases whose name matches --filter. Raises ValueError if there are none."""
-    chosen = [case for case in cases if pattern is None or pattern.search(case.name)]
-    if pattern is not None and not chosen:
-        example = f", for example {cases[0].name!r}" if cases else ""
-        raise ValueError(f"--filter must match the name of a case{example}; got {pattern.pattern!r}")
-    return chosen
-
-
 def run(
     program: Program[CaseT],
     options: argparse.Namespace,
     cases: Sequence[CaseT],
-    drive: Callable[[Sweep[CaseT], list[CaseT]], object] | None = None,
+    drive: Callable[[Sweep[CaseT], list[CaseT]], object] = lambda sweep, cases: [*map(sweep.rows, cases)],
 ) -> int:
     """Run a benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted.
 
@@ -253,22 +225,24 @@ def run(
         if options.redraw is not None:
             redraw(program, options.redraw)
             return 0
-        chosen = chosen_cases(cases, options.filter)
+        chosen = [case for case in cases if options.filter is None or options.filter.search(case.name)]
+        if options.filter is not None and not chosen:
+            example = f", for example {cases[0].name!r}" if cases else ""
+            raise ValueError(f"--filter must match the name of a case{example}; got {options.filter.pattern!r}")
         if options.dry_run:
-            print(listing(chosen, [program.estimate(case, options) for case in chosen]))
+            for case in chosen:
+                size = program.memory(case, options)
+                print(case.name + ("" if size is None else f": {size / 2**30:.2f} GiB"))
+            print(f"{len(chosen)} cases")
             return 0
-        sweep = Sweep(program, options, len(chosen))
+        sweep = Sweep(program, options, chosen)
     except (ValueError, RuntimeError, FileNotFoundError) as exception:
         print(f"{program.name}.py: error: {exception}", file=sys.stderr)
         return 2
     sweep.note(f"results: {sweep.folder}")
     try:
         with termination_as_interruption():
-            if drive is not None:
-                drive(sweep, chosen)
-            else:
-                for case in chosen:
-                    sweep.rows(case)
+            drive(sweep, chosen)
     except KeyboardInterrupt:
         sweep.note(f"interrupted; the same command with --out {sweep.folder} --resume continues")
         return 130
@@ -284,15 +258,3 @@ def redraw(program: Program[Any], folder: Path) -> None:
     if not (folder / CSV).exists():
         raise ValueError(f"--redraw must name a folder with a {CSV}; got {folder}")
     program.plots(pd.read_csv(folder / CSV), folder)
-
-
-def listing(cases: Sequence[Case], estimates: Sequence[Estimate]) -> str:
-    """A line for each case with its estimate where there is one, and the total."""
-    lines = []
-    for case, expected in zip(cases, estimates, strict=True):
-        known = [] if expected.seconds is None else [f"about {expected.seconds:.0f} s"]
-        known += [] if expected.bytes is None else [f"{expected.bytes / 2**30:.2f} GiB"]
-        lines.append(": ".join(filter(None, [case.name, ", ".join(known)])))
-    seconds = [expected.seconds for expected in estimates if expected.seconds is not None]
-    total = f", about {sum(seconds) / 60:.0f} min" if seconds and len(seconds) == len(cases) else ""
-    return "\n".join([*lines, f"{len(cases)} cases{total}"])

@@ -9,13 +9,13 @@ call computes before it returns, so there the figure is the whole time of a call
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,16 +26,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import flags
-from benchmarks.harness import Case, Comparison, Context, Outcome, Program, Row, run
+from benchmarks.harness import Case, Comparison, Context, Program, Row, run
 from benchmarks.results import outcome_of
-from benchmarks.tables import markdown, number
+from benchmarks.tables import markdown
 from cs336_systems.attention import attention
 from cs336_systems.profiling.timing import TimingMethod, host_milliseconds
 from cs336_systems.profiling.torch_names import without_donated_buffers
 
 REFERENCE = "torch"
 PROVIDERS = [REFERENCE, "auto", "flash", "sdpa", "compiled", "naive", "tiled"]
-PASSES = {"forward": "forward, µs", "recorded": "with its graph, µs", "backward": "backward, µs"}
+PASSES = {"forward": "forward", "recorded": "with its graph", "backward": "backward"}
 _WARMUP_CALLS = 3
 
 
@@ -55,8 +55,7 @@ class HostCase(Case):
 def make_call(provider: str, case: HostCase, tensors: Sequence[Tensor]) -> Callable[[], object]:
     """A function of which one call is one pass, warmed up; for the backward pass on a graph that is kept.
 
-    Raises:
-        ValueError: the implementation cannot compute it.
+    Raises ValueError if the implementation cannot compute it.
     """
     causal = case.mask == "causal"
     attend: Callable[..., Tensor] = functools.partial(attention, causal=causal, impl=provider)
@@ -77,23 +76,16 @@ def measure(case: HostCase, context: Context) -> list[Row]:
     shape = (case.batch, case.heads, case.length, case.head_dim)
     draw = functools.partial(torch.randn, shape, device=options.device, dtype=flags.DTYPES[case.dtype])
     tensors = [draw(requires_grad=case.which != "forward") for _ in range(3)]
-    comparison, calls = Comparison(context), dict[str, Callable[[], object]]()
+    comparison, times = Comparison(context), dict[str, Callable[[], float]]()
+    refused = functools.partial(outcome_of, refusals=(ValueError,))
     # A compiled backward pass may otherwise overwrite its inputs, and cannot run again on the same graph.
     with without_donated_buffers():
         for name in options.providers:
-            made = functools.partial(make_call, name, case, tensors)
-            call = comparison.attempt(name, "first calls", made, _refused)
+            call = comparison.attempt(name, "first calls", functools.partial(make_call, name, case, tensors), refused)
             if call is not None:
-                calls[name] = call
-    times = {
-        name: functools.partial(host_milliseconds, c, options.calls, device=options.device) for name, c in calls.items()
-    }
+                times[name] = functools.partial(host_milliseconds, call, options.calls, device=options.device)
     comparison.interleave(times, TimingMethod(options.rounds, pause_ms=5.0))
     return [{"provider": name, **_microseconds(comparison.columns(name, REFERENCE))} for name in options.providers]
-
-
-def _refused(exception: Exception) -> Outcome:
-    return outcome_of(exception, refusals=(ValueError,))
 
 
 def _microseconds(row: Row) -> Row:
@@ -104,28 +96,17 @@ def _microseconds(row: Row) -> Row:
 
 def tables(frame: pd.DataFrame) -> str:
     """Microseconds per call by provider and pass, and as a multiple of torch's, for each call."""
-    parts = []
+    frame, parts = frame.dropna(subset=["median_us"]), []
     for sizes, rows in frame.groupby(["dtype", "mask", "batch", "heads", "length", "head_dim"], sort=False):
-        table: dict[str, dict[str, str]] = {}
-        for row in rows.dropna(subset=["median_us"]).to_dict("records"):
-            title = PASSES[row["which"]]
-            line = table.setdefault(row["provider"], {"provider": row["provider"]})
-            line |= {
-                title: number(row["median_us"]),
-                f"{title.removesuffix(', µs')}, of torch's": number(row["over_torch"]),
-            }
+        columns: dict[str, Any] = {}
+        for which, title in PASSES.items():
+            found = rows[rows["which"] == which].set_index("provider")
+            columns |= {f"{title}, µs": found["median_us"], f"{title}, of torch's": found["over_torch"]}
+        table = pd.DataFrame(columns, rows["provider"].unique()).dropna(axis="columns", how="all")
         dtype, mask, *shape = sizes
-        parts.append(f"## {dtype}, {mask}, q {tuple(shape)}\n\n{markdown(pd.DataFrame(list(table.values())))}")
+        text = markdown(table.rename_axis("provider").reset_index())
+        parts.append(f"## {dtype}, {mask}, q {tuple(shape)}\n\n{text}")
     return "\n\n".join(parts)
-
-
-def notes(options: argparse.Namespace) -> list[str]:
-    """How the figures are measured, in sentences."""
-    whole = [] if options.device.type == "cuda" else ["not on a GPU: a call computes before it returns"]
-    batches = (
-        f"the median over {options.rounds} rounds of {options.calls} calls in a row, which do not wait for the GPU"
-    )
-    return [batches, "ratios are medians of those within a round", *whole]
 
 
 PROGRAM = Program(
@@ -133,30 +114,25 @@ PROGRAM = Program(
     "Host time of an eager call",
     measure,
     tables,
-    notes=notes,
+    notes=(
+        "the median over {rounds} rounds of {calls} calls in a row, which do not wait for the GPU; on a CPU a call "
+        "computes before it returns",
+        "ratios are medians of those within a round",
+    ),
     settings=("seed", "rounds", "calls", "providers"),
 )
 
 
+_USUAL = "--lengths 256 --head-dims 64 --dtypes bf16 --masks full --batch 1 --heads 8 --rounds 15"
+_USUAL += " --providers torch auto flash sdpa compiled naive tiled"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
-    parser = flags.make_parser(
-        __doc__,
-        lengths=[256],
-        head_dims=[64],
-        dtypes=["bfloat16"],
-        masks=["full"],
-        batch=1,
-        heads=8,
-        rounds=15,
-        providers=PROVIDERS,
-    )
+    parser = flags.make_parser(__doc__, _USUAL)
     parser.add_argument("--calls", type=flags.positive, default=100, help="calls in a row (default: %(default)s)")
     options = flags.parse(parser, arguments)
     sizes = itertools.product(options.dtypes, options.masks, options.lengths, options.head_dims, PASSES)
-    cases = [
-        HostCase(d, mask, options.batch, options.heads, length, dim, which) for d, mask, length, dim, which in sizes
-    ]
+    cases = [HostCase(dtype, mask, options.batch, options.heads, *rest) for dtype, mask, *rest in sizes]
     return run(PROGRAM, options, cases)
 
 

@@ -34,12 +34,11 @@ OnStep = Callable[[str, str], None]
 
 @dataclass(frozen=True)
 class Finished:
-    """The end of an isolated call: its result, or why it has none, and the last `step` it reported."""
+    """The end of an isolated call: its result, or why it has none, and the provider of the last `step` it reported."""
 
     result: Any = None
     failure: str = ""
     provider: str = ""
-    step: str = ""
 
 
 _to_parent: Connection | None = None
@@ -49,22 +48,15 @@ def step(text: str, provider: str = "") -> None:
     """Report to the parent process what this process does next; without a parent that listens, do nothing.
 
     If the process then crashes or runs out of time, the failure names this step, and ``provider`` is excluded from
-    the next attempt (see `harness.Sweep`).
+    the next attempt (see `harness.run_excluding`).
     """
     if _to_parent is not None:
         _to_parent.send(("step", provider, text))
 
 
-def run_isolated(
-    function: Callable[..., Any],
-    *arguments: Any,
-    limit: float = math.inf,
-    preload: Sequence[str] = (),
-    on_step: OnStep = lambda provider, text: None,
-) -> Finished:
+def run_isolated(function: Callable[..., Any], *arguments: Any, **how: Any) -> Finished:
     """Call ``function(*arguments)`` in a new process and wait for it: `map_isolated` of one job."""
-    calls = map_isolated(function, [arguments], limit=limit, preload=preload, on_step=on_step)
-    return next(calls)[1]
+    return next(map_isolated(function, [arguments], **how))[1]
 
 
 def map_isolated(
@@ -137,12 +129,12 @@ class _Call:
             self.provider, self.step = first, second
             on_step(first, second)
             return None
-        return Finished(first, second, self.provider, self.step)
+        return Finished(first, second, self.provider)
 
     def failed(self, reason: str) -> Finished:
         """The end of a call without a result."""
         where = f"{self.provider} {self.step}".strip()
-        return Finished(None, f"{reason}, at: {where}", self.provider, self.step)
+        return Finished(None, f"{reason}, at: {where}", self.provider)
 
     def close(self, patience: float) -> None:
         """Kill the process unless it exits within ``patience`` seconds."""

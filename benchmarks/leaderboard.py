@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -106,8 +107,7 @@ def repetitions(function: Callable[[], None], options: argparse.Namespace) -> li
         if options.device.type == "cuda":
             from triton.testing import do_bench
 
-            times: list[float] = do_bench(function, warmup=options.warmup, rep=options.rep, return_mode="all")
-            return times
+            return do_bench(function, warmup=options.warmup, rep=options.rep, return_mode="all")
         count = max(1, int(options.rep / call_milliseconds(function, options.device)))
         return [call_milliseconds(function, options.device) for _ in range(count)]
 
@@ -118,51 +118,36 @@ def tables(frame: pd.DataFrame) -> str:
     return markdown(frame.reindex(columns=[*(field.name for field in dataclasses.fields(Problem)), *figures]))
 
 
-def notes(options: argparse.Namespace) -> list[str]:
-    """How the figures are measured, in sentences."""
-    return [
-        "causal attention, forward and backward",
-        f"{options.rep / 1e3:g} s of calls in a row after {options.warmup / 1e3:g} s of warm-up; not interleaved",
-        "output and gradients of this library's Functions satisfy the error budget of the tests",
-    ]
-
-
 PROGRAM = harness.Program(
     name="leaderboard",
     title="The course's leaderboard",
     measure=measure,
     tables=tables,
     settings=("warmup", "rep", "seed"),
-    notes=notes,
+    notes=(
+        "causal attention, forward and backward",
+        "{rep:g} ms of calls in a row after {warmup:g} ms of warm-up; not interleaved",
+        "output and gradients of this library's Functions satisfy the error budget of the tests",
+    ),
     preload=COMPILER,
 )
 
 
+_USUAL = "--compile whole --dtypes bf16 --head-dims 64 --warmup 1000"
+_ON_A_GPU = "--providers flash torch --heads 16 --lengths 16384 --rep 10000"
+_WITHOUT = "--providers tiled torch --heads 2 --lengths 256 --rep 1000"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
-    gpu = flags.wants_gpu(arguments)
-    parser = flags.make_parser(
-        __doc__,
-        providers=["flash" if gpu else "tiled", TORCH],
-        compile=["whole"],
-        dtypes=["bfloat16"],
-        heads=16 if gpu else 2,
-        lengths=[16384 if gpu else 256],
-        head_dims=[64],
-        warmup=1000.0,
-        rep=10000.0 if gpu else 1000.0,
-    )
+    parser = flags.make_parser(__doc__, f"{_USUAL} {_ON_A_GPU if flags.wants_gpu(arguments) else _WITHOUT}")
     options = flags.parse(parser, arguments)
     flags.restrict(parser, options, providers=[*FUNCTIONS, TORCH], compile=COMPILE)
     if not options.heads:
         parser.error("--heads must be at least 1; got 0")
+    axes = (options.compile, options.dtypes, options.head_dims, options.lengths, options.providers)
     cases = [
         Problem(provider, how, dtype, options.heads, length, head_dim)
-        for how in options.compile
-        for dtype in options.dtypes
-        for head_dim in options.head_dims
-        for length in options.lengths
-        for provider in options.providers
+        for how, dtype, head_dim, length, provider in itertools.product(*axes)
     ]
     return harness.run(PROGRAM, options, cases)
 

@@ -11,9 +11,11 @@ docs/measuring/memory.md says what is measured, how, and what the columns mean.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,17 +29,17 @@ from torch import Tensor
 
 from benchmarks import flags, harness, models
 from benchmarks.harness import Context, Row
-from benchmarks.memory_tables import draw_timeline, plots, size_columns, tables
-from benchmarks.models import FORWARD, FORWARD_BACKWARD, STEP, ModelCase, file_name
+from benchmarks.memory_tables import LARGEST, PEAK, draw_timeline, plots, size_columns, tables
+from benchmarks.models import FORWARD, FORWARD_BACKWARD, STEP, ModelCase
+from benchmarks.results import mebibytes
 from benchmarks.steps import TrainingStep, make_step
-from benchmarks.tables import markdown
-from cs336_systems.profiling import MemoryRecorder, MemoryUsage, activation_bytes, measure_memory, saved_tensors
+from benchmarks.tables import markdown, sections
+from cs336_systems.profiling import MemoryRecorder, activation_bytes, measure_memory, saved_tensors
 from cs336_systems.profiling.memory import MIB
 from cs336_systems.profiling.saved import SavedTensor
-from cs336_systems.profiling.steps import MODES
 from cs336_systems.profiling.timing import consecutive_ms
 
-LARGEST = 10
+_LISTED = 10
 """How many allocations are listed; those that differ only in the layer count as one."""
 _ALLOCATION = ["category", "phase", "module", "operation", "statement"]
 
@@ -55,23 +57,14 @@ class MemoryCase(ModelCase):
         return super().name.rpartition(" warmup=")[0] + recomputed
 
 
+_USUAL = "--providers naive --dtypes fp32 bf16 --modes forward forward+backward step --no-tf32"
+_ON_A_GPU = "--models small medium large xl 2.7B --lengths 128 256 512 --batch 4 --steps 5"
+_WITHOUT = "--models tiny --lengths 128 --batch 2 --steps 2"
+
+
 def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """The command line; its defaults depend on whether the arguments ask for a GPU."""
     gpu = flags.wants_gpu(arguments)
-    parser = flags.make_parser(
-        __doc__,
-        timeout=1800,
-        models=["small", "medium", "large", "xl", "2.7B"] if gpu else ["tiny"],
-        suite="2025",
-        lengths=[128, 256, 512] if gpu else [128],
-        batch=4 if gpu else 2,
-        providers=["naive"],
-        dtypes=["float32", "bfloat16"],
-        modes=[*MODES],
-        steps=5 if gpu else 2,
-        tf32=False,
-    )
-    models.add_size_flags(parser)
+    parser = models.make_parser(__doc__, f"{_USUAL} {_ON_A_GPU if gpu else _WITHOUT}")
     add = parser.add_argument
     text = "steps at the longest length with groups of this many blocks recomputed; 0: none"
     every = [1, 2, 3, 4, 6] if gpu else [1, 2]
@@ -83,17 +76,14 @@ def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentPars
 def memory_cases(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[MemoryCase]:
     """The combinations of what the options name, and then the steps with recomputation, at the longest length."""
     cases = [MemoryCase(**vars(case)) for case in models.model_cases(parser, options)]
-    longest: dict[str, int] = {}
-    for case in cases:
-        longest[case.model] = max(case.length, longest.get(case.model, 0))
-    recomputed = [
-        MemoryCase(**vars(case) | {"recompute_every": every})
+    longest = {case.model: case.length for case in sorted(cases, key=lambda case: case.length)}
+    return cases + [
+        dataclasses.replace(case, recompute_every=every)
         for case in cases
         if case.mode == STEP and case.length == longest[case.model] and case.provider != models.LLAMA
         for every in sorted({*options.recompute_every})
         if 0 < every <= case.config.num_layers
     ]
-    return cases + recomputed
 
 
 def measure(case: MemoryCase, context: Context) -> Row:
@@ -105,65 +95,57 @@ def measure(case: MemoryCase, context: Context) -> Row:
     device: torch.device = options.device
     step, inputs = make_step(case, device, options.seed, recompute_every=case.recompute_every)
     # Libraries allocate workspaces before the recording. The optimizer has no state yet.
-    run_once(step, FORWARD if case.mode == FORWARD else FORWARD_BACKWARD)
+    step.run(FORWARD if case.mode == FORWARD else FORWARD_BACKWARD)
     step.optimizer.zero_grad()
     with MemoryRecorder(step.model, device, step.optimizer) as recorder:
+
+        def phase(name: str) -> AbstractContextManager[object]:
+            recorder.phase(name)
+            return nullcontext()
+
         for _ in range(2 if case.mode == STEP else 1):  # the first step allocates the optimizer's state
-            run_once(step, case.mode, recorder.phase)
+            step.run(case.mode, phase)
     step.optimizer.zero_grad()
-    usage = usage_of(step, case.mode, recorder, device)
+    row = usage_columns(step, case.mode, recorder, device)
 
     def whole() -> None:
-        run_once(step, case.mode)
+        step.run(case.mode)
         step.optimizer.zero_grad()
 
     times = consecutive_ms(whole, options.steps, device=device)
-    row = usage_columns(usage) | {"median_ms": times.median, "min_ms": times.minimum} | size_columns(case)
+    row |= {"median_ms": times.median, "min_ms": times.minimum} | size_columns(case)
     timeline, allocations = recorder.timeline(), recorder.table()
     peak = timeline.loc[timeline.sum(axis="columns").idxmax()]
-    row |= {f"peak: {category}": int(size) / MIB for category, size in peak.items() if size}
+    row |= {f"{PEAK}{category}": int(size) / MIB for category, size in peak.items() if size}
     largest = allocations[allocations["begin"] > 0].groupby("category").bytes.max()
-    row |= {f"largest: {category}": int(size) / MIB for category, size in largest.items()}
+    row |= {f"{LARGEST}{category}": int(size) / MIB for category, size in largest.items()}
     saved = saved_tensors(step.forward, step.model, inputs) if case.mode != FORWARD else []
     row |= saved_columns(saved, case)
-    write_files(case, recorder, details(case, allocations, saved), options)
+    file = partial(models.file_of, options.out, case=case)
+    file("details", suffix="md").write_text(details(case, allocations, saved), encoding="utf-8")
+    recorder.save_page(file("timelines", suffix="html"))
+    if options.snapshots:
+        file("snapshots", suffix="pickle").write_bytes(pickle.dumps(recorder.snapshot()))
     if options.plots:
-        draw_timeline(file_of(options.out, "timelines", case, "png"), timeline, recorder.phases, case.name)
+        draw_timeline(file("timelines", suffix="png"), timeline, recorder.phases, case.name)
     return row
 
 
-def run_once(step: TrainingStep, mode: str, phase: Callable[[str], object] = lambda name: None) -> None:
-    """Run what a mode measures; ``phase`` is called with the name of each phase as it begins."""
-    phase("forward")
-    with torch.set_grad_enabled(mode != FORWARD):
-        loss = step.forward()
-    if mode == FORWARD:
-        return
-    phase("backward")
-    loss.backward()
-    del loss
-    if mode == STEP:
-        phase("optimizer")
-        step.update()
+def usage_columns(step: TrainingStep, mode: str, recorder: MemoryRecorder, device: torch.device) -> Row:
+    """On CUDA the allocator's figures of one more step without the recorder; elsewhere those of the recording.
 
-
-def usage_of(step: TrainingStep, mode: str, recorder: MemoryRecorder, device: torch.device) -> MemoryUsage:
-    """On CUDA the allocator's figures of one more step without the recorder; elsewhere those of the recording."""
-    if device.type != "cuda":
-        return recorder.usage()
-    backward = None if mode == FORWARD else Tensor.backward
-    usage = measure_memory(step.forward, backward, step.update if mode == STEP else None, device=device)
-    step.optimizer.zero_grad()
-    return usage
-
-
-def usage_columns(usage: MemoryUsage) -> Row:
-    """The figures in MiB; the peak is with what was allocated before the step."""
+    The peak is with what was allocated before the step.
+    """
+    if device.type == "cuda":
+        backward = None if mode == FORWARD else Tensor.backward
+        usage = measure_memory(step.forward, backward, step.update if mode == STEP else None, device=device)
+        step.optimizer.zero_grad()
+    else:
+        usage = recorder.usage()
     before, peak = usage.before_bytes, usage.peak_bytes
-    sizes = {"before": before, "peak": None if before is None or peak is None else before + peak}
-    sizes |= {"held": usage.held_bytes, "reserved": usage.reserved_bytes}
-    columns: Row = {f"{name}_mib": None if size is None else size / MIB for name, size in sizes.items()}
-    return columns | {"memory_method": usage.method}
+    whole = None if before is None or peak is None else before + peak
+    sizes = {"before_mib": before, "peak_mib": whole, "held_mib": usage.held_bytes}
+    return mebibytes(**sizes, reserved_mib=usage.reserved_bytes) | {"memory_method": usage.method}
 
 
 def saved_columns(saved: Sequence[SavedTensor], case: MemoryCase) -> Row:
@@ -171,8 +153,8 @@ def saved_columns(saved: Sequence[SavedTensor], case: MemoryCase) -> Row:
     if not saved:
         return {}
     copies = sum(each.bytes for each in saved if each.of_parameter)
-    block = None if case.recompute_every else activation_bytes(saved, block_of(case)) / MIB
-    return {"saved_mib": activation_bytes(saved) / MIB, "parameter_copies_mib": copies / MIB, "block_mib": block}
+    block = None if case.recompute_every else activation_bytes(saved, block_of(case))
+    return mebibytes(saved_mib=activation_bytes(saved), parameter_copies_mib=copies, block_mib=block)
 
 
 def block_of(case: MemoryCase) -> str:
@@ -185,7 +167,7 @@ def details(case: MemoryCase, allocations: pd.DataFrame, saved: Sequence[SavedTe
     layer = allocations["module"].str.replace(r"\blayers\.\d+", "layers.*", regex=True)
     new = allocations.assign(module=layer, MiB=allocations["bytes"] / MIB)[allocations["begin"] > 0]
     kinds = new.groupby(["MiB", *_ALLOCATION], sort=False).size().rename("count").reset_index()
-    parts = {"Largest allocations": markdown(kinds.nlargest(LARGEST, "MiB"))}
+    parts = {"Largest allocations": markdown(kinds.nlargest(_LISTED, "MiB"))}
     prefix = f"{block_of(case)}."
     block = [
         {"module": each.module, "statement": each.statement.source, "MiB": each.bytes / MIB}
@@ -196,34 +178,7 @@ def details(case: MemoryCase, allocations: pd.DataFrame, saved: Sequence[SavedTe
         table = pd.DataFrame(block).groupby(["module", "statement"], sort=False)["MiB"].agg(["sum", "count"])
         table = table.assign(share=table["sum"] / table["sum"].sum()).rename(columns={"sum": "MiB"}).reset_index()
         parts["Saved for the backward by one block"] = markdown(table)
-    return f"# {case.name}\n\n{models.sections(parts)}\n"
-
-
-def file_of(out: Path, kind: str, case: MemoryCase, suffix: str) -> Path:
-    """A file of a case, its folder made."""
-    folder = out / kind
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"{file_name(case)}.{suffix}"
-
-
-def write_files(case: MemoryCase, recorder: MemoryRecorder, text: str, options: argparse.Namespace) -> None:
-    """Write the details, torch's interactive timeline, and with --snapshots the snapshot."""
-    path = partial(file_of, options.out, case=case)
-    path("details", suffix="md").write_text(text, encoding="utf-8")
-    recorder.save_page(path("timelines", suffix="html"))
-    if options.snapshots:
-        path("snapshots", suffix="pickle").write_bytes(pickle.dumps(recorder.snapshot()))
-
-
-def notes(options: argparse.Namespace) -> list[str]:
-    """How the figures are measured, in sentences."""
-    return [
-        "memory_method `cuda allocator`: the allocator's counters, in a step without the recorder",
-        "memory_method `tracked tensors`: the storages of the tensors that operations return, without workspaces",
-        "categories, timelines and the largest allocations are from a recording of the second kind on every device",
-        "peak_mib is with what was allocated before; held_mib is allocated by the forward and held for the backward",
-        "largest allocations and what a block saves: details/; memory over time: timelines/; all in MiB",
-    ]
+    return f"# {case.name}\n\n{sections(parts)}\n"
 
 
 PROGRAM = harness.Program(
@@ -233,14 +188,19 @@ PROGRAM = harness.Program(
     tables=tables,
     plots=plots,
     settings=("suite", "steps", "tf32", "seed"),
-    notes=notes,
-    estimate=models.estimate,
+    notes=(
+        "memory_method `cuda allocator`: the allocator's counters, in a step without the recorder",
+        "memory_method `tracked tensors`: the storages of the tensors that operations return, without workspaces",
+        "categories, timelines and the largest allocations are from a recording of the second kind on every device",
+        "peak_mib is with what was allocated before; held_mib is allocated by the forward and held for the backward",
+        "largest allocations and what a block saves: details/; memory over time: timelines/; all in MiB",
+    ),
+    memory=models.least_memory,
     preload=("matplotlib.pyplot",),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
     parser = make_parser(arguments)
     options = flags.parse(parser, arguments)
     return harness.run(PROGRAM, options, memory_cases(parser, options))

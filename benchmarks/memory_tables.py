@@ -10,10 +10,9 @@ import pandas as pd
 
 from benchmarks.flags import DTYPES
 from benchmarks.harness import Row
-from benchmarks.models import AXES, FORWARD, STEP, ModelCase, paired, sections, varying
-from benchmarks.tables import markdown, plot_bars, plot_lines
+from benchmarks.models import AXES, FORWARD, STEP, ModelCase, paired, varying
+from benchmarks.tables import markdown, new_figure, plot_bars, plot_lines, sections, with_columns
 from cs336_systems.profiling.memory import MIB
-from cs336_systems.profiling.plots import STYLE, save_figure
 
 PEAK, LARGEST = "peak: ", "largest: "
 """Prefixes of the columns with a size for each category."""
@@ -37,16 +36,14 @@ def size_columns(case: ModelCase) -> Row:
 
 def complete(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows with all columns, and "none" for no recomputation, since a whole number beside None would be a float."""
-    frame = frame.reindex(columns=list(dict.fromkeys([*frame.columns, *_FIGURES])))
+    frame = with_columns(frame, _FIGURES)
     every = ["none" if pd.isna(value) else str(int(value)) for value in frame["recompute_every"]]
     return frame.assign(recompute_every=every)
 
 
 def categories(frame: pd.DataFrame, prefix: str) -> pd.DataFrame:
     """The columns with a prefix, without it."""
-    return frame[[name for name in frame if str(name).startswith(prefix)]].rename(
-        columns=lambda n: n.removeprefix(prefix)
-    )
+    return frame.filter(regex=f"^{prefix}").rename(columns=lambda name: name.removeprefix(prefix))
 
 
 def tables(frame: pd.DataFrame) -> str:
@@ -55,15 +52,15 @@ def tables(frame: pd.DataFrame) -> str:
     axes = varying(frame, _AXES)
     done = frame[frame["status"] == "ok"]
     figures = {"peak_mib": "peak, MiB", "held_mib": "held, MiB", "median_ms": "ms"}
-    by_category = {
-        name: markdown(pd.concat([done[axes], categories(done, prefix)], axis=1)) if len(done) else ""
-        for name, prefix in (("At the peak of the recording", PEAK), ("Largest allocation of each category", LARGEST))
-    }
+    peaks, largest = (
+        markdown(done[axes].join(categories(done, prefix))) if len(done) else "" for prefix in (PEAK, LARGEST)
+    )
     return sections(
         {
             "All rows, MiB": markdown(frame[[*axes, *_FIGURES, "status"]]),
             "float32 and mixed precision": paired(frame, "dtype", "float32", figures, _AXES),
-            **{f"{name}, MiB": table for name, table in by_category.items()},
+            "At the peak of the recording, MiB": peaks,
+            "Largest allocation of each category, MiB": largest,
             "Activation checkpointing": checkpointing(done),
         }
     )
@@ -87,14 +84,8 @@ def checkpointed(frame: pd.DataFrame) -> pd.DataFrame:
 
 def draw_timeline(path: Path, timeline: pd.DataFrame, phases: Sequence[tuple[str, int]], title: str) -> None:
     """Plot memory over time by category, with the begin of each phase. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(10, 5.5), layout="constrained")
-        shown = timeline.loc[:, timeline.any()] / MIB
+    shown = timeline.loc[:, timeline.any()] / MIB
+    with new_figure(path, figsize=(10, 5.5)) as (figure, axes):
         shown.plot.area(
             ax=axes, linewidth=0, xlabel="allocations and frees", ylabel="MiB", colormap="tab20", legend=False
         )
@@ -103,8 +94,6 @@ def draw_timeline(path: Path, timeline: pd.DataFrame, phases: Sequence[tuple[str
             axes.annotate(name, (event, 1.0), xycoords=("data", "axes fraction"), rotation=90, va="top", fontsize=8)
         axes.set_title(title, fontsize=9)
         figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=8)
-        save_figure(figure, path)
-        plt.close(figure)
 
 
 def plots(frame: pd.DataFrame, folder: Path) -> None:
@@ -120,8 +109,8 @@ def plots(frame: pd.DataFrame, folder: Path) -> None:
     plot_lines(folder / "peak.png", peaks, x="length", y="peak_mib", title="Peak memory", y_label="MiB", **line)
     bars = categories(frame.set_index("case"), PEAK)
     plot_bars(folder / "categories.png", bars, title="Allocated at the peak of the recording", label="MiB")
-    steps = checkpointed(frame)
-    steps = steps[steps["order"] > 0].assign(line=lambda rows: rows["provider"] + " " + rows["dtype"])
+    steps = checkpointed(frame).rename(columns={"order": "blocks"})
+    steps = steps[steps["blocks"] > 0].assign(line=lambda rows: rows["provider"] + " " + rows["dtype"])
     for column, label in (("peak_mib", "peak, MiB"), ("median_ms", "ms")):
         path, title = folder / f"checkpointing-{column.partition('_')[0]}.png", "Steps with blocks recomputed together"
-        plot_lines(path, steps, x="order", y=column, title=title, x_label="blocks", y_label=label, log_y=False, **line)
+        plot_lines(path, steps, x="blocks", y=column, title=title, y_label=label, log_y=False, **line)

@@ -10,18 +10,18 @@ import dataclasses
 import importlib.util
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from benchmarks import flags
-from benchmarks.harness import Case, Estimate, Outcome, Row, ran_out_of_memory
+from benchmarks.harness import Case, Outcome, Program, Row, Sweep, ran_out_of_memory, run
 from benchmarks.tables import markdown, number
 from cs336_systems.attention import Implementation
-from cs336_systems.profiling.environment import device_name
-from cs336_systems.profiling.flops import device_peak, teraflops_per_second
+from cs336_systems.profiling.flops import teraflops_per_second
 from cs336_systems.profiling.report import ABSENT
 from cs336_systems.profiling.steps import MODES, Mode
 from cs336_systems.profiling.torch_names import COMPILER
@@ -45,7 +45,6 @@ SIZES = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")
 AXES = ("model", "batch", "length", "provider", "dtype", "compile", "mode", "warmup_steps")
 """The columns that identify a case in tables."""
 _BY_SIZES = re.compile(r"(\d+)-(\d+)-(\d+)-(\d+)-(\d+)")
-_USUAL_UTILISATION = 0.3
 _STATE_COPIES = {FORWARD: 1, FORWARD_BACKWARD: 2, STEP: 4}  # parameters; gradients; AdamW's two moments
 
 
@@ -67,10 +66,9 @@ class ModelCase(Case):
     @property
     def columns(self) -> Row:
         """The fields, with the sizes of the model in place of its config."""
-        row = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        config = row.pop("config")
-        sizes = {name: getattr(config, name) for name in SIZES}
-        return row | {"length": self.length, **sizes, "parameters": config.parameters()}
+        row = {name: value for name, value in vars(self).items() if name != "config"}
+        sizes = {name: getattr(self.config, name) for name in SIZES}
+        return row | {"length": self.length, **sizes, "parameters": self.config.parameters()}
 
     @property
     def name(self) -> str:
@@ -90,12 +88,26 @@ class ModelCase(Case):
         return self.batch * self.length
 
 
-def add_size_flags(parser: argparse.ArgumentParser) -> None:
-    """Add --d-model and so on, which replace sizes of --models."""
+def make_parser(description: str | None, usual: str) -> argparse.ArgumentParser:
+    """`flags.make_parser` with --suite, and with --d-model and so on, which replace sizes of --models."""
+    parser = flags.make_parser(description, f"{usual} --suite 2025", timeout=1800)
     for name in SIZES:
         text = f"in place of each model's {name}"
         parser.add_argument(f"--{name.replace('_', '-')}", type=flags.positive, metavar="N", help=text)
     parser.epilog = "\n".join(["providers:", *(f"  {name}: {text}" for name, text in PROVIDERS.items())])
+    return parser
+
+
+def run_models(
+    program: Program[ModelCase],
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    drive: Callable[[Sweep[ModelCase], list[ModelCase]], object] = lambda sweep, cases: [*map(sweep.rows, cases)],
+) -> int:
+    """Run a program on the cases that its command line names; see `harness.run`."""
+    options = flags.parse(parser, arguments)
+    cases = model_cases(parser, options)
+    return run(dataclasses.replace(program, preload=preload(options)), options, cases, drive)
 
 
 def model_cases(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[ModelCase]:
@@ -110,18 +122,16 @@ def model_cases(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         for name in work:
             if getattr(options, name) != parser.get_default(name):
                 parser.error(f"--{name} cannot be given with --models of the form batch-length-d_model-layers-heads")
-    defaults = {field.name: field.default for field in dataclasses.fields(ModelCase)}
-    compiles = getattr(options, "compile", [defaults["compile"]])
-    modes = [mode for mode in MODES if mode in getattr(options, "modes", MODES)]
-    warmups = getattr(options, "warmup_steps", [defaults["warmup_steps"]])
-    axes = [options.providers, options.dtypes, compiles, modes, warmups]
+    axes = {"compile": [NOT_COMPILED], "modes": MODES, "warmup_steps": [1]}
+    compiles, modes, warmups = (getattr(options, name, usual) for name, usual in axes.items())
+    modes = [mode for mode in MODES if mode in modes]
     try:
         return [
             ModelCase(
                 model, options.suite, _with_attention(config, provider), batch, provider, dtype, options.tf32, *how
             )
             for model, config, batch in _sized_models(options)
-            for provider, dtype, *how in itertools.product(*axes)
+            for provider, dtype, *how in itertools.product(options.providers, options.dtypes, compiles, modes, warmups)
         ]
     except ValueError as error:
         parser.error(str(error))
@@ -139,23 +149,12 @@ def _sized_models(options: argparse.Namespace) -> Iterator[tuple[str, Transforme
             yield label, TransformerConfig(**config), batch
             continue
         for length in sorted(options.lengths):
-            for batch in _batches(options, length):
+            for batch in getattr(options, "batches", None) or [options.batch or max(1, options.tokens // length)]:
                 yield label, model_config(name, options.suite, context_length=length, **changes), batch
 
 
-def _batches(options: argparse.Namespace, length: int) -> list[int]:
-    batches: list[int] | None = getattr(options, "batches", None)
-    if batches is not None:
-        return batches
-    return [options.batch or max(1, options.tokens // length)]
-
-
 def model_config(name: str, suite: str, **changes: Any) -> TransformerConfig:
-    """The config of `tiny`, the default model of training, or of a preset of the suite.
-
-    Raises:
-        ValueError: there is no such model, or the changed sizes do not fit.
-    """
+    """The config of `tiny`, training's default, or of a preset of the suite. Raises ValueError if there is none."""
     if name == TINY:
         return TransformerConfig(**{"vocab_size": VOCAB_SIZE} | TINY_SIZES._asdict() | changes)
     if name not in PRESETS[suite]:
@@ -169,9 +168,11 @@ def _with_attention(config: TransformerConfig, provider: str) -> TransformerConf
     return dataclasses.replace(config, attn=attn)
 
 
-def file_name(case: Case) -> str:
-    """The name of a case as the name of a file."""
-    return re.sub(r"[^\w.+]+", "-", case.name)
+def file_of(out: Path, kind: str, case: Case, suffix: str) -> Path:
+    """The path of a case's file in the folder ``out``/``kind``, which is made."""
+    (out / kind).mkdir(parents=True, exist_ok=True)
+    name = re.sub(r"[^\w.+]+", "-", case.name)
+    return out / kind / f"{name}.{suffix}"
 
 
 def smaller_out_of_memory(case: ModelCase, rows: Sequence[Row]) -> Outcome | None:
@@ -187,18 +188,9 @@ def preload(options: argparse.Namespace) -> tuple[str, ...]:
     return (*compiles, *(("transformers.models.llama.modeling_llama",) if has_llama else ()))
 
 
-def estimate(case: ModelCase, options: argparse.Namespace) -> Estimate:
-    """The seconds of the steps at 30 % of the device's peak, where that is known; and a lower bound of the memory:
-
-    parameters, and with the mode their gradients and AdamW's two moments, in float32.
-    """
-    size = 4 * _STATE_COPIES[case.mode] * case.config.parameters()
-    peak = device_peak(device_name(options.device))
-    rate = None if peak is None else peak.rate(case.dtype, tf32=case.tf32)
-    if rate is None:
-        return Estimate(bytes=size)
-    flops = (case.warmup_steps + options.steps) * step_flops(case.config, case.tokens, case.mode)
-    return Estimate(flops / (_USUAL_UTILISATION * rate * 1e12), size)
+def least_memory(case: ModelCase, options: argparse.Namespace) -> int:
+    """Bytes of the parameters, and with the mode of their gradients and of AdamW's two moments, in float32."""
+    return 4 * _STATE_COPIES[case.mode] * case.config.parameters()
 
 
 def step_flops(config: TransformerConfig, tokens: int, mode: str = STEP, *, every_pair: bool = True) -> float:
@@ -245,8 +237,7 @@ def paired(
         return ""
     shown = pairs[[*varying(pairs, others), axis]].rename(columns={axis: f"{axis}: {baseline} →"})
     for column, title in figures.items():
-        values = zip(pairs[f"{column} before"], pairs[column], strict=True)
-        shown[title] = [arrow(first, second) for first, second in values]
+        shown[title] = [*map(arrow, pairs[f"{column} before"], pairs[column])]
     return markdown(shown)
 
 
@@ -255,8 +246,3 @@ def arrow(before: float, after: float) -> str:
     if pd.isna(before) or pd.isna(after) or not after:
         return ABSENT
     return f"{number(float(before))} → {number(float(after))} ({number(float(before / after))}×)"
-
-
-def sections(parts: Mapping[str, str]) -> str:
-    """Markdown: the parts that have a text, each with its title."""
-    return "\n\n".join(f"## {title}\n\n{text}" for title, text in parts.items() if text)

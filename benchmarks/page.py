@@ -19,7 +19,7 @@ from markdown_it.utils import OptionsDict
 from markupsafe import Markup
 
 from benchmarks.results import CSV, Status
-from benchmarks.tables import markdown
+from benchmarks.tables import bullets, markdown, sections
 from cs336_systems.files import write_text
 
 MARKDOWN, HTML, TEMPLATE = "report.md", "report.html", "page.html"
@@ -31,37 +31,38 @@ _FILES = (".csv", ".html", ".json", ".gz", ".pickle")
 def write_page(folder: Path) -> list[Path]:
     """Write report.md and report.html of the folders in a folder that have results or an outcome; both paths.
 
-    Raises:
-        ValueError: there is no such folder.
+    Raises ValueError if there is no such folder.
     """
     known = (OUTCOME, TABLES, CSV)
     parts = [path for path in sorted(folder.glob("*/")) if any((path / name).exists() for name in known)]
     if not parts:
         raise ValueError(f"{folder} must have folders with one of {', '.join(known)}; it has none")
-    text = "\n\n".join([f"# Benchmarks: {folder.resolve().name}", *overview(parts), *map(section, parts)]) + "\n"
+    text = "\n\n".join([f"# Benchmarks: {folder.resolve().name}", overview(parts), *map(section, parts)]) + "\n"
     write_text(folder / MARKDOWN, text)
     write_text(folder / HTML, as_html(text, folder))
     return [folder / MARKDOWN, folder / HTML]
 
 
-def overview(parts: Sequence[Path]) -> list[str]:
+def overview(parts: Sequence[Path]) -> str:
     """What was run, its environment and commands, and the speed-ups of each part."""
     ran, environments, commands = [], [], []
     for part in parts:
-        outcome, environment = _json(part / OUTCOME), _json(part / ENVIRONMENT)
-        ok = f"{sum(_rows(part)['status'] == Status.OK.value)} of {len(_rows(part))}" if len(_rows(part)) else None
+        outcome, environment, rows = _json(part / OUTCOME), _json(part / ENVIRONMENT), _rows(part)
         line = {name: outcome.get(name) for name in ("status", "reason", "seconds")}
+        ok = f"{sum(rows['status'] == Status.OK.value)} of {len(rows)}" if len(rows) else None
         ran.append({"part": part.name, **line, "rows with figures": ok})
         environments.append({"part": part.name, **{name: environment.get(name) for name in _FACTS}})
         if environment.get("command"):
-            commands.append(f"- {part.name}: `{environment['command']}`")
+            commands.append(f"{part.name}: `{environment['command']}`")
     measured = [table for table in map(speedups, parts) if len(table)]
-    sections = [
-        f"## Parts\n\n{markdown(pd.DataFrame(ran))}",
-        f"## Environment\n\n{markdown(pd.DataFrame(environments))}",
-    ]
-    sections += ["## Commands\n\n" + "\n".join(commands)] if commands else []
-    return [*sections, f"## Speed-ups\n\n{markdown(pd.concat(measured))}"] if measured else sections
+    return sections(
+        {
+            "Parts": markdown(pd.DataFrame(ran)),
+            "Environment": markdown(pd.DataFrame(environments)),
+            "Commands": bullets(commands),
+            "Speed-ups": markdown(pd.concat(measured)) if measured else "",
+        }
+    )
 
 
 def speedups(part: Path) -> pd.DataFrame:

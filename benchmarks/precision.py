@@ -11,6 +11,7 @@ tests. docs/measuring/precision.md says what is measured, and what the columns m
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
 from collections import OrderedDict
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -29,10 +31,9 @@ from torch import nn
 
 from benchmarks import flags, harness
 from benchmarks.comparison import Comparison
-from benchmarks.harness import Case, Context, Estimate, Row
-from benchmarks.models import sections
+from benchmarks.harness import Case, Context, Row
 from benchmarks.results import outcome_of
-from benchmarks.tables import markdown, plot_lines
+from benchmarks.tables import markdown, plot_lines, sections, with_columns
 from cs336_systems.attention import Implementation, attention
 from cs336_systems.profiling import ACCUMULATIONS, AttentionReference, tensor_dtypes
 from cs336_systems.profiling.report import ABSENT
@@ -41,6 +42,7 @@ from cs336_systems.testing import TF32_EPS, Finding, Shapes, make_inputs
 
 SUMS, AUTOCAST, ATTENTION = TOPICS = ("sums", "autocast", "attention")
 RESULTS = ("out", "lse", "dq", "dk", "dv")
+_LARGEST = ("largest", "largest_budget")
 IMPLEMENTATIONS = tuple(implementation.value for implementation in Implementation)
 WITHOUT_LSE = ("sdpa",)
 WITH_NARROW_SCORES = ("naive", "compiled")
@@ -51,15 +53,15 @@ _QUADRATIC_MATRICES = 16
 
 @dataclass(frozen=True)
 class PrecisionCase(Case):
-    """A topic: all sums, autocast to one dtype, or one attention problem for all implementations."""
+    """A topic: all sums, autocast to one dtype, or one attention problem, of integer sizes, for all implementations."""
 
     topic: str
     dtype: str = ""
     mask: str = ""
-    batch: int | None = None
-    heads: int | None = None
-    head_dim: int | None = None
-    length: int | None = None
+    batch: Any = None
+    heads: Any = None
+    head_dim: Any = None
+    length: Any = None
 
     @property
     def name(self) -> str:
@@ -104,9 +106,6 @@ def autocast_dtypes(dtype: torch.dtype, device: torch.device) -> list[Row]:
 def attention_errors(case: PrecisionCase, context: Context) -> list[Row]:
     """The errors of each implementation, and their budgets."""
     options = context.options
-    assert case.batch is not None
-    assert case.length is not None
-    assert case.head_dim is not None
     shapes = Shapes.of(case.batch, q_len=case.length, d=case.head_dim, q_heads=case.heads or None)
     dtype, causal = flags.DTYPES[case.dtype], case.mask == "causal"
     generator = torch.Generator(options.device).manual_seed(options.seed)
@@ -124,10 +123,10 @@ def attention_errors(case: PrecisionCase, context: Context) -> list[Row]:
             findings += [finding for finding in both if finding.name == "lse"]
         return error_columns(findings)
 
-    comparison, refusals = Comparison(context), (ValueError, TypeError, NotImplementedError)
-    rows = []
+    comparison, rows = Comparison(context), []
+    classify = partial(outcome_of, refusals=(ValueError, TypeError, NotImplementedError))
     for name in options.providers:
-        found = comparison.attempt(name, "errors", partial(errors, name), partial(outcome_of, refusals=refusals))
+        found = comparison.attempt(name, "errors", partial(errors, name), classify)
         rows.append({"provider": name, **comparison.outcomes[name].columns, **(found or {})})
     return rows
 
@@ -172,31 +171,23 @@ def tables(frame: pd.DataFrame) -> str:
     if ATTENTION in topics:
         for (dtype, mask), rows in topics[ATTENTION].groupby(["dtype", "mask"], sort=False):
             title = f"Attention, {dtype}, {mask}"
-            parts[f"{title}: norm of the error relative to the result's"] = relative_table(rows)
-            parts[f"{title}: largest error / its budget"] = largest_table(rows)
+            relative, largest = error_tables(rows)
+            parts[f"{title}: norm of the error relative to the result's"] = relative
+            parts[f"{title}: largest error / its budget"] = largest
     return sections(parts)
 
 
-def relative_table(rows: pd.DataFrame) -> str:
-    """Relative errors by implementation, head dimension and length, and the largest share of a budget."""
-    shown = rows[["provider", "head_dim", "length"]].astype({"head_dim": int, "length": int})
+def error_tables(rows: pd.DataFrame) -> tuple[str, str]:
+    """By implementation, head dimension and length: relative errors, and the largest errors next to their budgets."""
+    rows = rows.astype({"head_dim": int, "length": int}).sort_values(["provider", "head_dim", "length"])
+    rows = with_columns(rows, [f"{name}_{what}" for name in RESULTS for what in ("relative", *_LARGEST)])
+    relative = rows[["provider", "head_dim", "length"]].copy()
+    largest = relative.copy()
     for name in RESULTS:
-        values = rows[f"{name}_relative"] if f"{name}_relative" in rows else [None] * len(rows)
-        shown[name] = [scientific(value) for value in values]
-    shown[["of_budget", "within_budget"]] = rows[["of_budget", "within_budget"]]
-    return markdown(shown.sort_values(["provider", "head_dim", "length"]))
-
-
-def largest_table(rows: pd.DataFrame) -> str:
-    """The largest error of an element and its budget."""
-    shown = rows[["provider", "head_dim", "length"]].astype({"head_dim": int, "length": int})
-    for name in RESULTS:
-        columns = (f"{name}_largest", f"{name}_largest_budget")
-        pairs = rows.reindex(columns=columns).itertuples(index=False)
-        shown[name] = [
-            ABSENT if pd.isna(error) else f"{scientific(error)} / {scientific(budget)}" for error, budget in pairs
-        ]
-    return markdown(shown.sort_values(["provider", "head_dim", "length"]))
+        errors, budgets = (rows[f"{name}_{what}"].map(scientific) for what in _LARGEST)
+        relative[name] = rows[f"{name}_relative"].map(scientific)
+        largest[name] = (errors + " / " + budgets).mask(rows[f"{name}_largest"].isna(), ABSENT)
+    return markdown(relative.join(rows[["of_budget", "within_budget"]])), markdown(largest)
 
 
 def scientific(value: float | None) -> str:
@@ -210,35 +201,15 @@ def plots(frame: pd.DataFrame, folder: Path) -> None:
     for mask, group in rows.groupby("mask", sort=False):
         group = group[group["out_relative"] > 0]
         group = group.assign(panel=group["dtype"] + ", d " + group["head_dim"].astype(int).astype(str))
-        path, title = folder / f"error-{mask}.png", f"Error of the output against float64, {mask}"
-        plot_lines(
-            path,
-            group,
-            x="length",
-            y="out_relative",
-            line="provider",
-            panel="panel",
-            title=title,
-            y_label="relative error",
-        )
+        path, title = folder / f"error-{mask}.png", f"Relative error of the output against float64, {mask}"
+        plot_lines(path, group, x="length", y="out_relative", line="provider", panel="panel", title=title)
 
 
-def notes(options: argparse.Namespace) -> list[str]:
-    """How the figures are measured, in sentences."""
-    return [
-        "sums: on the CPU, in order, each term rounded to its dtype first",
-        f"attention: normal random numbers, seed {options.seed}; float32 products "
-        f"{'may' if options.tf32 else 'do not'} use TF32",
-        "the exact results are float64's for the same numbers in the dtype; gradients are those of the output alone",
-        "a budget is twice naive's error in the same dtype, and the rounding of the result and of its terms",
-    ]
-
-
-def estimate(case: PrecisionCase, options: argparse.Namespace) -> Estimate:
+def memory(case: PrecisionCase, options: argparse.Namespace) -> int | None:
     """The memory of the float64 reference."""
-    if case.length is None or case.batch is None:
-        return Estimate()
-    return Estimate(bytes=_QUADRATIC_MATRICES * 8 * case.batch * max(1, case.heads or 1) * case.length**2)
+    if case.topic != ATTENTION:
+        return None
+    return int(_QUADRATIC_MATRICES * 8 * case.batch * max(1, case.heads) * case.length**2)
 
 
 PROGRAM = harness.Program(
@@ -248,27 +219,25 @@ PROGRAM = harness.Program(
     tables=tables,
     plots=plots,
     settings=("providers", "tf32", "seed"),
-    notes=notes,
-    estimate=estimate,
+    notes=(
+        "sums: on the CPU, in order, each term rounded to its dtype first",
+        "attention: normal random numbers, seed {seed}",
+        "the exact results are float64's for the same numbers in the dtype; gradients are those of the output alone",
+        "a budget is twice naive's error in the same dtype, and the rounding of the result and of its terms",
+    ),
+    memory=memory,
     preload=COMPILER,
 )
 
 
+_USUAL = "--dtypes bf16 fp16 fp32 --batch 1 --heads 2 --no-tf32"
+_ON_A_GPU = f"--masks causal full --lengths 512 2048 --head-dims 64 128 --providers {' '.join(IMPLEMENTATIONS)}"
+# Without a GPU, compiling takes minutes.
+_WITHOUT = "--masks causal --lengths 128 512 --head-dims 64 --providers flash sdpa tiled naive"
+
+
 def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """The command line; its defaults depend on whether the arguments ask for a GPU."""
-    gpu = flags.wants_gpu(arguments)
-    parser = flags.make_parser(
-        __doc__,
-        dtypes=[*flags.DTYPES],
-        masks=[*flags.MASKS] if gpu else ["causal"],
-        lengths=[512, 2048] if gpu else [128, 512],
-        head_dims=[64, 128] if gpu else [64],
-        # Without a GPU, compiling takes minutes.
-        providers=[name for name in IMPLEMENTATIONS if gpu or name != "compiled"],
-        batch=1,
-        heads=2,
-        tf32=False,
-    )
+    parser = flags.make_parser(__doc__, f"{_USUAL} {_ON_A_GPU if flags.wants_gpu(arguments) else _WITHOUT}")
     text = f"of {', '.join(TOPICS)} (default: all)"
     parser.add_argument("--topics", nargs="+", choices=TOPICS, default=[*TOPICS], metavar="TOPIC", help=text)
     return parser
@@ -278,18 +247,15 @@ def precision_cases(options: argparse.Namespace) -> list[PrecisionCase]:
     """What the options name: sums, then autocast, then attention."""
     cases = {SUMS: [PrecisionCase(SUMS)]}
     cases[AUTOCAST] = [PrecisionCase(AUTOCAST, dtype) for dtype in ("float16", "bfloat16")]
+    problems = itertools.product(options.dtypes, options.masks, options.head_dims, sorted(options.lengths))
     cases[ATTENTION] = [
         PrecisionCase(ATTENTION, dtype, mask, options.batch, options.heads, head_dim, length)
-        for dtype in options.dtypes
-        for mask in options.masks
-        for head_dim in options.head_dims
-        for length in sorted(options.lengths)
+        for dtype, mask, head_dim, length in problems
     ]
     return [case for topic in TOPICS if topic in options.topics for case in cases[topic]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
     parser = make_parser(arguments)
     options = flags.parse(parser, arguments)
     flags.restrict(parser, options, providers=IMPLEMENTATIONS)

@@ -168,11 +168,7 @@ def command_of(part: Part, options: argparse.Namespace) -> list[str]:
 
 
 def run_part(command: Sequence[str], folder: Path, limit: float, grace: float = 30.0) -> Outcome:
-    """Run a program, with its output in a file of its folder, and interrupt it after ``limit`` seconds.
-
-    Raises:
-        KeyboardInterrupt: this process was interrupted, and the program with it.
-    """
+    """Run a program, with its output in a file of its folder, and interrupt it after ``limit`` seconds."""
     begin, outcome = time.monotonic(), Outcome(TIMED_OUT, f"took longer than {limit:g} s")
     folder.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
@@ -182,7 +178,8 @@ def run_part(command: Sequence[str], folder: Path, limit: float, grace: float = 
         process = subprocess.Popen(command, **output, env=environment, start_new_session=True)
         try:
             status = process.wait(limit)
-            outcome = Outcome(FAILED, f"exit status {status}: {_last_line(folder / LOG)}") if status else Outcome(OK)
+            last = (folder / LOG).read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2].strip()
+            outcome = Outcome(FAILED, f"exit status {status}: {last[:300] or 'no output'}") if status else Outcome(OK)
         except subprocess.TimeoutExpired:
             _stop(process, grace)
         except KeyboardInterrupt:
@@ -199,11 +196,6 @@ def _stop(process: subprocess.Popen[bytes], grace: float) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _last_line(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1].strip()[:300] if lines else "no output"
 
 
 def run_all(parts: Sequence[Part], options: argparse.Namespace) -> list[Outcome]:
@@ -237,10 +229,9 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = flags.make_parser(__doc__, timeout=5400.0, preset="quick")
-    add = parser.add_argument
-    add("--stop-after", type=flags.seconds, metavar="S", help="start no part after this many seconds")
+    parser = flags.make_parser(__doc__, "--preset quick", timeout=5400.0)
+    text = "start no part after this many seconds"
+    parser.add_argument("--stop-after", type=flags.seconds, metavar="S", help=text)
     return parser
 
 
@@ -248,8 +239,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options. Ends the program with a message if they are invalid."""
     parser = make_parser()
     options = flags.parse(parser, arguments)
-    if options.preset not in PRESETS:
-        parser.error(f"--preset must be one of {', '.join(PRESETS)}; got {options.preset}")
+    flags.restrict(parser, options, preset=PRESETS)
     return options
 
 

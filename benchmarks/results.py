@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 import traceback
@@ -17,8 +15,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from cs336_systems.files import write_text
-from cs336_systems.profiling.memory import is_out_of_memory
+from cs336_systems.profiling.memory import MIB, is_out_of_memory
 
 Row = dict[str, Any]
 """One line of results.csv: JSON values by column."""
@@ -75,8 +75,9 @@ def _shortened(text: str) -> str:
     return line if len(line) <= _LONGEST_REASON else line[: _LONGEST_REASON - 1] + "…"
 
 
-class StoreError(ValueError):
-    """A folder cannot take the rows of this run."""
+def mebibytes(**sizes: int | None) -> Row:
+    """Columns in MiB, from bytes; None stays None."""
+    return {name: None if size is None else size / MIB for name, size in sizes.items()}
 
 
 class RowStore:
@@ -88,15 +89,15 @@ class RowStore:
         resume: continue with the rows that the folder has.
 
     Raises:
-        StoreError: the folder has rows and ``resume`` is false, or its rows have other settings.
+        ValueError: the folder has rows and ``resume`` is false, or its rows have other settings.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
         self.folder = folder
         if not resume and any((folder / name).exists() for name in (JOURNAL, CSV)):
-            raise StoreError(f"{folder} has rows already: add --resume to continue, or choose another --out")
+            raise ValueError(f"{folder} has rows already: add --resume to continue, or choose another --out")
         if resume and (folder / CSV).exists() and not (folder / JOURNAL).exists():
-            raise StoreError(f"{folder} has a {CSV} but no {JOURNAL} to continue: choose another --out")
+            raise ValueError(f"{folder} has a {CSV} but no {JOURNAL} to continue: choose another --out")
         _check_settings(folder, json.loads(json.dumps(settings, default=str)))
         self._cases = _read_journal(folder / JOURNAL)
 
@@ -116,8 +117,7 @@ class RowStore:
     def append(self, case: str, rows: Sequence[Row]) -> None:
         """Store the rows of a case; they are on disk when this returns.
 
-        Raises:
-            ValueError: the case has rows already, or a value is NaN, infinite, or no JSON value.
+        Raises ValueError if the case has rows already, or a value is NaN, infinite, or no JSON value.
         """
         if case in self._cases:
             raise ValueError(f"case must not have rows already; got {case!r} again")
@@ -131,22 +131,18 @@ class RowStore:
 
 
 def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
-    """Raise StoreError if the folder has rows of other settings; otherwise store the settings there."""
+    """Raise ValueError if the folder has rows of other settings; store the settings if it has no rows."""
     path = folder / SETTINGS
-    if path.exists() and (folder / JOURNAL).exists():
-        stored = json.loads(path.read_text())
-        missing = "nothing"
-        differences = [
-            f"{name} was {stored.get(name, missing)!r} and is now {settings.get(name, missing)!r}"
-            for name in sorted({*stored, *settings})
-            if stored.get(name, missing) != settings.get(name, missing)
-        ]
-        if differences:
-            raise StoreError(f"{folder} has rows of other settings: {'; '.join(differences)}. Choose another --out")
-    elif (folder / JOURNAL).exists():
-        raise StoreError(f"{folder} has a {JOURNAL} but no {SETTINGS}: choose another --out")
-    else:
+    if not (folder / JOURNAL).exists():
         write_text(path, json.dumps(settings, indent=2) + "\n")
+        return
+    if not path.exists():
+        raise ValueError(f"{folder} has a {JOURNAL} but no {SETTINGS}: choose another --out")
+    stored, missing = json.loads(path.read_text()), "nothing"
+    pairs = {name: (stored.get(name, missing), settings.get(name, missing)) for name in sorted({*stored, *settings})}
+    differences = [f"{name} was {old!r} and is now {new!r}" for name, (old, new) in pairs.items() if old != new]
+    if differences:
+        raise ValueError(f"{folder} has rows of other settings: {'; '.join(differences)}. Choose another --out")
 
 
 def _read_journal(path: Path) -> dict[str, list[Row]]:
@@ -161,17 +157,11 @@ def _read_journal(path: Path) -> dict[str, list[Row]]:
     return {entry["case"]: entry["rows"] for entry in entries}
 
 
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """Write rows as CSV, in one step: None is an empty field, a list its items with semicolons between them."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    text = io.StringIO(newline="")
-    writer = csv.writer(text)
-    writer.writerow(columns)
-    writer.writerows([_field(row.get(column)) for column in columns] for row in rows)
-    write_text(path, text.getvalue())
-
-
-def _field(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return ";".join(map(str, value))
-    return "" if value is None else value
+    joined = [
+        {name: ";".join(map(str, value)) if isinstance(value, (list, tuple)) else value for name, value in row.items()}
+        for row in rows
+    ]
+    # Objects: an integer in a column with None stays one.
+    write_text(path, pd.DataFrame(joined, dtype=object).to_csv(index=False))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,36 +20,33 @@ from pathlib import Path
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import pandas as pd
 import torch
 
 from benchmarks import flags, harness, models
 from benchmarks.harness import Context, Outcome, Row, Status
+from benchmarks.models import varying
 from benchmarks.scaling_process import COMPILE, LONGEST, SCALES, STEP, STRONG, WEAK, ScalingCase, run_group
-from benchmarks.scaling_tables import tables
+from benchmarks.tables import bullets, markdown, sections, with_columns
 from cs336_systems.parallel import MODES
 from cs336_systems.parallel.layout import NONE, WITH_CONTEXT
 from cs336_systems.profiling.memory import MIB
 from cs336_systems.transformer.presets import VOCAB_SIZE
 
 LEAST_LENGTH = 64
+_SAME = ["model", "suite", "vocab_size", "length", "batch", "compile", "warmup_steps", "recompute_every", "loss_chunk"]
+_SAME_LOSS = 0.01
+_FIGURES = ["median_ms", "std_ms", "tokens_per_second", "mfu", "peak_mib", "compile_s", "first_loss"]
+
+
+_USUAL = "--suite 2025 --batch --compile --warmup-steps 3 --steps 10 --tf32"
+_ON_A_GPU = "--models medium large --lengths 4096 --tokens 16384"
+_WITHOUT = "--models tiny --lengths 128 --tokens 256"
 
 
 def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """The command line; its defaults depend on whether the arguments ask for a GPU."""
-    gpu = flags.wants_gpu(arguments)
-    parser = flags.make_parser(
-        __doc__,
-        timeout=1800,
-        models=["medium", "large"] if gpu else ["tiny"],
-        suite="2025",
-        lengths=[4096 if gpu else 128],
-        tokens=16384 if gpu else 256,
-        batch=None,
-        compile=None,
-        warmup_steps=[3],
-        steps=10,
-        tf32=True,
-    )
+    usual = f"{_USUAL} {_ON_A_GPU if flags.wants_gpu(arguments) else _WITHOUT}"
+    parser = flags.make_parser(__doc__, usual, timeout=1800)
     add = parser.add_argument
     add("--vocab-size", type=flags.positive, default=VOCAB_SIZE, metavar="N", help="tokens (default: %(default)s)")
     several = [mode for mode in MODES if mode != NONE]
@@ -57,9 +55,8 @@ def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentPars
     add("--scale", choices=SCALES, help=f"whether the work grows with the processes (default: {WEAK})")
     add("--longest", action="store_true", help="search for the longest sequence that fits, instead of timing steps")
     add("--most", type=flags.positive, default=2**23, metavar="N", help="the longest length tried (%(default)s)")
-    add(
-        "--bisections", type=flags.count, default=0, metavar="N", help="lengths tried between the last two (default: 0)"
-    )
+    text = "lengths tried between the last two (default: 0)"
+    add("--bisections", type=flags.count, default=0, metavar="N", help=text)
     add("--recompute-every", type=flags.positive, metavar="N", help="activation checkpointing, as in training")
     add("--loss-chunk", type=flags.positive, metavar="N", help="tokens whose logits are in memory, as in training")
     return parser
@@ -97,27 +94,21 @@ def scaling_cases(options: argparse.Namespace) -> list[ScalingCase]:
     for model in options.models:
         models.model_config(model, options.suite, context_length=options.lengths[0])
     batch = options.batch or (1 if options.longest else None)
+    same = {name: getattr(options, name) for name in ("suite", "vocab_size", "scale", "recompute_every", "loss_chunk")}
+    axes = (options.models, options.lengths, options.compile, options.warmup_steps, groups)
     return [
         ScalingCase(
             what=LONGEST if options.longest else STEP,
             model=model,
-            suite=options.suite,
-            vocab_size=options.vocab_size,
-            scale=options.scale,
             parallel=parallel,
             processes=processes,
             length=length,
             batch=batch or max(1, options.tokens // length),
             compile=how,
             warmup_steps=warmup,
-            recompute_every=options.recompute_every,
-            loss_chunk=options.loss_chunk,
+            **same,
         )
-        for model in options.models
-        for length in options.lengths
-        for how in options.compile
-        for warmup in options.warmup_steps
-        for parallel, processes in groups
+        for model, length, how, warmup, (parallel, processes) in itertools.product(*axes)
     ]
 
 
@@ -195,19 +186,68 @@ def drive(sweep: harness.Sweep[ScalingCase], cases: Sequence[ScalingCase]) -> No
             sweep.note(f"{name}: {longest or 'nothing'} fits, {shortest or 'nothing tried'} does not")
 
 
-def notes(options: argparse.Namespace) -> list[str]:
-    """How the figures are measured, in sentences."""
+def tables(frame: pd.DataFrame) -> str:
+    """Timed steps, searches for the longest sequence, and warnings."""
+    frame = with_columns(frame, _FIGURES)
+    steps = with_efficiency(frame[frame["what"] == STEP])
+    axes = ["model", "sequences", "step_length", "scale", "parallel", "processes"]
+    figures = [*_FIGURES[:3], "efficiency", "work_efficiency", *_FIGURES[3:6]]
+    others = [name for name in varying(frame, _SAME[5:]) if name not in axes]
+    return sections(
+        {
+            "Steps": markdown(steps[[*axes, *others, *figures, "status"]]) if len(steps) else "",
+            "Longest sequence that fits": longest(frame[frame["what"] == LONGEST]),
+            "Losses": bullets(wrong_losses(steps)),
+        }
+    )
+
+
+def with_efficiency(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows with ``efficiency``, tokens per second over n times those of one process with the work of one, and
+    ``work_efficiency``, the same with FLOPs per second.
+
+    n processes that are n times as fast have an efficiency of 1. Tokens of longer sequences need more FLOPs.
+    """
+    one = frame[frame["parallel"] == NONE].drop_duplicates(_SAME)
+    base = frame[_SAME].merge(one, "left", _SAME).set_index(frame.index)
+    efficiency = frame["tokens_per_second"] / (frame["processes"] * base["tokens_per_second"])
+    work = efficiency * frame["flops_per_token"] / base["flops_per_token"]
+    return frame.assign(efficiency=efficiency, work_efficiency=work, loss_of_one=base["first_loss"])
+
+
+def wrong_losses(frame: pd.DataFrame) -> list[str]:
+    """Warnings: with --scale strong all have the same tokens and parameters, and so the same first loss."""
+    strong = frame[(frame["scale"] == STRONG) & ((frame["first_loss"] / frame["loss_of_one"] - 1).abs() > _SAME_LOSS)]
     return [
-        f"{options.steps} consecutive steps after the warm-up, whose first step compiles; with --longest, one step",
-        "float32 parameters, bfloat16 autocast, gradient clipping, fused AdamW; float32 products "
-        f"{'may' if options.tf32 else 'do not'} use TF32",
-        "weak: each process has as many tokens as one process alone, in its own sequences or in a part of longer ones; "
-        "strong: all processes together have them",
-        "MFU is of one GPU, with all query-key pairs; mfu_causal without the masked ones",
-        "efficiency: tokens/s over n times those of one process; work_efficiency: the same with FLOPs, since tokens of "
-        "longer sequences need more",
-        "times are those of the slowest process in each step, peaks those of the highest",
+        f"{row['case']}: the first loss is {row['first_loss']:.4f}, and {row['loss_of_one']:.4f} on one process; "
+        "one of them is wrong"
+        for row in strong.to_dict("records")
     ]
+
+
+def longest(frame: pd.DataFrame) -> str:
+    """For each mode and number of processes the longest length that fitted, and the shortest that did not."""
+    axes = ["model", "suite", "vocab_size", "compile", "recompute_every", "loss_chunk", "parallel", "processes"]
+    lines = []
+    for key, rows in frame.groupby(axes, sort=False, dropna=False):
+        fits, fails = rows[rows["status"] == "ok"], rows[rows["status"] != "ok"]
+        line = dict(zip(axes, key, strict=True))
+        if len(fits):
+            best = fits.loc[fits["step_length"].idxmax()]
+            line |= {"longest": best["step_length"], "peak_mib": best["peak_mib"], "step_s": best["median_ms"] / 1e3}
+        if len(fails):
+            worst = fails.loc[fails["step_length"].idxmin()]
+            line["did not fit"] = f"{worst['step_length']} ({worst['status']})"
+        lines.append(line)
+    if not lines:
+        return ""
+    table = pd.DataFrame(lines).reindex(columns=[*axes, "longest", "peak_mib", "step_s", "did not fit"])
+    one = table[table["parallel"] == NONE].drop_duplicates(axes[:-2])
+    ratio = table["longest"] / table[axes[:-2]].merge(one, "left", axes[:-2])["longest"]
+    text = ["–" if pd.isna(value) else f"{int(value):,}" for value in table["longest"]]
+    shown = [*varying(table, axes[:-2]), *axes[-2:]]
+    rest = table[["peak_mib", "step_s", "did not fit"]]
+    return markdown(table[shown].assign(longest=text, over_one=ratio).join(rest))
 
 
 PROGRAM = harness.Program(
@@ -216,13 +256,21 @@ PROGRAM = harness.Program(
     measure=measure,
     tables=tables,
     settings=("steps", "tf32", "seed"),
-    notes=notes,
+    notes=(
+        "{steps} consecutive steps after the warm-up, whose first step compiles; with --longest, one step",
+        "float32 parameters, bfloat16 autocast, gradient clipping, fused AdamW",
+        "weak: each process has as many tokens as one process alone, in its own sequences or in a part of longer ones; "
+        "strong: all processes together have them",
+        "MFU is of one GPU, with all query-key pairs; mfu_causal without the masked ones",
+        "efficiency: tokens/s over n times those of one process; work_efficiency: the same with FLOPs, since tokens of "
+        "longer sequences need more",
+        "times are those of the slowest process in each step, peaks those of the highest",
+    ),
     isolated=False,
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
     options = parse(arguments)
     return harness.run(PROGRAM, options, options.cases, drive)
 

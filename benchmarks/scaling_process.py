@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.harness import Case, Row, Status
-from benchmarks.models import FORWARD_BACKWARD, file_name, model_config, rate_columns
+from benchmarks.models import FORWARD_BACKWARD, file_of, model_config, rate_columns
 from benchmarks.results import error, outcome_of
 from benchmarks.steps import TrainingStep, autocast, finite_loss, make_batch, step_columns
 from cs336_systems.files import write_text
@@ -114,8 +114,7 @@ def run_group(case: ScalingCase, options: argparse.Namespace, process: Sequence[
 
     Its output is in logs/ of the results.
     """
-    log: Path = options.out / "logs" / f"{file_name(case)}.txt"
-    log.parent.mkdir(parents=True, exist_ok=True)
+    log = file_of(options.out, "logs", case, "txt")
     job = {"case": dataclasses.asdict(case), "device": options.device.type}
     job |= {name: getattr(options, name) for name in ("steps", "tf32", "seed", "timeout")}
     # One thread for each process, as torchrun sets it, also without torchrun.
@@ -123,14 +122,19 @@ def run_group(case: ScalingCase, options: argparse.Namespace, process: Sequence[
     environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": path}
     late = False
     with tempfile.TemporaryDirectory() as folder, log.open("wb") as output:
-        command = [*command_of(case), *process, json.dumps(job | {"folder": folder})]
-        group = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            group.wait(options.timeout)
-        except subprocess.TimeoutExpired:
-            late = True
-        finally:
-            end(group)
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node"]
+        group_of = [] if case.parallel == NONE else [*torchrun, str(case.processes)]
+        command = [sys.executable, *group_of, *process, json.dumps(job | {"folder": folder})]
+        with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT) as group:
+            try:
+                group.wait(options.timeout)
+            except subprocess.TimeoutExpired:
+                late = True
+            finally:
+                group.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    group.wait(_SECONDS_TO_END)
+                group.kill()
         row = result_of(Path(folder))
     if row is not None:
         return row
@@ -140,37 +144,15 @@ def run_group(case: ScalingCase, options: argparse.Namespace, process: Sequence[
     return error(f"ended with status {group.returncode}: {last}").columns
 
 
-def command_of(case: ScalingCase) -> list[str]:
-    """The command that starts the processes of a case: torchrun's, or Python's for one process."""
-    if case.parallel == NONE:
-        return [sys.executable]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    return [sys.executable, *torchrun, "--nproc-per-node", str(case.processes)]
-
-
-def end(group: subprocess.Popen[bytes]) -> None:
-    """End a group that still runs, and wait for it."""
-    if group.poll() is not None:
-        return
-    group.terminate()
-    try:
-        group.wait(_SECONDS_TO_END)
-    except subprocess.TimeoutExpired:
-        group.kill()
-        group.wait()
-
-
 def result_of(folder: Path) -> Row | None:
     """What the processes wrote: the figures, or why there are none; None if they ended before they could.
 
     If memory runs out in one process, others fail since it is gone: its failure is the one to report.
     """
     if (folder / RESULT).exists():
-        result: Row = json.loads((folder / RESULT).read_text())
-        return result
-    failures: list[Row] = [json.loads(path.read_text()) for path in sorted(folder.glob(FAILURE.format("*")))]
-    failures.sort(key=lambda failure: bool(failure["status"] != Status.OUT_OF_MEMORY.value))
-    return failures[0] if failures else None
+        return json.loads((folder / RESULT).read_text())
+    failures = [json.loads(path.read_text()) for path in sorted(folder.glob(FAILURE.format("*")))]
+    return min(failures, key=lambda failure: failure["status"] != Status.OUT_OF_MEMORY.value, default=None)
 
 
 def make_step(case: ScalingCase, layout: Layout, seed: int) -> TrainingStep:
@@ -198,20 +180,13 @@ def allocate_state(step: TrainingStep) -> None:
     """Make the optimizer allocate its state, by an update with zero gradients and a learning rate of 0."""
     for parameter in step.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    with learning_rate(step.optimizer, 0.0):
-        step.optimizer.step()
-    step.optimizer.zero_grad()
-
-
-@contextlib.contextmanager
-def learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> Iterator[None]:
-    """Another learning rate inside of the block."""
-    before = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
+    rates = [group["lr"] for group in step.optimizer.param_groups]
+    for group in step.optimizer.param_groups:
+        group["lr"] = 0.0
+    step.optimizer.step()
+    for group, rate in zip(step.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    yield
-    for group, value in zip(optimizer.param_groups, before, strict=True):
-        group["lr"] = value
+    step.optimizer.zero_grad()
 
 
 def measure(job: Mapping[str, Any], case: ScalingCase, layout: Layout) -> Row:

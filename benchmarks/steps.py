@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks import flags
 from benchmarks.comparison import time_columns
 from benchmarks.harness import Row
-from benchmarks.models import BLOCKS, CUDNN, LLAMA, TORCH, WHOLE, ModelCase
+from benchmarks.models import BLOCKS, CUDNN, FORWARD, LLAMA, STEP, TORCH, WHOLE, ModelCase
 from cs336_systems.attention import explain
 from cs336_systems.profiling.timing import RoundTimes
 from cs336_systems.training.config import TrainingConfig
@@ -39,8 +39,7 @@ def step_columns(times: RoundTimes, prefix: str = "") -> Row:
 def finite_loss(loss: Tensor, dtype: str) -> float | None:
     """The loss; None if it is not finite in float16, whose gradients are not scaled here.
 
-    Raises:
-        FloatingPointError: it is not finite in another dtype.
+    Raises FloatingPointError if it is not finite in another dtype.
     """
     value = float(loss)
     if math.isfinite(value):
@@ -83,6 +82,19 @@ class TrainingStep:
         """Clip the gradients, update the parameters, and set the gradients to None."""
         update(self.optimizer, self.model, TrainingConfig.grad_clip)
 
+    def run(self, mode: str, phase: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
+        """Run what a mode measures, each phase in a context. Gradients of mode "forward+backward" are left."""
+        with phase("forward"), torch.set_grad_enabled(mode != FORWARD):
+            loss = self.forward()
+        if mode == FORWARD:
+            return
+        with phase("backward"):
+            loss.backward()
+        del loss
+        if mode == STEP:
+            with phase("optimizer"):
+                self.update()
+
 
 def make_batch(
     config: TransformerConfig, batch: int, device: torch.device, seed: int
@@ -103,8 +115,7 @@ def make_step(
 ) -> tuple[TrainingStep, tuple[Tensor, Tensor]]:
     """The step of a case, of which nothing has run, and its tokens and targets.
 
-    Raises:
-        NotImplementedError: the provider cannot compute the case on this device.
+    Raises NotImplementedError if the provider cannot compute the case on this device.
     """
     require_supported(case, device)
     torch.manual_seed(seed)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +33,23 @@ def markdown(frame: pd.DataFrame) -> str:
     return markdown_table([str(name) for name in frame.columns], [[number(cell) for cell in line] for line in lines])
 
 
+def with_columns(frame: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
+    """The frame with these columns too, which have no values if it lacks them."""
+    return frame.reindex(columns=list(dict.fromkeys([*frame.columns, *names])))
+
+
 def matrix(frame: pd.DataFrame, index: Sequence[str], columns: str, value: str) -> str:
     """A Markdown table with a line for each ``index`` and a column for each value of ``columns``.
 
     A cell is ``value``, or the row's status where there is no value and the status is not `ok`. Lines and columns come
     in the order of the rows; of several rows for one cell, the last counts.
     """
-    names = list(dict.fromkeys(frame[columns]))
-    cells: dict[tuple[Any, ...], dict[Any, str]] = {}
-    for row in frame.to_dict("records"):
-        text = number(row[value])
-        if text == ABSENT and row["status"] != Status.OK.value:
-            text = row["status"]
-        cells.setdefault(tuple(row[name] for name in index), {})[row[columns]] = text
-    lines = [[*map(str, key), *(line.get(name, ABSENT) for name in names)] for key, line in cells.items()]
-    titles = [name if isinstance(name, str) else f"{columns} {name}" for name in names]
-    return markdown_table([*index, *titles], lines)
+    failed = frame[value].isna() & (frame["status"] != Status.OK.value)
+    rows = frame.assign(cell=frame[value].map(number).mask(failed, frame["status"]))
+    cells = rows.drop_duplicates([*index, columns], keep="last").set_index([*index, columns])["cell"]
+    titles = {name: name if isinstance(name, str) else f"{columns} {name}" for name in rows[columns]}
+    lines = cells.unstack(sort=False).fillna(ABSENT).rename(columns=titles)
+    return markdown(lines.reset_index())
 
 
 def page(title: str, environment: Environment, notes: Sequence[str], tables: str, frame: pd.DataFrame) -> str:
@@ -77,6 +79,11 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
+def sections(parts: Mapping[str, str]) -> str:
+    """Markdown: the parts that have a text, each with its title."""
+    return "\n\n".join(f"## {title}\n\n{text}" for title, text in parts.items() if text)
+
+
 def bullets(texts: Sequence[str]) -> str:
     """A Markdown list."""
     return "\n".join(f"- {text}" for text in texts)
@@ -103,6 +110,21 @@ def line_style(index: int, group: int = 0) -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def new_figure(path: Path, **layout: Any) -> Iterator[tuple[Any, Any]]:
+    """The figure and axes of ``matplotlib.pyplot.subplots(**layout)``, saved as a PNG file after the block."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(layout="constrained", **layout)
+        yield figure, axes
+        save_figure(figure, path)
+        plt.close(figure)
+
+
 def plot_lines(
     path: Path,
     frame: pd.DataFrame,
@@ -110,78 +132,49 @@ def plot_lines(
     x: str,
     y: str,
     line: str,
-    panel: str | None = None,
+    panel: str,
     title: str = "",
-    x_label: str = "",
     y_label: str = "",
     log_y: bool = True,
-) -> Path | None:
+) -> None:
     """Plot column ``y`` against column ``x``, whose scale doubles, with a line for each value of column ``line``.
 
-    With ``panel`` there is a pair of axes for each value of that column. Writes a PNG file and returns its path, or
-    None if no row has a value of ``y``. Needs matplotlib.
+    There is a pair of axes for each value of column ``panel``. Writes a PNG file, unless no row has a value of ``y``.
+    Needs matplotlib.
     """
     frame = frame.dropna(subset=[y])
     if frame.empty:
-        return None
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
-    names, panels = list(dict.fromkeys(frame[line])), list(dict.fromkeys(frame[panel])) if panel else [None]
+        return
+    names, panels = list(dict.fromkeys(frame[line])), list(dict.fromkeys(frame[panel]))
     columns = min(_MOST_PANELS_IN_A_ROW, len(panels))
     height = -(-len(panels) // columns)
-    with plt.rc_context(STYLE):
-        size = (max(5.6, 3.5 * columns), 3.3 * height + 1.3)
-        figure, grid = plt.subplots(height, columns, figsize=size, sharey=True, squeeze=False, layout="constrained")
+    size = (max(5.6, 3.5 * columns), 3.3 * height + 1.3)
+    with new_figure(path, nrows=height, ncols=columns, figsize=size, sharey=True, squeeze=False) as (figure, grid):
         for axes, shown in itertools.zip_longest(grid.flat, panels):
-            chosen = frame if panel is None else frame[frame[panel] == shown]
-            axes.set_visible(not chosen.empty)
-            for name, rows in chosen.groupby(line, sort=False):
-                rows = rows.sort_values(x)
-                axes.plot(rows[x], rows[y], label=str(name), **line_style(names.index(name)))
-            axes.set(title="" if panel is None else f"{panel} {shown}", xlabel=x_label or x)
+            axes.set_visible(shown is not None)
+            for number_of_line, name in enumerate(names):
+                rows = frame[(frame[panel] == shown) & (frame[line] == name)].sort_values(x)
+                axes.plot(rows[x], rows[y], label=str(name), **line_style(number_of_line))
+            axes.set(title=f"{panel} {shown}", xlabel=x, yscale="log" if log_y else "linear")
             axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
-            axes.set_yscale("log" if log_y else "linear")
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axes.yaxis.set_minor_formatter(NullFormatter())
+            axes.xaxis.set_major_formatter(lambda value, _: short_count(value))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("")
             axes.grid(True, linewidth=0.5)
         if not log_y:
             grid[0][0].set_ylim(bottom=0)
         grid[0][0].set_ylabel(y_label or y)
-        labels = {
-            label: handle
-            for axes in figure.axes
-            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-        }
-        figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=4, frameon=False)
+        lines = grid[0][0].get_legend_handles_labels()
+        figure.legend(*lines, loc="outside lower center", ncols=4, frameon=False)
         figure.suptitle(title, fontsize=11, fontweight="bold")
-        save_figure(figure, path)
-        plt.close(figure)
-    return path
 
 
-def plot_bars(path: Path, frame: pd.DataFrame, *, title: str, label: str) -> Path | None:
-    """Plot a horizontal bar for each row, stacked of the columns that are not all 0.
-
-    Writes a PNG file and returns its path, or None if there is nothing to plot. Needs matplotlib.
-    """
+def plot_bars(path: Path, frame: pd.DataFrame, *, title: str, label: str) -> None:
+    """Plot a bar for each row, stacked of the columns that are not all 0, into a PNG file, if there are any."""
     frame = frame.loc[:, frame.fillna(0).any()]
     if frame.empty:
-        return None
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+        return
     colours = [*COLOURS, *reversed(COLOURS)][: len(frame.columns)]
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(figsize=(10, 2.4 + 0.25 * len(frame)), layout="constrained")
+    with new_figure(path, figsize=(10, 2.4 + 0.25 * len(frame))) as (figure, axes):
         frame[::-1].plot.barh(stacked=True, ax=axes, color=colours, legend=False, xlabel=label, ylabel="", title=title)
         figure.legend(loc="outside lower center", ncols=4, frameon=False)
-        save_figure(figure, path)
-        plt.close(figure)
-    return path

@@ -11,7 +11,6 @@ docs/measuring/steps.md says what is measured, how, and what the columns mean.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,34 +22,22 @@ import pandas as pd
 
 from benchmarks import flags, harness, models, transformer
 from benchmarks.attention_providers import KERNELS, KERNELS_LABEL
-from benchmarks.models import AXES, CUDNN, LLAMA, NOT_COMPILED, TORCH, WHOLE, varying
-from benchmarks.tables import bullets, markdown, plot_lines
+from benchmarks.models import AXES, LLAMA, TORCH, varying
+from benchmarks.tables import bullets, markdown, plot_lines, sections, with_columns
 
 COMPARED = (LLAMA, TORCH)
 """The providers that others are compared with."""
 _SAME_LOSS = 0.02
-_WORK = ("model", "batch", "length", "dtype")
+_WORK = ["model", "batch", "length", "dtype"]
+
+
+_USUAL = "--batch --providers flash torch torch-cudnn naive llama --dtypes bf16 --warmup-steps 3 --steps 10 --tf32"
+_ON_A_GPU = "--models small medium large 2.7B --lengths 512 1024 4096 16384 --tokens 16384 --compile whole"
+_WITHOUT = "--models tiny --lengths 128 --tokens 512 --compile none"
 
 
 def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """The command line; its defaults depend on whether the arguments ask for a GPU."""
-    gpu = flags.wants_gpu(arguments)
-    parser = flags.make_parser(
-        __doc__,
-        timeout=1800,
-        models=["small", "medium", "large", "2.7B"] if gpu else ["tiny"],
-        suite="2025",
-        lengths=[512, 1024, 4096, 16384] if gpu else [128],
-        tokens=16384 if gpu else 512,
-        batch=None,
-        providers=["flash", TORCH, CUDNN, "naive", LLAMA],
-        dtypes=["bfloat16"],
-        compile=[WHOLE if gpu else NOT_COMPILED],
-        warmup_steps=[3],
-        steps=10,
-        tf32=True,
-    )
-    models.add_size_flags(parser)
+    parser = models.make_parser(__doc__, f"{_USUAL} {_ON_A_GPU if flags.wants_gpu(arguments) else _WITHOUT}")
     parser.set_defaults(modes=[models.STEP])
     return parser
 
@@ -60,13 +47,12 @@ def with_speedups(frame: pd.DataFrame) -> pd.DataFrame:
 
     Compiled in the same way where there is such a row, otherwise in another.
     """
-    frame = frame.reindex(columns=list(dict.fromkeys([*frame.columns, "median_ms", "first_loss"])))
+    frame = with_columns(frame, ["median_ms", "first_loss"])
     same = [name for name in AXES if name != "provider"]
     for name in COMPARED:
         base = frame[(frame["provider"] == name) & frame["median_ms"].notna()]
-        exact = frame.merge(base.drop_duplicates(same), "left", same, suffixes=("", "_base"))["median_ms_base"]
-        any_way = base.drop_duplicates([*_WORK], keep="last")
-        loose = frame.merge(any_way, "left", [*_WORK], suffixes=("", "_base"))["median_ms_base"]
+        exact = frame[same].merge(base.drop_duplicates(same), "left")["median_ms"]
+        loose = frame[_WORK].merge(base.drop_duplicates(_WORK, keep="last"), "left")["median_ms"]
         speedup = exact.fillna(loose).to_numpy() / frame["median_ms"]
         frame = frame.assign(**{f"over_{name}": speedup.where(frame["provider"] != name)})
     return frame
@@ -76,7 +62,7 @@ def wrong_losses(frame: pd.DataFrame) -> list[str]:
     """Warnings: parameters and tokens are equal, so the first loss does not depend on what computes attention."""
     texts = []
     ours = frame[(frame["status"] == "ok") & (frame["provider"] != LLAMA)]
-    for work, rows in ours.groupby([*_WORK], sort=False):
+    for work, rows in ours.groupby(_WORK, sort=False):
         low, high = (rows.loc[index] for index in (rows["first_loss"].idxmin(), rows["first_loss"].idxmax()))
         if high["first_loss"] - low["first_loss"] > _SAME_LOSS * abs(low["first_loss"]):
             losses = " and ".join(f"{row['first_loss']:.4f} with {row['provider']}" for row in (low, high))
@@ -92,9 +78,7 @@ def tables(frame: pd.DataFrame) -> str:
     axes = list(dict.fromkeys([*varying(frame), "provider"]))
     providers = [f"`{name}`: {models.PROVIDERS[name]}" for name in dict.fromkeys(frame["provider"])]
     table = markdown(frame.reindex(columns=[*axes, *figures]))
-    return models.sections(
-        {"Training steps": f"{bullets(providers)}\n\n{table}", "Losses": bullets(wrong_losses(frame))}
-    )
+    return sections({"Training steps": f"{bullets(providers)}\n\n{table}", "Losses": bullets(wrong_losses(frame))})
 
 
 def plots(frame: pd.DataFrame, folder: Path) -> None:
@@ -107,27 +91,8 @@ def plots(frame: pd.DataFrame, folder: Path) -> None:
         lines = lines.replace(KERNELS, KERNELS_LABEL)
     if frame["compile"].nunique() > 1:
         lines = lines + ", compile " + frame["compile"]
-    plot_lines(
-        folder / "tokens-per-second.png",
-        frame.assign(line=lines),
-        x="length",
-        y="tokens_per_second",
-        line="line",
-        panel="model",
-        title="Training steps",
-        y_label="tokens/s",
-    )
-
-
-def notes(options: argparse.Namespace) -> list[str]:
-    """How the figures are measured, in sentences."""
-    return [
-        f"{options.steps} consecutive steps after the warm-up, whose first step compiles",
-        "float32 parameters under autocast, gradient clipping, fused AdamW; float32 products "
-        f"{'may' if options.tf32 else 'do not'} use TF32",
-        "MFU as in PaLM (Chowdhery et al., 2022), with all query-key pairs; mfu_causal without the masked ones",
-        f"over {' and '.join(COMPARED)}: the ratio of the medians, with the same model, batch, length and dtype",
-    ]
+    path, frame, y = folder / "tokens-per-second.png", frame.assign(line=lines), "tokens_per_second"
+    plot_lines(path, frame, x="length", y=y, line="line", panel="model", title="Training steps", y_label="tokens/s")
 
 
 PROGRAM = harness.Program(
@@ -137,18 +102,19 @@ PROGRAM = harness.Program(
     tables=tables,
     plots=plots,
     settings=("suite", "steps", "tf32", "seed"),
-    notes=notes,
-    estimate=models.estimate,
+    notes=(
+        "{steps} consecutive steps after the warm-up, whose first step compiles",
+        "float32 parameters under autocast, gradient clipping, fused AdamW",
+        "MFU as in PaLM (Chowdhery et al., 2022), with all query-key pairs; mfu_causal without the masked ones",
+        "over llama and torch: the ratio of the medians, with the same model, batch, length and dtype",
+    ),
+    memory=models.least_memory,
     packages=("transformers",),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
-    parser = make_parser(arguments)
-    options = flags.parse(parser, arguments)
-    program = dataclasses.replace(PROGRAM, preload=models.preload(options))
-    return harness.run(program, options, models.model_cases(parser, options))
+    return models.run_models(PROGRAM, make_parser(arguments), arguments)
 
 
 if __name__ == "__main__":

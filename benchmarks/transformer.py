@@ -12,49 +12,43 @@ docs/measuring/steps.md says what is measured, how, and what the columns mean.
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import pandas as pd
 from torch import Tensor
 
 from benchmarks import flags, harness, models
 from benchmarks.harness import Context, Row
-from benchmarks.models import FORWARD, NOT_COMPILED, STEP, ModelCase
+from benchmarks.models import AXES, FORWARD, NOT_COMPILED, STEP, ModelCase, paired, varying
+from benchmarks.results import mebibytes
 from benchmarks.steps import finite_loss, make_step, step_columns
-from benchmarks.transformer_tables import PREFIXES, plots, tables
+from benchmarks.tables import markdown, number, plot_bars, plot_lines, sections, with_columns
 from cs336_systems.profiling.environment import device_name
 from cs336_systems.profiling.flops import device_peak, implausible_rate, teraflops_per_second
-from cs336_systems.profiling.memory import MIB
-from cs336_systems.profiling.steps import StepTimes, time_model
+from cs336_systems.profiling.report import ABSENT
+from cs336_systems.profiling.steps import PHASES, StepTimes, time_model
 from cs336_systems.profiling.torch_names import compiler_counters
 
+PREFIXES = {**{phase: f"{phase}_" for phase in PHASES}, "step": ""}
+"""By what has a time, the prefix of its columns: the columns of the whole step have none."""
+STATISTICS = ("mean_ms", "std_ms", "min_ms", "max_ms", "median_ms", "cv")
 _HOST_BOUND = 0.95
 
 
+_USUAL = "--batches 4 --providers auto --dtypes fp32 bf16 --compile none --modes forward step --steps 10 --no-tf32"
+_ON_A_GPU = "--models small --lengths 128 256 512 1024 --warmup-steps 5"
+_WITHOUT = "--models tiny --lengths 32 64 --warmup-steps 1"
+
+
 def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """The command line; its defaults depend on whether the arguments ask for a GPU."""
-    gpu = flags.wants_gpu(arguments)
-    parser = flags.make_parser(
-        __doc__,
-        timeout=1800,
-        models=["small" if gpu else "tiny"],
-        suite="2025",
-        lengths=[128, 256, 512, 1024] if gpu else [32, 64],
-        batches=[4],
-        providers=["auto"],
-        dtypes=["float32", "bfloat16"],
-        compile=[NOT_COMPILED],
-        modes=[FORWARD, STEP],
-        warmup_steps=[5 if gpu else 1],
-        steps=10,
-        tf32=False,
-    )
-    models.add_size_flags(parser)
+    parser = models.make_parser(__doc__, f"{_USUAL} {_ON_A_GPU if flags.wants_gpu(arguments) else _WITHOUT}")
     parser.add_argument("--log-steps", action="store_true", help="print the time of every step")
     return parser
 
@@ -74,15 +68,8 @@ def measure(case: ModelCase, context: Context) -> Row:
         return loss
 
     update = step.update if case.mode == STEP else None
-    times = time_model(
-        forward,
-        step.model,
-        device=options.device,
-        mode=case.mode,
-        update=update,
-        steps=options.steps,
-        warmup=case.warmup_steps,
-    )
+    how: dict[str, Any] = {"device": options.device, "steps": options.steps, "warmup": case.warmup_steps}
+    times = time_model(forward, step.model, mode=case.mode, update=update, **how)
     row = time_columns(times) | compilation_columns(case, times)
     row |= {name: finite_loss(losses[index], case.dtype) for name, index in (("first_loss", 0), ("last_loss", -1))}
     return row | rates_of(case, row, device_name(options.device))
@@ -95,8 +82,7 @@ def time_columns(times: StepTimes) -> Row:
         row |= step_columns(rounds, PREFIXES[phase])
     memory = times.memory
     sizes = {"allocated_mib": memory.allocated_bytes, "reserved_mib": memory.reserved_bytes}
-    sizes["peak_mib"] = memory.peak_bytes
-    return row | {name: None if size is None else size / MIB for name, size in sizes.items()}
+    return row | mebibytes(**sizes, peak_mib=memory.peak_bytes)
 
 
 def compilation_columns(case: ModelCase, times: StepTimes) -> Row:
@@ -104,8 +90,7 @@ def compilation_columns(case: ModelCase, times: StepTimes) -> Row:
 
     ``compile_s`` is how much longer the first step took than a later one: compilation, and what is loaded once.
     """
-    found = compiler_counters()
-    compile_s = max(0.0, times.first_ms - times.step.median) * 1e-3
+    found, compile_s = compiler_counters(), max(0.0, times.first_ms - times.step.median) * 1e-3
     return {
         "warmup_ms": list(times.warmup_ms),
         "first_step": "warm-up" if case.warmup_steps else "timed",
@@ -122,17 +107,14 @@ def rates_of(case: ModelCase, row: Row, device: str) -> Row:
     A rate is implausible if it is above the device's peak even without the pairs that the causal mask hides, which
     some kernels do not compute.
     """
-    forward = models.step_flops(case.config, case.tokens, FORWARD)
-    causal = models.step_flops(case.config, case.tokens, FORWARD, every_pair=False)
+    forward, causal = (models.step_flops(case.config, case.tokens, FORWARD, every_pair=p) for p in (True, False))
     passes = {"forward": 1.0, "backward": 2.0, "step": 1.0 if case.mode == FORWARD else 3.0}
-    rates, warnings = {}, []
+    rates, warnings = dict.fromkeys(f"{name}_tflops" for name in passes), []
     for name, count in passes.items():
-        median = row.get(f"{PREFIXES[name]}median_ms")
-        rates[f"{name}_tflops"] = teraflops_per_second(count * forward, median) if median else None
-        if median:
-            implausible = implausible_rate(
-                teraflops_per_second(count * causal, median), device, case.dtype, tf32=case.tf32
-            )
+        if median := row.get(f"{PREFIXES[name]}median_ms"):
+            rates[f"{name}_tflops"] = teraflops_per_second(count * forward, median)
+            least = teraflops_per_second(count * causal, median)
+            implausible = implausible_rate(least, device, case.dtype, tf32=case.tf32)
             warnings += [f"{name}: {implausible}"] if implausible else []
     if row["last_loss"] is None:
         warnings.append("the last loss is not finite: gradients are not scaled")
@@ -162,17 +144,103 @@ def drive(sweep: harness.Sweep[ModelCase], cases: Sequence[ModelCase]) -> None:
                 print("\n".join([case.name, *step_lines(row)]), flush=True)
 
 
-def notes(options: argparse.Namespace) -> list[str]:
-    """How the figures are measured, in sentences."""
-    return [
-        f"{options.steps} consecutive steps after the warm-up; the phases of a step are measured within that step",
-        "forward: the loss, under no_grad in mode forward; optimizer: gradient clipping, fused AdamW, gradients freed",
-        "parameters are float32; bfloat16 and float16 are autocast, without loss scaling for float16",
-        "with 0 warm-up steps the first step, which compiles and loads code, is one of the timed steps",
-        "TFLOP/s and MFU count the model's matrix products and all query-key pairs, as FlopCounterMode does, and twice "
-        "as much for the backward; MFU is the share of the device's peak for the dtype",
-        "memory: allocated after the last step, reserved from the driver, and the peak of the timed steps",
-    ]
+def tables(frame: pd.DataFrame) -> str:
+    """All rows, and the tables that follow from them."""
+    frame = with_derived(frame)
+    memory = ["allocated_mib", "reserved_mib", "peak_mib"]
+    times = {f"{name}, ms": [with_deviation(row, name) for row in frame.to_dict("records")] for name in PREFIXES}
+    rest = frame[["tokens_per_second", "step_tflops", "mfu", *memory, "status"]]
+    whole = frame[[*varying(frame), "parameters"]].assign(**times).join(rest)
+    figures = {"forward_median_ms": "forward, ms", "backward_median_ms": "backward, ms"}
+    figures |= {"both_ms": "both, ms", "median_ms": "step, ms", "peak_mib": "peak, MiB"}
+    return sections(
+        {
+            "All rows: median ± standard deviation": markdown(whole),
+            "(forward + backward) / forward": ratios(frame),
+            "float32 and other dtypes": paired(frame, "dtype", "float32", figures),
+            "Eager and compiled": paired(frame, "compile", NOT_COMPILED, figures),
+            "Naive attention and other implementations": paired(frame, "provider", "naive", figures),
+            "Effect of warm-up": warm_up(frame),
+            "Statistics of every phase": phase_statistics(frame),
+        }
+    )
+
+
+def with_derived(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows with all columns of times, with ``both_ms``, and with TF32 named as a dtype."""
+    columns = [f"{prefix}{name}" for prefix in PREFIXES.values() for name in (*STATISTICS, "steps_ms")]
+    others = ["first_step_ms", "tokens_per_second", "step_tflops", "mfu", "allocated_mib", "reserved_mib", "peak_mib"]
+    frame = with_columns(frame, columns + others)
+    tf32 = (frame["dtype"] == "float32") & frame["tf32"]
+    both = [both_ms(row) for row in frame.to_dict("records")]
+    return frame.assign(dtype=frame["dtype"].mask(tf32, "float32 (TF32)"), both_ms=both)
+
+
+def both_ms(row: Row) -> float | None:
+    """The median over the steps of forward and backward together; None without a backward."""
+    each = row["forward_steps_ms"], row["backward_steps_ms"]
+    return statistics.median(map(sum, zip(*each, strict=True))) if all(isinstance(x, list) for x in each) else None
+
+
+def with_deviation(row: Row, name: str) -> str:
+    """`12.3 ± 0.4`, or a dash."""
+    median, deviation = (row[f"{PREFIXES[name]}{column}"] for column in ("median_ms", "std_ms"))
+    return ABSENT if pd.isna(median) else f"{number(float(median))} ± {number(float(deviation))}"
+
+
+def ratios(frame: pd.DataFrame) -> str:
+    """Forward and backward over the forward of the same steps, and over a forward under ``no_grad``; "" without any."""
+    frame, same = frame[frame["status"] == "ok"], [name for name in AXES if name != "mode"]
+    trained = frame[frame["both_ms"].notna()].drop_duplicates(same)
+    if trained.empty:
+        return ""
+    alone = frame[frame["mode"] == FORWARD][[*same, "median_ms"]]
+    pairs = trained.merge(alone, "left", same, suffixes=("", "_no_grad"))
+    shown = pairs[varying(pairs)].assign(
+        **{
+            "forward, no_grad, ms": pairs["median_ms_no_grad"],
+            "forward, ms": pairs["forward_median_ms"],
+            "both, ms": pairs["both_ms"],
+            "both / no_grad": pairs["both_ms"] / pairs["median_ms_no_grad"],
+            "both / forward": pairs["both_ms"] / pairs["forward_median_ms"],
+        }
+    )
+    return markdown(shown)
+
+
+def warm_up(frame: pd.DataFrame) -> str:
+    """Rows that differ in the number of warm-up steps alone, with the ratio of the mean to the warmest; else ""."""
+    frame = frame[frame["status"] == "ok"].sort_values("warmup_steps", kind="stable")
+    groups = frame.groupby([name for name in AXES if name != "warmup_steps"], sort=False)
+    frame = frame.assign(ratio=frame["mean_ms"] / groups["mean_ms"].transform("last"))
+    several = frame[groups["mean_ms"].transform("size") > 1].sort_values([*AXES], kind="stable")
+    figures = ["first_step_ms", "mean_ms", "std_ms", "median_ms", "max_ms", "cv", "ratio"]
+    shown = several[[*varying(several), *figures]].rename(columns={"ratio": "mean over the warmest's"})
+    return "" if several.empty else markdown(shown)
+
+
+def phase_statistics(frame: pd.DataFrame) -> str:
+    """Every statistic of the step and of each phase; "" without any."""
+    parts = []
+    for name, prefix in PREFIXES.items():
+        part = frame[[*varying(frame), *(prefix + column for column in STATISTICS)]].dropna(subset=[f"{prefix}mean_ms"])
+        part.insert(len(varying(frame)), "phase", name)
+        parts.append(part.rename(columns=lambda column, prefix=prefix: column.removeprefix(prefix)))
+    return markdown(pd.concat(parts)) if any(len(part) for part in parts) else ""
+
+
+def plots(frame: pd.DataFrame, folder: Path) -> None:
+    """Plot the time of a step over the length, and the phases of each row as stacked bars."""
+    frame = with_derived(frame)
+    frame = frame[frame["status"] == "ok"]
+    if frame.empty:
+        return
+    names = [name for name in varying(frame) if name not in ("model", "length")]
+    lines = frame.assign(line=frame[names].astype(str).agg(" ".join, axis="columns"))
+    path, title = folder / "step-over-length.png", "Time of a step: all phases of the mode"
+    plot_lines(path, lines, x="length", y="median_ms", line="line", panel="model", title=title, y_label="ms")
+    phases = frame.set_index("case")[[f"{phase}_median_ms" for phase in PHASES]].set_axis([*PHASES], axis="columns")
+    plot_bars(folder / "phases.png", phases, title="Phases of a step: medians", label="ms")
 
 
 PROGRAM = harness.Program(
@@ -182,18 +250,22 @@ PROGRAM = harness.Program(
     tables=tables,
     plots=plots,
     settings=("suite", "steps", "seed"),
-    notes=notes,
-    estimate=models.estimate,
+    notes=(
+        "{steps} consecutive steps after the warm-up; the phases of a step are measured within that step",
+        "forward: the loss, under no_grad in mode forward; optimizer: gradient clipping, fused AdamW, gradients freed",
+        "parameters are float32; bfloat16 and float16 are autocast, without loss scaling for float16",
+        "with 0 warm-up steps the first step, which compiles and loads code, is one of the timed steps",
+        "TFLOP/s and MFU count the model's matrix products and all query-key pairs, as FlopCounterMode does, and twice "
+        "as much for the backward; MFU is the share of the device's peak for the dtype",
+        "memory: allocated after the last step, reserved from the driver, and the peak of the timed steps",
+    ),
+    memory=models.least_memory,
     packages=("transformers",),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
-    parser = make_parser(arguments)
-    options = flags.parse(parser, arguments)
-    program = dataclasses.replace(PROGRAM, preload=models.preload(options))
-    return harness.run(program, options, models.model_cases(parser, options), drive)
+    return models.run_models(PROGRAM, make_parser(arguments), arguments, drive)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Computes attention with the `cs336_systems` of one checkout, on request of compare_trees.py.
 
-Runs with that checkout first on PYTHONPATH. Each line of standard input is a request in JSON: {"do": "check", "prepare"
-or "time", "case", "device", "warmup", "rep"}. Each line of standard output is {"value"} or {"failure"}. Of the checkout
-only `attention` and `attention_with_cache` are used, so that checkouts of any age can be compared.
+Runs with that checkout first on PYTHONPATH. Each line of standard input is a request in JSON: {"do", "case", "device",
+"warmup", "rep"}, where "do" is "prepare" or "time". Each line of standard output is {"value"}, milliseconds, or
+{"failure"}. Of the checkout only `attention` and `attention_with_cache` are used, so that checkouts of any age can be
+compared.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ import functools
 import gc
 import json
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 from cs336_systems.attention import attention
 
@@ -90,29 +90,23 @@ def milliseconds(call: Callable[[], Any], device: str, warmup: float, rep: float
         from triton.testing import do_bench
 
         return float(do_bench(call, warmup=warmup, rep=rep, return_mode="median"))
-    times: list[float] = []
-    for total in (warmup, rep):
-        times.clear()
-        while not times or sum(times) < total:
-            start = time.perf_counter()
-            call()
-            times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times)
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    timer.blocked_autorange(min_run_time=warmup * 1e-3)
+    return timer.blocked_autorange(min_run_time=rep * 1e-3).median * 1e3
 
 
-def answer(request: dict[str, Any]) -> float | None:
-    """Do what a request says; the result is a time in milliseconds, or None."""
+def answer(request: dict[str, Any]) -> float:
+    """Do what a request says, and return milliseconds; 0 if nothing is timed."""
     case, device = request["case"], request["device"]
-    if request["do"] == "check":
+    if request["do"] == "prepare":
         # The oracle keeps every pair of a query and a key. This length is a multiple of no tile.
         small = case | {"length": min(case["length"], LONGEST_CHECKED) - 3, "batch": 1}
         check(json.dumps(small), device)
-        return None
     call = call_of(json.dumps(case), device)
-    if request["do"] == "time":
-        return milliseconds(call, device, request["warmup"], request["rep"])
-    call()
-    return None
+    if request["do"] == "prepare":
+        call()
+        return 0.0
+    return milliseconds(call, device, request["warmup"], request["rep"])
 
 
 def main() -> None:

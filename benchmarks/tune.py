@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import flags, harness
-from benchmarks.harness import Comparison, Context, Program, Row
+from benchmarks.harness import Comparison, Context, Program, Row, run_excluding
 from benchmarks.isolation import map_isolated, run_isolated
 from benchmarks.results import error
 from benchmarks.tables import markdown
@@ -70,11 +71,7 @@ def arguments_of(mask: str, q: Tensor, k_len: int) -> tuple[bool | str, dict[str
 def check(
     config: TileConfig, row: TableRow, others: Others, sizes: tuple[int, int, int, int], device: torch.device
 ) -> None:
-    """Raise AssertionError if results exceed the error budget, or what the compiler or the launch raises.
-
-    Args:
-        sizes: batch, heads, and lengths of q and k.
-    """
+    """Raise AssertionError if results exceed the error budget; ``sizes`` are batch, heads, and lengths of q and k."""
     torch.set_float32_matmul_precision("highest")
     batch, heads, q_len, k_len = sizes
     shapes = Shapes.of(batch, q_len=q_len, k_len=k_len, d=row.head_dim, q_heads=heads)
@@ -124,9 +121,8 @@ def time_candidates(
             call()
             return measure_ms(call, device=device, method=method)
 
-    named = {
-        f"{config} {mask}": (config, mask) for config, mask in itertools.product(configs, (MODS if row.mods else MASKS))
-    }
+    pairs = itertools.product(configs, MODS if row.mods else MASKS)
+    named = {f"{config} {mask}": (config, mask) for config, mask in pairs}
     for name in named:
         comparison.attempt(name, "start", lambda: None)  # an excluded one fails
     comparison.interleave({name: functools.partial(measure_one, *pair) for name, pair in named.items()}, method)
@@ -142,36 +138,22 @@ def vars_of(config: TileConfig, row: TableRow) -> Row:
     return {"tiles": str(dataclasses.astuple(config)), **dataclasses.asdict(config), "programs": programs}
 
 
-def timed(*arguments: Any, context: Context) -> list[Row]:
-    """`time_candidates` in a process, again without a candidate that ends it. Raises RuntimeError if that fails."""
-    while True:
-        finished = run_isolated(time_candidates, *arguments, context)
-        if not finished.failure:
-            rows: list[Row] = finished.result
-            return rows
-        if not finished.provider or finished.provider in context.excluded:
-            raise RuntimeError(finished.failure)
-        context = dataclasses.replace(context, excluded={**context.excluded, finished.provider: finished.failure})
-
-
 def scores(rows: Sequence[Row]) -> dict[str, float]:
     """By tiles, the geometric mean of the times over the masks, of those that have them all; the best first."""
-    by_tiles: dict[str, list[float | None]] = {}
+    by_tiles: dict[str, list[Any]] = {}
     for row in rows:
         by_tiles.setdefault(row["tiles"], []).append(row["median_ms"])
-    means = {name: math.prod(ms) ** (1 / len(ms)) for name, ms in by_tiles.items() if all(ms)}  # type: ignore[arg-type]
+    means = {name: statistics.geometric_mean(times) for name, times in by_tiles.items() if all(times)}
     return dict(sorted(means.items(), key=lambda pair: pair[1]))
 
 
 def measure(row: TableRow, context: Context) -> list[Row]:
     """All checks and times of a row's candidates, and the winner. Raises RuntimeError if none could be measured."""
-    options, begin = context.options, time.monotonic()
-    device = options.device
-    others = {
-        r["kernel"]: tiles().TileConfig(*(r[field.name] for field in dataclasses.fields(tiles().TileConfig)))
-        for r in context.rows
-        if r.get("stage") == "winner" and TableRow(**{n: r[n] for n in row.columns} | {"kernel": row.kernel}) == row
-    }
+    options, begin, device = context.options, time.monotonic(), context.options.device
+    others, names = {}, [field.name for field in dataclasses.fields(tiles().TileConfig)]
+    for r in context.rows:
+        if r.get("stage") == "winner" and all(r[n] == value for n, value in row.columns.items() if n != "kernel"):
+            others[r["kernel"]] = tiles().TileConfig(*(r[name] for name in names))
     now = tiles().lookup(row.kernel, row.precision, row.head_dim, device, row.length, row.batch * row.heads, row.mods)
     limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
     tried = candidates(row, now, torch.cuda.get_device_capability(device), limit)[: options.candidates]
@@ -188,12 +170,19 @@ def measure(row: TableRow, context: Context) -> list[Row]:
     right.sort(key=tried.index)
     if not right:
         return rows
-    first = timed(row, right, others, FIRST, begin + options.timeout, context=context)
+
+    def timed(configs: Sequence[TileConfig], method: TimingMethod, deadline: float) -> list[Row]:
+        finished = run_excluding(time_candidates, row, configs, others, method, deadline, context=context)
+        if finished.failure:
+            raise RuntimeError(finished.failure)
+        return finished.result
+
+    first = timed(right, FIRST, begin + options.timeout)
     best = [*scores(first)][: options.finalists]
     finalists = [now, *(config for config in right if config != now and vars_of(config, row)["tiles"] in best)]
     # These take seconds, and without them all before would be in vain: they may end after the deadline.
     method = dataclasses.replace(FIRST, rounds=options.rounds, repetitions_ms=15.0)
-    final = timed(row, finalists, others, method, math.inf, context=context)
+    final = timed(finalists, method, math.inf)
     rows += [{"stage": "first", **r} for r in first] + [{"stage": "final", **r} for r in final]
     by_tiles = {vars_of(config, row)["tiles"]: config for config in finalists}
     for config in (by_tiles[name] for name in scores(final)):
@@ -246,17 +235,19 @@ PROGRAM = Program(
 )
 
 
+_USUAL = (
+    "--lengths 4096 --head-dims 16 32 64 128 256 --dtypes bf16 --kernels forward dq dkdv --tokens 16384 --channels 2048"
+)
+_USUAL += " --batch --heads --rounds 5 --jobs 12"
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options."""
-    sizes: dict[str, Any] = {"lengths": [4096], "head_dims": _HEAD_DIMS, "dtypes": ["bfloat16"], "kernels": [*KERNELS]}
-    work: dict[str, Any] = {"tokens": 16384, "channels": 2048, "batch": None, "heads": None, "rounds": 5, "jobs": 12}
-    parser = flags.make_parser(__doc__, timeout=900.0, **sizes, **work)
+    parser = flags.make_parser(__doc__, _USUAL, timeout=900.0)
     add, count = parser.add_argument, flags.positive
     add("--with-mods", action="store_true", help="search the rows for masks and score changes")
     add("--candidates", type=count, default=400, metavar="N", help="candidates of a row (default: %(default)s)")
-    add(
-        "--finalists", type=count, default=6, metavar="N", help="candidates that are timed again (default: %(default)s)"
-    )
+    text = "candidates that are timed again (default: %(default)s)"
+    add("--finalists", type=count, default=6, metavar="N", help=text)
     text = "seconds that a candidate may take to compile and run (default: %(default)g)"
     add("--candidate-timeout", type=flags.seconds, default=90.0, metavar="S", help=text)
     options = flags.parse(parser, arguments)
@@ -269,18 +260,19 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def rows_of(options: argparse.Namespace) -> list[TableRow]:
     """The rows, the kernels of one head dimension one after the other."""
     precisions = dict.fromkeys("float32" if dtype == "float32" else "half" for dtype in options.dtypes)
-    axes = itertools.product(precisions, options.head_dims, options.lengths, options.kernels)
-    return [
-        TableRow(
-            *(kernel, precision, dim, options.batch or max(1, options.tokens // length)),
-            *(options.heads or max(1, options.channels // dim), length, options.with_mods),
+    rows = []
+    for precision, dim, length, kernel in itertools.product(
+        precisions, options.head_dims, options.lengths, options.kernels
+    ):
+        batch, heads = (
+            options.batch or max(1, options.tokens // length),
+            options.heads or max(1, options.channels // dim),
         )
-        for precision, dim, length, kernel in axes
-    ]
+        rows.append(TableRow(kernel, precision, dim, batch, heads, length, options.with_mods))
+    return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Search; the exit status is 0, 2 for invalid input, or 130 when interrupted."""
     options = parse(arguments)
     if options.device.type != "cuda" and not options.dry_run:
         print(f"tune.py: error: --device must be a CUDA GPU; got {options.device}", file=sys.stderr)

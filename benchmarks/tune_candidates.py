@@ -88,11 +88,7 @@ class TableRow(Case):
 
 
 def candidates(row: TableRow, now: TileConfig, capability: tuple[int, int], shared_limit: int) -> list[TileConfig]:
-    """``now``, then the configurations that may fit into registers and shared memory, those most like ``now`` first.
-
-    Args:
-        shared_limit: bytes of shared memory for a program.
-    """
+    """``now``, then the configurations that may fit into registers and shared memory, those most like ``now`` first."""
 
     def may_fit(config: TileConfig) -> bool:
         if row.kernel == "forward" and config.num_stages == 1 and capability[0] == 9:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import itertools
 import sys
 import types
 import warnings
@@ -20,7 +19,6 @@ from benchmarks.attention_providers import (
     _bind_flex,
     add_peers,
     all_providers,
-    causal_block_mask,
     chosen_providers,
     peer_providers,
     reference_name,
@@ -148,17 +146,3 @@ def test_flex_attention_computes_the_same(monkeypatch, mask):
     narrow = dataclasses.replace(PROBLEM, head_dim=8)
     assert named("flex").refusal(PROBLEM, "both") is None
     assert named("flex").refusal(narrow, "forward") == "flex takes head dimensions from 16 on, not 8"
-
-
-@pytest.mark.parametrize("length", [1, 100, 128, 512, 1000])
-def test_a_causal_block_mask_is_what_create_block_mask_makes(length):
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    def visible(batch, head, query, key):
-        return query >= key
-
-    expected = create_block_mask(visible, None, None, length, length, device="cpu")
-    found = causal_block_mask(length, CPU)
-    assert found.seq_lengths == expected.seq_lengths
-    for rows, name in itertools.product(("kv", "full_kv", "q", "full_q"), ("num_blocks", "indices")):
-        torch.testing.assert_close(getattr(found, f"{rows}_{name}"), getattr(expected, f"{rows}_{name}"))

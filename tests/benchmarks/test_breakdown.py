@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from benchmarks import breakdown
-from benchmarks.breakdown import call_of, make_parser, measure, nsys_command
+from benchmarks.breakdown import call_of, make_parser, measure, nsys_command, ranges_of
 from benchmarks.breakdown_tables import PHASES_OF, attention_columns, details, kernel_columns, share_column, short_name
 from benchmarks.breakdown_tables import tables as tables_of
 from benchmarks.flags import parse
-from benchmarks.steps import make_step
+from benchmarks.steps import make_model, make_step
 from cs336_systems.profiling.kernel_classes import CLASSES
 from cs336_systems.transformer import preset
 
@@ -89,6 +89,7 @@ def test_fused_attention_has_no_steps(tmp_path):
     assert row["share_attention"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compile_afresh")
 @pytest.mark.parametrize("how", ["blocks", "whole"])
 def test_compiled_code_has_no_regions_inside(tmp_path, how):
@@ -97,6 +98,16 @@ def test_compiled_code_has_no_regions_inside(tmp_path, how):
     (path,) = (tmp_path / "regions").iterdir()
     outside = {"elsewhere"} if how == "whole" else {"embedding", "residual", "norm", "model", "head and loss"}
     assert set(pd.read_csv(path)["region"]) == outside
+
+
+@pytest.mark.parametrize(("how", "inside", "outside"), [("none", 1, 1), ("blocks", 0, 1), ("whole", 0, 0)])
+def test_modules_have_ranges_unless_they_are_compiled(monkeypatch, how, inside, outside):
+    model, paths = make_model(CASE, CPU), []
+    monkeypatch.setattr(breakdown.ModuleRanges, "push", lambda self, region, path: paths.append(path))
+    monkeypatch.setattr(breakdown.ModuleRanges, "pop", lambda self: None)
+    with ranges_of(model, how):
+        model(torch.zeros(1, 4, dtype=torch.int64))
+    assert (paths.count("layers.1.ffn"), paths.count("token_embeddings")) == (inside, outside)
 
 
 def test_nsight_systems_gets_ranges_and_no_profiler(monkeypatch):
@@ -129,7 +140,7 @@ def test_the_command_for_nsight_systems_runs_the_same_cases(tmp_path):
     words = shlex.split(command)
     again = make_parser([]).parse_args(words[words.index("--models") :])
     assert (again.nsys_ranges, again.trace, again.out) == (True, False, tmp_path / "out-nsys")
-    assert (again.models, again.filter.pattern) == ([["small"]], "naive .*step")
+    assert (again.models, again.filter.pattern) == (["small"], "naive .*step")
 
 
 def test_flags_that_exclude_each_other(capsys):
@@ -172,19 +183,20 @@ def test_long_names_are_cut_in_the_middle():
 
 def test_a_run(monkeypatch, tmp_path):
     arguments = [*FLAGS, "--batch", "2", "--steps", "2", "--warmup-steps", "1", "--profiled-steps", "1"]
-    rows = run_here(monkeypatch, breakdown.main, tmp_path, *arguments, "--providers", "naive", "flash")
-    assert [row["status"] for row in rows] == ["ok"] * 3 + ["unsupported"] * 3
-    assert float(rows[2]["share_optimizer"]) > 0 == float(rows[0]["share_optimizer"])
+    arguments += ["--modes", "forward", "step", "--providers", "naive", "flash"]
+    rows = run_here(monkeypatch, breakdown.main, tmp_path, *arguments)
+    assert [row["status"] for row in rows] == ["ok"] * 2 + ["unsupported"] * 2
+    assert float(rows[1]["share_optimizer"]) > 0 == float(rows[0]["share_optimizer"])
     assert rows[0]["top_backward"] == ""
     text = (tmp_path / "tables.md").read_text()
-    for title in (
+    titles = (
         "Times without and with",
         "Share of each class",
         "Share of matrix products",
         "Top kernel",
         "Steps of naive",
-    ):
-        assert f"\n## {title}" in text
+    )
+    assert all(f"\n## {title}" in text for title in titles)
     assert (tmp_path / "shares.png").exists()
 
 

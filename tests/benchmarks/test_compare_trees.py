@@ -3,31 +3,47 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
-from benchmarks import compare_trees
+from benchmarks import compare_trees, tree_worker
 from benchmarks.compare_trees import Tree, TreeCase, TreeError, cases_of, parse, tables
 
+from .small_models import measure_here
+
 ROOT = Path(__file__).resolve().parents[2]
-CASE = TreeCase("naive", "backward", "float32", "causal", batch=2, heads=4, kv_heads=4, head_dim=16, length=64)
+CASE = TreeCase("naive", "backward", "float32", "causal", batch=2, heads=4, kv_heads=2, head_dim=16, length=64)
 SMALL = ["--device", "cpu", "--lengths", "64", "--head-dims", "16", "--providers", "naive", "--rounds", "2"]
+WORKER = """
+import json, pathlib, sys, time
+import package
+print("noise", file=sys.stderr)
+for line in sys.stdin:
+    request = json.loads(line)
+    if request["case"]["provider"] == "slow":
+        time.sleep(60)
+    wrong = request["case"]["provider"] == package.WRONG
+    print(json.dumps({"failure": "ValueError: wrong"} if wrong else {"value": package.MS}), flush=True)
+"""
 
 
 @pytest.fixture
-def wrong(tmp_path):
-    """A checkout whose tiled attention is wrong."""
-    tree = tmp_path / "wrong"
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "cs336_systems", tree / "cs336_systems", ignore=ignored)
-    path = tree / "cs336_systems" / "attention" / "__init__.py"
-    lines = ["_right = attention", "def attention(*tensors, impl, **options):"]
-    lines += ["    return _right(*tensors, impl=impl, **options) * (1.5 if impl == 'tiled' else 1)"]
-    path.write_text("\n".join([path.read_text(), *lines, ""]))
-    return tree
+def quick(tmp_path, monkeypatch):
+    """A worker without torch, and the folder of its package, whose times are 2 ms."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    monkeypatch.setattr(compare_trees, "WORKER", tmp_path / "worker.py")
+    return package(tmp_path / "usual", 2.0)
+
+
+def package(folder, milliseconds, wrong=""):
+    folder.mkdir()
+    (folder / "package.py").write_text(f"MS, WRONG = {milliseconds}, {wrong!r}")
+    return folder
 
 
 def test_cases():
@@ -41,42 +57,71 @@ def test_cases():
     assert (decode.which, decode.flops) == ("decode", 2 * 2 * 4 * 1 * 128 * (16 + 16))
 
 
-def test_two_checkouts_side_by_side(tmp_path, capsys):
-    (tmp_path / "packages").mkdir()
-    trees = [str(ROOT), f"{ROOT}:{tmp_path / 'packages'}"]
-    more = ["--passes", "forward", "both", "--groups", "2", "--out", str(tmp_path / "rows")]
-    assert compare_trees.main([*trees, *SMALL, *more]) == 0
+def test_two_checkouts_side_by_side(quick, tmp_path, monkeypatch, capsys):
+    measure_here(monkeypatch)
+    fast, wrong = package(tmp_path / "fast", 1.0), package(tmp_path / "wrong", 1.0, "naive")
+    trees = [f"{ROOT}:{folder}" for folder in (quick, fast, wrong)]
+    assert compare_trees.main([*trees, *SMALL, "--passes", "forward", "--out", str(tmp_path / "rows")]) == 1
     frame = pd.read_csv(tmp_path / "rows" / "results.csv")
-    assert list(frame["tree"]) == trees * 2
-    assert list(frame["which"]) == ["forward", "forward", "both", "both"]
-    assert (frame["median_ms"] > 0).all()
-    assert list(frame["over_first"])[::2] == [1, 1]
-    assert "| naive forward float32 causal d 16 length 64 " in capsys.readouterr().out
-    assert compare_trees.main([*trees[:1], *SMALL, "--decode", "--out", str(tmp_path / "decode")]) == 0
+    assert [*zip(frame["tree"], frame["status"], strict=True)] == [*zip(trees, ["ok", "ok", "error"], strict=True)]
+    assert frame["over_first"].tolist()[:2] == [1, 2]
+    assert f"{trees[2]}: prepare: ValueError: wrong" in frame["reason"][2]
+    line = next(line for line in tables(frame).splitlines() if "| naive forward float32 causal d 16 length 64 " in line)
+    assert [cell.strip().partition(" ")[2] for cell in line.split("|")[2:4]] == ["(1.000)", "(2.000)"]
+    assert "| error |" in " ".join(line.split())
+    assert line in capsys.readouterr().out
 
 
-def test_a_checkout_that_computes_wrong_is_not_timed_and_the_others_are(wrong, tmp_path):
-    arguments = [*SMALL, "--providers", "tiled", "--passes", "forward", "--out", str(tmp_path / "rows")]
-    assert compare_trees.main([str(ROOT), str(wrong), *arguments]) == 1
-    frame = pd.read_csv(tmp_path / "rows" / "results.csv")
-    assert list(frame["status"]) == ["ok", "error"]
-    assert f"{wrong}: check: AssertionError: forward: expected a relative error of at most 2e-05" in frame["reason"][1]
-    assert "| error |" in " ".join(tables(frame).split())
-
-
-def test_a_process_that_ends_is_a_failure_and_starts_again(tmp_path):
+def test_a_process_that_ends_is_a_failure_and_starts_again(quick):
     options = parse([str(ROOT), *SMALL])
-    (tmp_path / "einops.py").write_text("raise SystemExit(7)")
-    with contextlib.closing(Tree(f"{ROOT}:{tmp_path}")) as tree:  # packages precede the installed ones
+    right = (quick / "package.py").read_text()
+    (quick / "package.py").write_text("raise SystemExit(7)")
+    with contextlib.closing(Tree(f"{ROOT}:{quick}")) as tree:
         with pytest.raises(TreeError, match="prepare: its process ended with 7"):
             tree.ask("prepare", CASE, options)
-        (tmp_path / "einops.py").unlink()
-        assert tree.ask("time", CASE, options) > 0  # in a new process
-        with pytest.raises(TreeError, match="check: KeyError: 'float64'"):
-            tree.ask("check", TreeCase(**CASE.columns | {"dtype": "float64"}), options)
-        options.timeout = 0.01  # seconds; the check takes many
+        (quick / "package.py").write_text(right)
+        assert tree.ask("time", CASE, options) == 2  # in a new process
+        options.timeout = 0.5
         with pytest.raises(TreeError, match="its process ended with -9"):
-            tree.ask("check", TreeCase(**CASE.columns | {"length": 4096}), options)
+            tree.ask("prepare", TreeCase(**CASE.columns | {"provider": "slow"}), options)
+
+
+@pytest.mark.parametrize("which", ["forward", "backward", "both", "decode"])
+def test_a_worker_checks_and_times_every_pass(which):
+    case = CASE.columns | {"which": which}
+    request = {"case": case, "device": "cpu", "warmup": 0.0, "rep": 1.0}
+    assert tree_worker.answer(request | {"do": "prepare"}) == 0
+    assert tree_worker.answer(request | {"do": "time"}) > 0
+    result = tree_worker.call_of(json.dumps(case), "cpu")()
+    shapes = [tuple(x.shape) for x in ([result] if isinstance(result, torch.Tensor) else result)]
+    queries, keys = (2, 4, 1 if which == "decode" else 64, 16), (2, 2, 64, 16)
+    assert shapes == ([queries] if which in ("forward", "decode") else [queries, keys, keys])
+
+
+def test_a_worker_refuses_wrong_results(monkeypatch):
+    right = tree_worker.attention
+
+    def wrong(*tensors, impl, **how):
+        return right(*tensors, impl=impl, **how) * (1.5 if impl == "tiled" else 1)
+
+    monkeypatch.setattr(tree_worker, "attention", wrong)
+    request = {"case": CASE.columns | {"provider": "tiled"}, "device": "cpu", "do": "prepare"}
+    with pytest.raises(AssertionError, match="forward: expected a relative error of at most 2e-05"):
+        tree_worker.answer(request)
+
+
+@pytest.mark.slow
+def test_a_checkout_computes_with_its_own_library(tmp_path):
+    tree = tmp_path / "broken"
+    shutil.copytree(ROOT / "cs336_systems", tree / "cs336_systems", ignore=shutil.ignore_patterns("__pycache__"))
+    (tree / "cs336_systems/attention/__init__.py").write_text(
+        "def attention(*tensors, **options): raise OSError('mine')"
+    )
+    arguments = [*SMALL, "--passes", "both", "--out", str(tmp_path / "rows")]
+    assert compare_trees.main([str(ROOT), str(tree), *arguments]) == 1
+    frame = pd.read_csv(tmp_path / "rows" / "results.csv")
+    assert list(frame["status"]) == ["ok", "error"]
+    assert "prepare: OSError: mine" in frame["reason"][1]
 
 
 @pytest.mark.parametrize(

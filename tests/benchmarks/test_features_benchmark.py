@@ -15,17 +15,19 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks import feature_providers, features
-from benchmarks.attention_providers import add_peers
+from benchmarks.attention_providers import add_peers, block_mask
 from benchmarks.comparison import Context, relative_difference
 from benchmarks.feature_cases import FEATURES, Feature, Sizes, sequence_lengths
-from benchmarks.feature_providers import PEERS, bind, block_mask
+from benchmarks.feature_providers import PEERS, bind
 from benchmarks.features import PLAIN, FeatureCase, cases_of, first_call, measure, parse, tables
 from cs336_systems.profiling.torch_names import without_donated_buffers
+
+from .small_models import run_here
 
 CPU = torch.device("cpu")
 SIZES = Sizes(2, 2, 96, 16, torch.float32, CPU)
 CASE = FeatureCase("causal", "forward", "float32", *dataclasses.astuple(SIZES)[:4])
-QUICK = ["--device", "cpu", "--rounds", "1", "--warmup", "0", "--rep", "0"]
+QUICK = ["--device", "cpu", "--rounds", "1", "--warmup", "0", "--rep", "0", "--max-seconds", "60"]
 PASSES = ("forward", "backward")
 
 
@@ -43,9 +45,9 @@ def rows_of(case, *arguments):
     return {row["provider"]: row for row in measure(case, Context(parse([*QUICK, *arguments])))}
 
 
-def test_every_feature_is_measured(tmp_path):
-    sizes = ["--lengths", "48", "--head-dims", "8", "--passes", "backward", "--out", str(tmp_path)]
-    assert features.main([*QUICK, *sizes, "--providers", "tiled", "torch", "flex"]) == 0
+def test_every_feature_is_measured(monkeypatch, tmp_path):
+    sizes = ["--lengths", "32", "--head-dims", "8", "--passes", "backward"]
+    run_here(monkeypatch, features.main, tmp_path, *QUICK, *sizes, "--providers", "tiled", "torch", "flex")
     frame = pd.read_csv(tmp_path / "results.csv")
     ours = frame[frame["provider"] == "tiled"]
     assert list(ours["feature"]) == [*FEATURES]
@@ -111,7 +113,7 @@ def test_packed_sequences_fill_the_batch():
     assert FEATURES["packed"](SIZES).visible(SIZES) == pytest.approx(pairs / (SIZES.batch * SIZES.length**2))
 
 
-@pytest.mark.parametrize("length", [512, 500])
+@pytest.mark.parametrize("length", [1, 500, 512])
 def test_block_masks_made_in_strips_equal_torchs(length):
     def mask(query, key):
         return (query >= key) & (key >= query - 130)

@@ -10,17 +10,20 @@ import torch
 from benchmarks import flags
 
 
-def parse(*arguments: str, **defaults: object):
-    return flags.parse(flags.make_parser("About", **defaults), ["--device", "cpu", *arguments])
+def parse(usual: str, *arguments: str, **how: object):
+    return flags.parse(flags.make_parser("About", usual, **how), ["--device", "cpu", *arguments])
 
 
 def test_several_values_are_separated_by_spaces_or_commas_and_come_once():
-    options = parse("--lengths", "8,4", "4", "--dtypes", "bf16", "float32", lengths=[1], dtypes=None, head_dims=[64])
-    assert (options.lengths, options.dtypes, options.head_dims) == ([8, 4], ["bfloat16", "float32"], [64])
+    usual = "--lengths 1 --dtypes --head-dims 64 128 --batch --rep 5 --no-tf32"
+    options = parse(usual, "--lengths", "8,4", "4", "--dtypes", "bf16", "float32")
+    assert (options.lengths, options.dtypes, options.head_dims) == ([8, 4], ["bfloat16", "float32"], [64, 128])
+    assert (options.batch, options.rep, options.tf32) == (None, 5.0, False)
+    assert [parse("--tf32", *given).tf32 for given in ([], ["--no-tf32"])] == [True, False]
 
 
 def test_every_program_has_the_same_flags_for_a_run():
-    options = parse("--out", "here", "--resume", "--filter", "a.c", "--no-plots", "--seed", "3", timeout=5)
+    options = parse("", "--out", "here", "--resume", "--filter", "a.c", "--no-plots", "--seed", "3", timeout=5)
     assert (options.out, options.resume, options.filter.pattern) == (Path("here"), True, "a.c")
     assert (options.plots, options.seed, options.timeout, options.dry_run) == (False, 3, 5, False)
     assert options.device == torch.device("cpu")
@@ -28,10 +31,12 @@ def test_every_program_has_the_same_flags_for_a_run():
 
 def test_every_flag_can_be_made():
     names = {*flags._SEVERAL, *flags._SINGLE, *flags._SWITCHES}
-    text = flags.make_parser("About", **dict.fromkeys(names)).format_help()
-    assert all(f"--{name.replace('_', '-')}" in text for name in names)
+    usual = [f"--{name.replace('_', '-')}" for name in names]
+    text = flags.make_parser("About", " ".join(usual)).format_help()
+    assert all(flag in text for flag in usual)
+    assert "sequence lengths (default: 1 2)" in " ".join(flags.make_parser("", "--lengths 1 2").format_help().split())
     with pytest.raises(KeyError):
-        flags.make_parser("", length=1)
+        flags.make_parser("", "--length 1")
 
 
 @pytest.mark.parametrize(
@@ -50,15 +55,9 @@ def test_every_flag_can_be_made():
 )
 def test_invalid_arguments_end_the_program(capsys, arguments, message):
     with pytest.raises(SystemExit) as ended:
-        parse(*arguments, lengths=[1], dtypes=["float32"], peers=None)
+        parse("--lengths 1 --dtypes fp32 --peers", *arguments)
     assert ended.value.code == 2
     assert message in " ".join(capsys.readouterr().err.split())
-
-
-def test_presets_fill_what_is_not_given():
-    options = parse("--lengths", "8", lengths=None, head_dims=None)
-    flags.fill(options, {"lengths": [1], "head_dims": [2]})
-    assert (options.lengths, options.head_dims) == ([8], [2])
 
 
 @pytest.mark.parametrize(

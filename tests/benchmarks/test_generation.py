@@ -11,6 +11,8 @@ from benchmarks.comparison import Context
 from benchmarks.generation import GenerationCase, cases_of, measure, parse, tables, weight_bytes
 from cs336_systems.transformer import Transformer, TransformerConfig
 
+from .small_models import run_here
+
 TINY = {"d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 40}
 QUICK = ["--device", "cpu", "--rounds", "2", "--warmup", "0", "--rep", "0", "--lengths", "12", "--steps", "2"]
 
@@ -57,12 +59,12 @@ def test_attention(monkeypatch):
     assert tables(pd.DataFrame(rows)).count("| attention ") == 3
 
 
-def test_a_run_and_its_continuation(tmp_path, capsys):
-    arguments = ["--device", "cpu", "--attention", "--rounds", "1", "--out", str(tmp_path)]
-    assert generation.main([*arguments, "--filter", "batch=1"]) == 0
-    assert generation.main([*arguments, "--resume"]) == 0
-    assert list(pd.read_csv(tmp_path / "results.csv")["batch"]) == [1] * 3 + [4] * 3
-    assert generation.main([*arguments, "--resume", "--steps", "3"]) == 2
+def test_a_run_and_its_continuation(monkeypatch, tmp_path, capsys):
+    arguments = ["--device", "cpu", "--attention", "--rounds", "1"]
+    run_here(monkeypatch, generation.main, tmp_path, *arguments, "--filter", "batch=1")
+    rows = run_here(monkeypatch, generation.main, tmp_path, *arguments, "--resume")
+    assert [row["batch"] for row in rows] == ["1"] * 3 + ["4"] * 3
+    assert generation.main([*arguments, "--out", str(tmp_path), "--resume", "--steps", "3"]) == 2
     assert "steps was 4 and is now 3" in capsys.readouterr().err
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,10 @@ import torch
 
 from benchmarks import flags, harness
 from benchmarks.comparison import Comparison, Context, DeviceLostError, ran_out_of_memory, time_columns
-from benchmarks.results import Outcome, RowStore, Status, StoreError, outcome_of
+from benchmarks.results import Outcome, RowStore, Status, outcome_of
 from cs336_systems.profiling.timing import RoundTimes, TimingMethod
+
+from .small_models import measure_here, run_here
 
 ROOT = Path(__file__).resolve().parents[2]
 METHOD = TimingMethod(rounds=2, warmup_ms=0, repetitions_ms=0, pause_ms=0)
@@ -44,8 +45,13 @@ CASES = [Square(2), Square(3), Square(13)]
 
 
 def options(*arguments: object):
-    parser = flags.make_parser("", rounds=3, tf32=False)
+    parser = flags.make_parser("", "--rounds 3 --no-tf32")
     return flags.parse(parser, ["--device", "cpu", *map(str, arguments)])
+
+
+@pytest.fixture
+def here(monkeypatch):
+    measure_here(monkeypatch)
 
 
 def rows_in(folder: Path) -> list[harness.Row]:
@@ -75,6 +81,7 @@ def test_a_run_from_cases_to_files(tmp_path):
     assert json.loads((tmp_path / "environment.json").read_text())["commit"] == "abc"
 
 
+@pytest.mark.usefixtures("here")
 def test_a_folder_with_rows_is_continued_only_on_request(tmp_path, capsys):
     assert harness.run(PROGRAM, options("--out", tmp_path), CASES[:1]) == 0
     before = (tmp_path / "journal.jsonl").read_bytes()
@@ -88,19 +95,21 @@ def test_a_folder_with_rows_is_continued_only_on_request(tmp_path, capsys):
     assert len(rows_in(tmp_path)) == 3
 
 
+@pytest.mark.usefixtures("here")
 def test_filter_and_dry_run_measure_what_they_say_and_nothing_else(tmp_path, capsys):
     folder = tmp_path / "new"
-    program = dataclasses.replace(PROGRAM, estimate=lambda case, options: harness.Estimate(60 * case.number, 2**30))
-    assert harness.run(program, options("--out", folder, "--dry-run", "--filter", "=[23]$"), CASES) == 0
+    program = dataclasses.replace(PROGRAM, memory=lambda case, options: case.number * 2**30 or None)
+    cases = [Square(0), *CASES]
+    assert harness.run(program, options("--out", folder, "--dry-run", "--filter", "=[023]$"), cases) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert listed == ["number=2: about 120 s, 1.00 GiB", "number=3: about 180 s, 1.00 GiB", "2 cases, about 5 min"]
+    assert listed == ["number=0", "number=2: 2.00 GiB", "number=3: 3.00 GiB", "3 cases"]
     assert harness.run(program, options("--out", folder, "--filter", "none"), CASES) == 2
     message = "squares.py: error: --filter must match the name of a case, for example 'number=2'; got 'none'"
     assert message in capsys.readouterr().err
     assert not folder.exists()
-    assert harness.listing(CASES[:1], [harness.Estimate()]) == "number=2\n1 cases"
 
 
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, None])
 def test_an_interruption_keeps_what_is_measured_and_writes_the_tables(tmp_path, capsys, interrupt):
     before = signal.getsignal(signal.SIGTERM)
@@ -118,6 +127,7 @@ def test_an_interruption_keeps_what_is_measured_and_writes_the_tables(tmp_path, 
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.usefixtures("here")
 def test_plots_are_drawn_after_a_run_and_again_from_the_csv(tmp_path, capsys):
     drawn = []
     program = dataclasses.replace(PROGRAM, plots=lambda frame, folder: drawn.append((list(frame["square"]), folder)))
@@ -132,6 +142,7 @@ def test_plots_are_drawn_after_a_run_and_again_from_the_csv(tmp_path, capsys):
     assert "--redraw must name a folder with a results.csv" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("here")
 def test_a_new_run_has_a_folder_by_device_and_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert harness.run(PROGRAM, options(), CASES[:1]) == 0
@@ -164,13 +175,8 @@ def test_a_provider_that_ends_the_process_is_excluded_and_the_others_are_measure
     program = dataclasses.replace(PROGRAM, measure=compare)
     assert harness.run(program, options("--out", tmp_path), CASES[:1]) == 0
     rows = {row["provider"]: row for row in rows_in(tmp_path)}
-    assert {name: row["status"] for name, row in rows.items()} == {
-        "naive": "ok",
-        "fast": "ok",
-        "oom": "oom",
-        "crash": "error",
-        "lost": "error",
-    }
+    statuses = {"naive": "ok", "fast": "ok", "oom": "oom", "crash": "error", "lost": "error"}
+    assert {name: row["status"] for name, row in rows.items()} == statuses
     assert rows["crash"]["reason"] == "the process ended with status 7, at: crash first call"
     assert "the device does not respond" in rows["lost"]["reason"]
     assert rows["fast"]["speedup"] == 2.0
@@ -216,10 +222,8 @@ def test_a_series_that_ran_out_of_memory():
 
 
 def test_exceptions_become_outcomes():
-    assert outcome_of(torch.OutOfMemoryError("CUDA out of memory.\nTried")).columns == {
-        "status": "oom",
-        "reason": "CUDA out of memory. Tried",
-    }
+    full = outcome_of(torch.OutOfMemoryError("CUDA out of memory.\nTried"))
+    assert full.columns == {"status": "oom", "reason": "CUDA out of memory. Tried"}
     assert outcome_of(ValueError("no"), refusals=(ValueError,)) == Outcome(Status.UNSUPPORTED, "no")
     with pytest.raises(ValueError, match="complex") as raised:
         int("complex")
@@ -231,32 +235,32 @@ def test_exceptions_become_outcomes():
 
 def test_the_store_keeps_rows_over_crashes(tmp_path):
     store = RowStore(tmp_path, {"seed": 0, "gone": 1}, resume=False)
-    store.append("a", [{"ms": 1.5, "each": [1, 2]}, {"ms": None, "text": "x,y"}])
+    rows = [{"ms": 1.5, "each": [1, 2], "count": None}, {"ms": None, "text": "x,y", "count": 3}]
+    store.append("a", rows)
     store.append("b", [])
-    assert (tmp_path / "results.csv").read_text().splitlines() == ["ms,each,text", "1.5,1;2,", ',,"x,y"']
+    assert (tmp_path / "results.csv").read_text().splitlines() == ["ms,each,count,text", "1.5,1;2,,", ',,3,"x,y"']
     with pytest.raises(ValueError, match="got 'a' again"):
         store.append("a", [])
     with pytest.raises(ValueError, match="JSON compliant"):
         store.append("c", [{"ms": float("nan")}])
-    with pytest.raises(StoreError, match="gone was 1 and is now 'nothing'; new was 'nothing' and is now 2"):
+    with pytest.raises(ValueError, match="gone was 1 and is now 'nothing'; new was 'nothing' and is now 2"):
         RowStore(tmp_path, {"seed": 0, "new": 2}, resume=True)
     journal = tmp_path / "journal.jsonl"
     journal.write_text(journal.read_text()[:-3])  # a crash cut off the last line
     again = RowStore(tmp_path, {"seed": 0, "gone": 1}, resume=True)
     assert ("a" in again, "b" in again) == (True, False)
-    assert again["a"] == again.rows == [{"ms": 1.5, "each": [1, 2]}, {"ms": None, "text": "x,y"}]
+    assert again["a"] == again.rows == rows
     again.append("b", [{"ms": 2.0}])
     assert RowStore(tmp_path, {"seed": 0, "gone": 1}, resume=True)["b"] == [{"ms": 2.0}]
     (tmp_path / "settings.json").unlink()
-    with pytest.raises(StoreError, match=r"no settings\.json"):
+    with pytest.raises(ValueError, match=r"no settings\.json"):
         RowStore(tmp_path, {}, resume=True)
     journal.unlink()
-    with pytest.raises(StoreError, match=r"no journal\.jsonl"):
+    with pytest.raises(ValueError, match=r"no journal\.jsonl"):
         RowStore(tmp_path, {}, resume=True)
 
 
 EXAMPLE = """
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -270,19 +274,18 @@ from benchmarks.tables import matrix
 from cs336_systems.profiling import measure_ms
 
 {}
-if __name__ == "__main__":
-    sys.exit(main())
 """
 
 
-def test_the_example_of_the_docs_runs(tmp_path):
+def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
     text = (ROOT / "docs/benchmarking.md").read_text()
     section = text[text.index("## Writing a benchmark") :]
     code = section[section.index("```python\n") + 10 : section.index("\n```\n")]
     (tmp_path / "products.py").write_text(EXAMPLE.format(code))
-    flags = ["--device", "cpu", "--lengths", "8", "16", "--rounds", "2", "--out", str(tmp_path / "rows")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
-    subprocess.run([sys.executable, str(tmp_path / "products.py"), *flags], env=environment, check=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    program = importlib.import_module("products")
+    flags = ["--device", "cpu", "--lengths", "8", "16", "--rounds", "2"]
+    run_here(monkeypatch, program.main, tmp_path / "rows", *flags)
     frame = pd.read_csv(tmp_path / "rows" / "results.csv")
     assert list(frame["provider"]) == ["matmul", "einsum"] * 2
     assert (frame["median_ms"] > 0).all()

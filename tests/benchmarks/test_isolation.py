@@ -45,14 +45,12 @@ def test_a_failure_ends_that_call_alone():
     for job, finished in ends.items():
         assert finished.failure == FAILURES.get(job, "")
         assert finished.result == (None if job in FAILURES else f"did {job}")
-        assert (finished.provider, finished.step) == ("provider", job)
+        assert finished.provider == "provider"
 
 
 def test_a_call_that_exceeds_the_limit_is_killed():
-    start = time.monotonic()
     # Where it is depends on how fast processes start.
-    assert run_isolated(act, "hang", limit=5).failure.startswith("took longer than 5 s, at: ")
-    assert time.monotonic() - start < 60
+    assert run_isolated(act, "hang", limit=2).failure.startswith("took longer than 2 s, at: ")
 
 
 def test_steps_are_reported_and_without_a_parent_ignored():
@@ -65,7 +63,7 @@ def test_steps_are_reported_and_without_a_parent_ignored():
 def test_a_caller_that_stops_kills_what_runs():
     start = time.monotonic()
     calls = map_isolated(act, [("a",), ("hang",), ("hang",)], processes=2)
-    assert next(calls)[1] == Finished("did a", "", "provider", "a")
+    assert next(calls)[1] == Finished("did a", "", "provider")
     calls.close()
     assert time.monotonic() - start < 60
 
@@ -106,6 +104,7 @@ print(json.dumps(asked))
 """
 
 
+@pytest.mark.slow
 def test_imports_use_no_gpu():
     """The server imports them before it forks. is_available() asks the driver's management library there."""
     from cs336_systems.profiling.torch_names import COMPILER
@@ -130,6 +129,7 @@ def print_processes_and_hang() -> None:
 
 
 @linux
+@pytest.mark.slow
 def test_processes_end_with_the_program_even_if_it_is_killed(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}

@@ -30,9 +30,8 @@ def cases_of(*arguments):
 
 
 def test_blocks_are_recomputed_at_the_longest_length_and_by_at_most_all():
-    cases = cases_of(
-        "--lengths", "64", "32", "--modes", "step", "--dtypes", "fp32", "--recompute-every", "4", "2", "1", "0"
-    )
+    axes = "--lengths 64 32 --modes step --dtypes fp32 --recompute-every 4 2 1 0"
+    cases = cases_of(*axes.split())
     assert [(case.length, case.recompute_every) for case in cases] == [(32, None), (64, None), (64, 1), (64, 2)]
     assert len({case.name for case in cases}) == 4
     assert cases[-1].name.endswith("step recompute=2")
@@ -117,26 +116,10 @@ def test_a_run_goes_on_where_memory_runs_out(monkeypatch, tmp_path):
         return real(case, *arguments, **how)
 
     monkeypatch.setattr(memory, "make_step", small_device)
-    arguments = [
-        *FLAGS,
-        "--batch",
-        "2",
-        "--steps",
-        "1",
-        "--dtypes",
-        "fp32",
-        "--modes",
-        "step",
-        "--recompute-every",
-        "1",
-    ]
-    rows = run_here(monkeypatch, memory.main, tmp_path, *arguments, "--lengths", "16", "24", "32")
-    assert [(row["length"], row["recompute_every"], row["status"]) for row in rows] == [
-        ("16", "", "ok"),
-        ("24", "", "oom"),
-        ("32", "", "skipped"),
-        ("32", "1", "ok"),
-    ]
+    axes = "--batch 2 --steps 1 --dtypes fp32 --modes step --recompute-every 1 --lengths 16 24 32"
+    rows = run_here(monkeypatch, memory.main, tmp_path, *FLAGS, *axes.split())
+    found = [(row["length"], row["recompute_every"], row["status"]) for row in rows]
+    assert found == [("16", "", "ok"), ("24", "", "oom"), ("32", "", "skipped"), ("32", "1", "ok")]
     assert "memory ran out at batch 2, length 24" in (tmp_path / "tables.md").read_text()
     pictures = {path.name for path in tmp_path.glob("*.png")}
     assert pictures >= {"peak.png", "categories.png"}

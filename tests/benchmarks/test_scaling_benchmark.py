@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import dataclasses
 import json
 import re
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pandas as pd
@@ -15,24 +15,19 @@ import torch
 
 from benchmarks import scaling, scaling_process
 from benchmarks.models import rate_columns
-from benchmarks.scaling import drive, impossible, search
-from benchmarks.scaling_process import FAILURE, LONGEST, STEP, STRONG, WEAK, ScalingCase, run_group
-from benchmarks.scaling_tables import tables, with_efficiency, wrong_losses
+from benchmarks.scaling import drive, impossible, search, tables, with_efficiency, wrong_losses
+from benchmarks.scaling_process import FAILURE, LONGEST, RESULT, STEP, STRONG, WEAK, ScalingCase, run_group
 from cs336_systems.parallel import Layout
 from cs336_systems.profiling import RoundTimes
 from cs336_systems.profiling.steps import AllocatorStats, StepTimes
 
-from .small_models import CPU, context
+from .small_models import CPU, context, run_here
 
 CASE = ScalingCase(STEP, "tiny", "2025", 64, STRONG, "ddp", 2, length=32, batch=2, compile="none", warmup_steps=1)
-ONE = dataclasses.replace(CASE, parallel="none", processes=1)
-TRIED = dataclasses.replace(ONE, what=LONGEST, batch=1)
+ONE = replace(CASE, parallel="none", processes=1)
+TRIED = replace(ONE, what=LONGEST, batch=1)
 FLAGS = ["--models", "tiny", "--vocab-size", "64", "--steps", "2", "--warmup-steps", "1", "--timeout", "200"]
 ON_GPUS = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.multi_gpu])
-
-
-def changed(case=CASE, **changes):
-    return dataclasses.replace(case, **changes)
 
 
 def row_of(case, **figures):
@@ -54,12 +49,10 @@ def group(case, tmp_path, program="", timeout=200.0):
 def test_every_mode_runs_on_several_processes_and_none_on_one():
     cases = scaling.parse(["--models", "small", "--lengths", "64", "--batch", "2", "--device", "cpu"]).cases
     modes = ("ddp", "fsdp", "context", "fsdp+context")
-    assert [(case.parallel, case.processes) for case in cases] == [
-        ("none", 1),
-        *((mode, count) for count in (2, 4) for mode in modes),
-    ]
+    several = [(mode, count) for count in (2, 4) for mode in modes]
+    assert [(case.parallel, case.processes) for case in cases] == [("none", 1), *several]
     assert {(case.scale, case.what, case.compile, case.warmup_steps) for case in cases} == {(WEAK, STEP, "auto", 3)}
-    assert len({case.name for case in cases}) == len(cases)
+    assert len({case.name for case in cases}) == 9
     longest = scaling.parse(["--longest", "--processes", "1", "4", "--lengths", "256", "--device", "cpu"]).cases
     assert [(case.parallel, case.processes) for case in longest] == [("none", 1), ("context", 4), ("fsdp+context", 4)]
     assert {(case.batch, case.scale, case.compile, case.length) for case in longest} == {(1, STRONG, "none", 256)}
@@ -84,20 +77,16 @@ def test_invalid_options_end_the_program(capsys, arguments, message):
 
 @pytest.mark.parametrize(
     ("scale", "parallel", "length", "sequences"),
-    [
-        *((WEAK, mode, 32, 8) for mode in ("ddp", "fsdp")),
-        *((WEAK, mode, 128, 2) for mode in ("context", "fsdp+context")),
-        *((STRONG, mode, 32, 2) for mode in ("ddp", "context")),
-    ],
+    [(WEAK, "ddp", 32, 8), (WEAK, "fsdp+context", 128, 2), (STRONG, "fsdp", 32, 2), (STRONG, "context", 32, 2)],
 )
 def test_work_grows_in_sequences_or_in_their_length(scale, parallel, length, sequences):
-    case = changed(scale=scale, parallel=parallel, processes=4)
+    case = replace(CASE, scale=scale, parallel=parallel, processes=4)
     assert (case.step_length, case.sequences, case.config.context_length) == (length, sequences, length)
 
 
 def test_what_cannot_be_divided(monkeypatch):
-    assert "2 sequences cannot be divided among 3" in str(impossible(changed(processes=3), CPU))
-    assert "2 processes cannot share 3 tokens" in str(impossible(changed(parallel="context", length=3), CPU))
+    assert "2 sequences cannot be divided among 3" in str(impossible(replace(CASE, processes=3), CPU))
+    assert "2 processes cannot share 3 tokens" in str(impossible(replace(CASE, parallel="context", length=3), CPU))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert "this machine has 1 GPUs" in str(impossible(CASE, torch.device("cuda")))
 
@@ -119,8 +108,7 @@ def test_the_optimizer_has_its_state_before_the_only_step():
     assert all("exp_avg_sq" in step.optimizer.state[parameter] for parameter in step.model.parameters())
     assert all(parameter.grad is None for parameter in step.model.parameters())
     assert step.optimizer.param_groups[0]["lr"] == untouched.optimizer.param_groups[0]["lr"] > 0
-    pairs = zip(step.model.parameters(), untouched.model.parameters(), strict=True)
-    assert all(torch.equal(*pair) for pair in pairs)
+    assert all(map(torch.equal, step.model.parameters(), untouched.model.parameters()))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +118,6 @@ def test_the_optimizer_has_its_state_before_the_only_step():
         (1000, 4096, 0, (512, 1024)),
         (1000, 512, 2, (896, 1024)),
         (640, 512, 2, (640, 768)),
-        (64, 64, 0, (64, 128)),
         (10, 256, 3, (None, 64)),
         (10**9, 512, 1, (4096, None)),
     ],
@@ -143,25 +130,23 @@ def test_the_search(limit, first, bisections, found):
 
 def test_another_failure_than_memory_ends_the_search():
     notes = []
-    drive(
-        argparse.Namespace(
-            options=scaling.parse(["--device", "cpu", "--longest", "--most", "256"]),
-            rows=lambda case: [{"status": "error", "reason": "no"} if case.length > 64 else {"status": "ok"}],
-            note=notes.append,
-        ),
-        [TRIED],
-    )
+
+    def rows(case):
+        return [{"status": "error", "reason": "no"} if case.length > 64 else {"status": "ok"}]
+
+    options = scaling.parse(["--device", "cpu", "--longest", "--most", "256"])
+    drive(argparse.Namespace(options=options, rows=rows, note=notes.append), [TRIED])
     assert notes == ["tiny none on 1: the search ends: error at 128: no"]
 
 
 def test_efficiency_is_of_n_times_one():
-    failed = row_of(changed(parallel="fsdp"), status="oom", median_ms=None, first_loss=None)
-    rows = [row_of(ONE), row_of(CASE, median_ms=8.0), failed, row_of(changed(model="small"), median_ms=1.0)]
+    failed = row_of(replace(CASE, parallel="fsdp"), status="oom", median_ms=None, first_loss=None)
+    rows = [row_of(ONE), row_of(CASE, median_ms=8.0), failed, row_of(replace(CASE, model="small"), median_ms=1.0)]
     frame = with_efficiency(pd.DataFrame(rows))
     assert [*frame["efficiency"][:2]] == [1.0, pytest.approx(10 / 8 / 2)]
     assert frame["efficiency"][2:].isna().all()
     assert "oom" in tables(pd.DataFrame(rows))
-    weak = [row_of(changed(ONE, scale=WEAK)), row_of(changed(scale=WEAK, parallel="context"))]
+    weak = [row_of(replace(ONE, scale=WEAK)), row_of(replace(CASE, scale=WEAK, parallel="context"))]
     one, two = with_efficiency(pd.DataFrame(weak)).to_dict("records")
     # The sequences of two processes are twice as long: a token has as many more pairs.
     more = two["flops_per_token"] / one["flops_per_token"]
@@ -171,7 +156,7 @@ def test_efficiency_is_of_n_times_one():
 
 
 def test_another_first_loss_of_the_same_tokens_is_a_warning():
-    rows = [row_of(ONE), row_of(CASE, first_loss=4.01), row_of(changed(parallel="fsdp"), first_loss=4.5)]
+    rows = [row_of(ONE), row_of(CASE, first_loss=4.01), row_of(replace(CASE, parallel="fsdp"), first_loss=4.5)]
     (text,) = wrong_losses(with_efficiency(pd.DataFrame(rows)))
     assert "fsdp on 2" in text
     assert "the first loss is 4.5000, and 4.0000 on one process" in text
@@ -180,7 +165,7 @@ def test_another_first_loss_of_the_same_tokens_is_a_warning():
 def test_the_longest_that_fits():
     def tried(processes, length, status="ok", **figures):
         parallel = "none" if processes == 1 else "context"
-        case = changed(TRIED, parallel=parallel, processes=processes, length=length)
+        case = replace(TRIED, parallel=parallel, processes=processes, length=length)
         return row_of(case, status=status, **figures)
 
     rows = [tried(1, 64), tried(1, 128, "oom"), tried(1, 256, "oom"), tried(2, 64), tried(2, 160, median_ms=500.0)]
@@ -193,63 +178,85 @@ def test_the_longest_that_fits():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["cpu", ON_GPUS])
 def test_the_work_of_one_is_shared(tmp_path, place):
     modes = ("ddp", "fsdp", "context", "fsdp+context")
-    arguments = [*FLAGS, "--lengths", "32", "--batch", "2", "--processes", "1", "2", "--scale", "strong", "--compile"]
-    arguments += ["none", "--device", place, "--parallel", *modes, "--out", str(tmp_path)]
-    assert scaling.main(arguments) == 0
-    with (tmp_path / "results.csv").open() as file:
-        rows = [*csv.DictReader(file)]
-    assert [(row["parallel"], row["status"], row["reason"]) for row in rows] == [
-        (m, "ok", "") for m in ("none", *modes)
-    ]
-    losses = [float(row["first_loss"]) for row in rows]
-    assert max(losses) - min(losses) < 0.01
-    for row in rows:
-        assert float(row["last_loss"]) < float(row["first_loss"])
-        assert float(row["tokens_per_second"]) == pytest.approx(64e3 / float(row["median_ms"]))
-        assert (row["peak_mib"] != "") == (place == "cuda")
+    axes = "--lengths 32 --batch 2 --processes 1 2 --scale strong --compile none --device"
+    assert scaling.main([*FLAGS, *axes.split(), place, "--parallel", *modes, "--out", str(tmp_path)]) == 0
+    rows = pd.read_csv(tmp_path / "results.csv")
+    assert [*zip(rows["parallel"], rows["status"], strict=True)] == [(mode, "ok") for mode in ("none", *modes)]
+    assert rows["first_loss"].max() - rows["first_loss"].min() < 0.01
+    assert (rows["last_loss"] < rows["first_loss"]).all()
+    assert [*rows["tokens_per_second"]] == pytest.approx([*(64e3 / rows["median_ms"])])
+    assert rows["peak_mib"].notna().all() == (place == "cuda")
     assert "one of them is wrong" not in (tmp_path / "tables.md").read_text()
+    axes = (
+        "--longest --lengths 64 --processes 2 --parallel context --recompute-every 1 --loss-chunk 16 --most 64 --device"
+    )
+    assert scaling.main([*FLAGS, *axes.split(), place, "--out", str(tmp_path / "longest")]) == 0
+    assert [*pd.read_csv(tmp_path / "longest/results.csv")["status"]] == ["ok"]
 
 
-@pytest.mark.parametrize("place", ["cpu", ON_GPUS])
-def test_a_search_is_resumed(tmp_path, place):
-    arguments = [*FLAGS, "--longest", "--lengths", "64", "--processes", "2", "--parallel", "context", "--device", place]
-    arguments += ["--recompute-every", "1", "--loss-chunk", "16", "--out", str(tmp_path)]
-    assert scaling.main([*arguments, "--most", "64"]) == 0
+def job_of(case, folder, **changes):
+    fixed = {"device": "cpu", "steps": 2, "tf32": False, "seed": 0, "timeout": 60.0}
+    return [json.dumps(fixed | {"case": asdict(case), "folder": str(folder)} | changes)]
+
+
+@pytest.mark.parametrize("what", [STEP, LONGEST])
+def test_one_process_measures_and_writes(tmp_path, what):
+    scaling_process.main(job_of(replace(ONE, what=what), tmp_path))
+    row = scaling_process.result_of(tmp_path) or {}
+    assert len(row["steps_ms"]) == (2 if what == STEP else 1)
+    assert ("tokens_per_second" in row) == (what == STEP)
+    assert row["last_loss"] <= row["first_loss"]
+
+
+def test_a_process_that_fails_writes_why_and_exits_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(scaling_process.os, "_exit", sys.exit)
+    with pytest.raises(SystemExit):
+        scaling_process.main(job_of(replace(ONE, model="small", suite="1999"), tmp_path))
+    row = scaling_process.result_of(tmp_path) or {}
+    assert row["status"] == "error"
+    assert "1999" in row["reason"]
+
+
+def test_a_run_and_a_search_that_is_resumed(tmp_path, monkeypatch):
+    monkeypatch.setattr(scaling, "run_group", lambda case, options: {"median_ms": 1.0, "peak_bytes_of_each": [2**20]})
+    common = [*FLAGS, "--lengths", "64", "--device", "cpu"]
+    run_here(monkeypatch, scaling.main, tmp_path / "steps", *common, "--processes", "1", "--batch", "2")
+    search = [*common, "--longest", "--processes", "2", "--parallel", "context", "--recompute-every", "1"]
+    run_here(monkeypatch, scaling.main, tmp_path, *search, "--most", "64")
     journal = (tmp_path / "journal.jsonl").read_text()
-    assert scaling.main([*arguments, "--most", "128", "--resume"]) == 0
+    rows = run_here(monkeypatch, scaling.main, tmp_path, *search, "--most", "128", "--resume")
     assert (tmp_path / "journal.jsonl").read_text().startswith(journal)
-    with (tmp_path / "results.csv").open() as file:
-        rows = [*csv.DictReader(file)]
-    assert [(row["length"], row["status"], row["median_ms"] > "") for row in rows] == [
-        ("64", "ok", True),
-        ("128", "ok", True),
-    ]
-    assert "tokens_per_second" not in rows[0]
-
-
-def test_memory_that_runs_out_in_one_process_ends_all(tmp_path):
-    row = group(CASE, tmp_path, FULL)
-    assert row == {"status": "oom", "reason": "CUDA out of memory"}
+    found = [(row["length"], row["status"], row["peak_mib"]) for row in rows]
+    assert found == [("64", "ok", "1.0"), ("128", "ok", "1.0")]
 
 
 @pytest.mark.slow
-def test_a_group_that_hangs_is_ended(tmp_path):
-    row = group(CASE, tmp_path, HANGING.format(folder=tmp_path), timeout=30.0)
-    assert row == {"status": "error", "reason": "took longer than 30 s"}
-    pids = [int(path.name) for path in (tmp_path / "pids").iterdir()]
+def test_a_group_that_runs_out_of_memory_or_hangs_is_ended(tmp_path):
+    assert group(CASE, tmp_path, PROGRAM.format(FULL)) == {"status": "oom", "reason": "CUDA out of memory"}
+    late = {"status": "error", "reason": "took longer than 30 s"}
+    assert group(CASE, tmp_path, PROGRAM.format(HANGS.format(str(tmp_path))), timeout=30.0) == late
+    pids = [path.name for path in (tmp_path / "pids").iterdir()]
     assert pids
-    assert not any(alive(pid) for pid in pids)
+    assert not any(map(alive, pids))
 
 
-def test_the_reason_of_an_error(tmp_path):
-    row = group(ONE, tmp_path, "raise SystemExit('the disk is full')")
-    assert row == {"status": "error", "reason": "ended with status 1: the disk is full"}
-    row = group(changed(ONE, model="small", suite="1999"), tmp_path)
-    assert row["status"] == "error"
-    assert "1999" in row["reason"]
+WRITES = "import json, pathlib, sys; folder = pathlib.Path(json.loads(sys.argv[1])['folder']); "
+
+
+@pytest.mark.parametrize(
+    ("program", "timeout", "row"),
+    [
+        ("raise SystemExit('full')", 20.0, {"status": "error", "reason": "ended with status 1: full"}),
+        ("import time; time.sleep(60)", 1.0, {"status": "error", "reason": "took longer than 1 s"}),
+        (WRITES + f"(folder / '{RESULT}').write_text('{{}}')", 20.0, {}),
+    ],
+)
+def test_the_end_of_a_group(tmp_path, program, timeout, row):
+    assert group(ONE, tmp_path, program, timeout) == row
 
 
 def test_memory_is_the_reason_if_others_fail_too(tmp_path):
@@ -259,42 +266,35 @@ def test_memory_is_the_reason_if_others_fail_too(tmp_path):
 
 
 def alive(pid):
-    """Whether a process exists and is no zombie."""
     try:
         return "zombie" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
 
 
-FULL = """
-import sys
+PROGRAM = """
+import os, pathlib, sys, time
 import torch
+import torch.distributed as dist
 from benchmarks import scaling_process
 
 measure = scaling_process.measure
 
-def full(job, case, layout):
+def other(job, case, layout):
+    {0}
+
+scaling_process.measure = other
+scaling_process.main(sys.argv[1:])
+"""
+FULL = """
     if layout.rank == 1:
         raise torch.OutOfMemoryError("CUDA out of memory")
     return measure(job, case, layout)
-
-scaling_process.measure = full
-scaling_process.main(sys.argv[1:])
 """
-HANGING = """
-import os, pathlib, sys, time
-import torch.distributed as dist
-from benchmarks import scaling_process
-
-pids = pathlib.Path("{folder}") / "pids"
-
-def hanging(job, case, layout):
-    pids.mkdir(exist_ok=True)
-    (pids / str(os.getpid())).touch()
+HANGS = """
+    pathlib.Path({0!r}, "pids").mkdir(exist_ok=True)
+    pathlib.Path({0!r}, "pids", str(os.getpid())).touch()
     if layout.rank == 1:
         time.sleep(600)
     dist.barrier()
-
-scaling_process.measure = hanging
-scaling_process.main(sys.argv[1:])
 """

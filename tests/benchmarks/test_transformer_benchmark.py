@@ -10,8 +10,7 @@ import torch
 
 from benchmarks import steps, transformer
 from benchmarks.models import step_flops
-from benchmarks.transformer import measure, rates_of, step_lines
-from benchmarks.transformer_tables import plots, tables
+from benchmarks.transformer import measure, plots, rates_of, step_lines, tables
 from cs336_systems.profiling import RoundTimes
 from cs336_systems.profiling.steps import PHASES, AllocatorStats, StepTimes
 from cs336_systems.transformer import preset
