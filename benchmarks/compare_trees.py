@@ -5,7 +5,8 @@
     python benchmarks/compare_trees.py . .:../triton-3.9       # one checkout with two versions of Triton
 
 After a colon comes a folder of packages that precede the installed ones, as `pip install --target` makes it. With
---decode, a call is one query per head over a full cache (`attention_with_cache`).
+--decode, a call is one query per head over a full cache (`attention_with_cache`); with --step, a training step of a
+small Transformer.
 
 One process per checkout computes the same calls on the same inputs, in turns: each checkout is measured once a round,
 in rotated order, so that clocks that fall under load fall for all. Results are compared with float64 first. The table
@@ -37,10 +38,12 @@ import pandas as pd
 from benchmarks import flags
 from benchmarks.harness import Case, Comparison, Context, Program, Row, Status, Sweep, run, timing_method
 from benchmarks.tables import matrix, number
+from benchmarks.tree_worker import model_sizes
 from cs336_systems.profiling.flops import Pass, attention_flops, teraflops_per_second
+from cs336_systems.transformer import TransformerConfig
 
 WORKER = Path(__file__).with_name("tree_worker.py")
-DECODE = "decode"
+DECODE, STEP = "decode", "step"
 
 
 class TreeError(RuntimeError):
@@ -49,7 +52,7 @@ class TreeError(RuntimeError):
 
 @dataclass(frozen=True)
 class TreeCase(Case):
-    """An attention call; ``which`` is its pass, or `decode`."""
+    """An attention call, ``which`` is its pass; or `decode`, or the training `step` of a model (`model_sizes`)."""
 
     provider: str
     which: str
@@ -64,6 +67,8 @@ class TreeCase(Case):
     @property
     def flops(self) -> float:
         """Operations of one call."""
+        if self.which == STEP:
+            return self.batch * self.length * TransformerConfig(**model_sizes(self.columns)).training_flops_per_token()
         queries = 1 if self.which == DECODE else self.length
         which = cast(Pass, "forward" if self.which == DECODE else self.which)
         causal = self.mask == "causal" and self.which != DECODE
@@ -172,7 +177,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = flags.make_parser(__doc__, f"{_USUAL} {_ON_A_GPU if flags.wants_gpu(arguments) else _WITHOUT}")
     parser.add_argument("trees", nargs="*", metavar="TREE[:PACKAGES]", help="checkouts; the first is the baseline")
     parser.add_argument("--groups", type=flags.positive, default=1, help="query heads per key head (%(default)s)")
-    parser.add_argument("--decode", action="store_true", help="attention over a cache, in place of --passes")
+    others = parser.add_mutually_exclusive_group()
+    others.add_argument("--decode", action="store_true", help="attention over a cache, in place of --passes")
+    others.add_argument("--step", action="store_true", help="a training step, in place of --passes")
     options = flags.parse(parser, arguments)
     if not options.trees and options.redraw is None:
         parser.error("TREE must name at least one checkout")
@@ -190,7 +197,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def cases_of(options: argparse.Namespace) -> list[TreeCase]:
     """The cases: each has --tokens tokens in a batch, and --channels channels in a query, or the least possible."""
-    passes = [DECODE] if options.decode else options.passes
+    passes = [DECODE] if options.decode else [STEP] if options.step else options.passes
     axes = (options.providers, passes, options.dtypes, options.head_dims, options.masks, options.lengths)
     cases = []
     for provider, which, dtype, dim, mask, length in itertools.product(*axes):

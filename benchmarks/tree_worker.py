@@ -2,8 +2,8 @@
 
 Runs with that checkout first on PYTHONPATH. Each line of standard input is a request in JSON: {"do", "case", "device",
 "warmup", "rep"}, where "do" is "prepare" or "time". Each line of standard output is {"value"}, milliseconds, or
-{"failure"}. Of the checkout only `attention` and `attention_with_cache` are used, so that checkouts of any age can be
-compared.
+{"failure"}. Of the checkout only `attention`, `attention_with_cache` and `Transformer` are used, so that checkouts of
+any age can be compared.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from cs336_systems.attention import attention
 
 LONGEST_CHECKED = 512
+VOCABULARY = 4096
 # Relative error against float64, in the Frobenius norm, with a margin.
 _BOUNDS = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 2e-5}
 
@@ -46,6 +48,37 @@ def attend(case: dict[str, Any], provider: str, q: Tensor, k: Tensor, v: Tensor)
     return attention_with_cache(q, k, v, torch.full((k.shape[0],), k.shape[2], device=k.device), impl=provider)
 
 
+def model_sizes(case: dict[str, Any]) -> dict[str, Any]:
+    """The sizes of the model whose training step is a case: arguments of `TransformerConfig`."""
+    d_model = case["heads"] * case["head_dim"]
+    sizes = {"vocab_size": VOCABULARY, "context_length": case["length"], "d_model": d_model, "d_ff": 4 * d_model}
+    heads = {"num_layers": 4, "num_heads": case["heads"], "num_kv_heads": case["kv_heads"]}
+    return {**sizes, **heads, "attn": case["provider"]}
+
+
+def make_step(case: dict[str, Any], device: str) -> Callable[[], Tensor]:
+    """A function of which one call is a training step, with AdamW and autocast to the case's dtype, and its loss."""
+    from cs336_systems.transformer import Transformer, TransformerConfig
+
+    torch.manual_seed(0)
+    model = Transformer(TransformerConfig(**model_sizes(case)), device=torch.device(device))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.randint(VOCABULARY, (case["batch"], case["length"] + 1), device=device)
+    dtype = getattr(torch, case["dtype"])
+    autocast = {"device_type": torch.device(device).type, "dtype": dtype, "enabled": dtype is not torch.float32}
+
+    def step() -> Tensor:
+        with torch.autocast(**autocast):
+            logits = model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
 def make_call(case: dict[str, Any], provider: str, tensors: list[Tensor]) -> Callable[[], Any]:
     """A function of which one call is one pass, and which returns its output or gradients."""
     *inputs, gradient = tensors
@@ -64,6 +97,8 @@ def make_call(case: dict[str, Any], provider: str, tensors: list[Tensor]) -> Cal
 def call_of(case: str, device: str) -> Callable[[], Any]:
     """The call of a case in JSON; the last one is kept."""
     values = json.loads(case)
+    if values["which"] == "step":
+        return make_step(values, device)
     return make_call(values, values["provider"], make_tensors(values, device))
 
 

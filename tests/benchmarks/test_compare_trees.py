@@ -55,6 +55,9 @@ def test_cases():
     assert CASE.flops == 2.5 * 2 * 2 * 4 * 64 * 64 * (16 + 16) / 2
     (decode,) = cases_of(parse([str(ROOT), "--device", "cpu", "--decode", "--head-dims", "16"]))
     assert (decode.which, decode.flops) == ("decode", 2 * 2 * 4 * 1 * 128 * (16 + 16))
+    (step,) = cases_of(parse([str(ROOT), "--device", "cpu", "--step", "--head-dims", "16"]))
+    weights = 4 * (4 * 64 * 64 + 3 * 64 * 256) + 64 * 4096
+    assert (step.which, step.flops) == ("step", 3 * 2 * (128 * 2 * weights + 4 * 4 * 64 * 128 * 128 / 2))
 
 
 def test_two_checkouts_side_by_side(quick, tmp_path, monkeypatch, capsys):
@@ -96,6 +99,14 @@ def test_a_worker_checks_and_times_every_pass(which):
     shapes = [tuple(x.shape) for x in ([result] if isinstance(result, torch.Tensor) else result)]
     queries, keys = (2, 4, 1 if which == "decode" else 64, 16), (2, 2, 64, 16)
     assert shapes == ([queries] if which in ("forward", "decode") else [queries, keys, keys])
+
+
+def test_a_worker_trains():
+    request = {"case": CASE.columns | {"which": "step"}, "device": "cpu", "warmup": 0.0, "rep": 1.0}
+    assert tree_worker.answer(request | {"do": "prepare"}) == 0
+    assert tree_worker.answer(request | {"do": "time"}) > 0
+    step = tree_worker.call_of(json.dumps(request["case"]), "cpu")
+    assert step() > step()
 
 
 def test_a_worker_refuses_wrong_results(monkeypatch):
