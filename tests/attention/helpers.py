@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -52,6 +53,19 @@ def named(table: Mapping[str, Any] | Iterable[str], fast: Iterable[str] | None =
 def rows(table: Mapping[str, tuple[Any, ...]]) -> list[Any]:
     """The rows of a table as parameters, with their names for ids."""
     return [pytest.param(*row, id=name) for name, row in table.items()]
+
+
+def wrong(types: Mapping[str, tuple[Any, str]], values: Mapping[str, tuple[Any, str]]) -> Any:
+    """Parametrizes ``wrong``, ``error`` and ``message``: TypeError and ValueError for these arguments."""
+    made = {name: (given, TypeError, message) for name, (given, message) in types.items()}
+    made |= {name: (given, ValueError, message) for name, (given, message) in values.items()}
+    assert len(made) == len(types) + len(values)
+    return pytest.mark.parametrize(("wrong", "error", "message"), rows(made))
+
+
+def says(message: str) -> str:
+    """A pattern of this message, whole."""
+    return f"^{re.escape(message)}$"
 
 
 def each_dtype(**implementations: tuple[torch.dtype, ...]) -> Any:
