@@ -85,6 +85,11 @@ class Maker:
     def sinks(self):
         return {"sinks": self.parameter(self.heads)}
 
+    def tensors(self, *names):
+        """Features that are tensors, by the names of arguments."""
+        made = self.bias("hqk") | self.slopes() | self.sinks() | self.mask("bk")
+        return {name: made[name] for name in names}
+
     def documents(self):
         ids = [torch.randint(0, 3, (self.batch, length), device=self.device) for length in (self.q_len, self.k_len)]
         return {"mask": document(*[x.sort(-1).values for x in ids]) & ~dilated(3)}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.attention import attention, attention_varlen
+from cs336_systems.attention.rules import score_rule
+from cs336_systems.kernels.language import at, tl
 from cs336_systems.testing import (
     Inputs,
     Results,
@@ -47,7 +50,9 @@ COMPILES = [
 
 def named(table: Mapping[str, Any] | Iterable[str], fast: Iterable[str] | None = None) -> list[Any]:
     """The names of a table as parameters; those not in ``fast`` are slow."""
-    return [name if fast is None or name in fast else pytest.param(name, marks=slow) for name in table]
+    names, quick = [*table], {*(table if fast is None else fast)}
+    assert quick <= {*names}, quick - {*names}
+    return [name if name in quick else pytest.param(name, marks=slow) for name in names]
 
 
 def rows(table: Mapping[str, tuple[Any, ...]]) -> list[Any]:
@@ -125,6 +130,19 @@ def sizes_of(shapes: Shapes) -> tuple[int, int, int, int]:
     """Batch entries, heads, q_len and k_len."""
     heads = shapes.q[-3] if len(shapes.q) > 3 else 1
     return math.prod(shapes.q[:-3] if len(shapes.q) > 3 else shapes.q[:-2]), heads, shapes.q[-2], shapes.k[-2]
+
+
+@contextmanager
+def compiled_once(number: int) -> Iterator[None]:
+    """Inside, nothing may be compiled again, from the second call on."""
+    with torch.compiler.set_stance("fail_on_recompile" if number else "default"):
+        yield
+
+
+@score_rule
+def clipped(score, batch, head, row, column, table, reach):
+    """Reads the table at the distance, up to a reach; it does not say how scores depend on the table."""
+    return score + at(table, (head, tl.minimum(tl.maximum(column - row, -reach), reach) + reach))
 
 
 class Record(TorchDispatchMode):

@@ -12,13 +12,11 @@ from torch._dynamo.exc import UserError
 from torch.export import Dim
 
 from cs336_systems.attention import attention, attention_varlen
-from cs336_systems.attention.rules import score_rule
 from cs336_systems.attention.variants import document, relative_bias
 from cs336_systems.attention.variants import window as window_rule
-from cs336_systems.kernels.language import at, tl
 from cs336_systems.testing import Shapes, make_inputs
 
-from .helpers import COMPILES, EVERY, each_function, named, slow
+from .helpers import COMPILES, EVERY, clipped, each_function, named, slow
 
 LENGTH, OTHER = Dim("length", min=2, max=512), Dim("other", min=2, max=512)
 HEADS = 4
@@ -29,11 +27,6 @@ pytestmark = [
         "ignore:The given buffer is not writable:UserWarning",
     ),
 ]
-
-
-@score_rule
-def clipped(score, batch, head, row, column, rates, reach):
-    return score * at(rates, (head, tl.minimum(tl.maximum(column - row, -reach), reach) + reach))
 
 
 class Attend(nn.Module):

@@ -63,14 +63,9 @@ def main() -> None:
     rounded = torch.empty(size, size, dtype=torch.bfloat16)
     kernel[(1,)](floats, integers, floats.half(), sums, whole, rounded, SIZE=size)
     pointers = tl.pointer_type(tl.float32)
-    types = [
-        *vars(tl).values(),
-        pointers,
-        tl.block_type(pointers, [4, 1]),
-        tl.block_type(tl.bfloat16, [tl.constexpr(8)]),
-    ]
-    dtypes = [one for one in types if isinstance(one, tl.dtype) and one is not tl.void]
-    known = [one for one in dtypes if not one.is_fp8() and one is not tl.int1]
+    blocks = tl.block_type(pointers, [4, 1]), tl.block_type(tl.bfloat16, [tl.constexpr(8)])
+    dtypes = [one for one in (*vars(tl).values(), pointers, *blocks) if isinstance(one, tl.dtype)]
+    known = [one for one in dtypes if not one.is_fp8() and one not in (tl.void, tl.int1)]
     found = {
         "outputs": [sums.tolist(), whole.tolist(), rounded.tolist()],
         "dtypes": [str(interpreter._get_np_dtype(one)) for one in known],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 
 import pytest
@@ -66,29 +65,27 @@ for_a_known_triton = pytest.mark.skipif(
 
 
 @for_a_known_triton
-def test_one_kernel_of_each_pass_compiles(compiled_by):
-    rows = compiled_by("compile_hopper.py", "--plain", "--bands", "causal", "--head-dims", "128")
-    assert [row["pass"] for row in rows] == ["forward", "backward"]
-    assert not [*problems(rows)]
-
-
-@pytest.mark.every_triton
-@pytest.mark.slow
-@for_a_known_triton
-def test_what_models_use_most_compiles(compiled_by):
-    """Few enough to be compiled with every Triton."""
-    rows = compiled_by("compile_hopper.py", "--plain", "--bands", "causal", "--head-dims", "64", "128")
-    assert {(row["pass"], row["head_dim"]) for row in rows} == {*itertools.product(("forward", "backward"), (64, 128))}
-    found = [*problems(rows)]
-    assert not found, "\n".join(found)
-
-
-@pytest.mark.slow
-@for_a_known_triton
-@pytest.mark.parametrize(("name", "dims"), [("forward", {*HEAD_DIMS, 80, 96, 192}), ("backward", set(BACKWARD))])
-def test_kernels_compile(compiled_by, name, dims):
-    rows = compiled_by("compile_hopper.py", "--passes", name)
-    assert {row["head_dim"] for row in rows} == dims
+@pytest.mark.parametrize(
+    ("options", "dims"),
+    [
+        pytest.param("--plain --bands causal --head-dims 64", {64}, id="one_of_each_pass"),
+        # Few enough to be compiled with every Triton.
+        pytest.param(
+            "--plain --bands causal --head-dims 64 128",
+            {64, 128},
+            id="what_models_use_most",
+            marks=[pytest.mark.every_triton, pytest.mark.slow],
+        ),
+        pytest.param("--passes forward", {*HEAD_DIMS, 80, 96, 192}, id="forward", marks=pytest.mark.slow),
+        pytest.param("--passes backward", {*BACKWARD}, id="backward", marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_compile(compiled_by, options, dims):
+    rows = compiled_by("compile_hopper.py", *options.split())
+    passes = {options.split()[1]} if "--passes" in options else {"forward", "backward"}
+    assert {row["pass"] for row in rows} == passes
+    for name in passes:
+        assert {row["head_dim"] for row in rows if row["pass"] == name} == dims
     found = [*problems(rows)]
     assert not found, "\n".join(found)
 
