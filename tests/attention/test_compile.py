@@ -64,7 +64,7 @@ def test_one_graph_computes_what_eager_does(impl, device, name):
     names, settings = CALLS[name]
     attend = partial(attention, impl=impl, **settings)
     dtype = HALF if impl != "naive" and not names else FLOAT
-    shapes = SHAPES if names else SHAPES._replace(k=(2, 2, 3, 16), v=(2, 2, 3, 8))
+    shapes = SHAPES._replace(k=(2, 2, 3, 16), v=(2, 2, 3, 8)) if name == "log_sum_exp" else SHAPES
     inputs, features = make_inputs(shapes, dtype=dtype, device=device), parameters(names, device)
     assert_same(evaluate(one_graph(attend), inputs, features), evaluate(attend, inputs, features))
 

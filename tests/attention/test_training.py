@@ -28,7 +28,7 @@ from cs336_systems.testing import Shapes, evaluate, make_inputs
 from .features import Maker
 from .helpers import BFLOAT, DOUBLE, FLOAT, HALF, assert_same, each_function, each_implementation, sizes_of
 
-SHAPES = Shapes.of(2, q_len=9, k_len=12, d=16, q_heads=4, kv_heads=2)
+SHAPES = Shapes.of(2, q_len=9, k_len=12, d=16, q_heads=2, kv_heads=1)
 FUNCTIONS = {"flash": FlashAttentionFunction, "tiled": TiledAttentionFunction}
 
 

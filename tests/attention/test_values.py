@@ -112,7 +112,7 @@ def chosen() -> Iterator[Any]:
             yield pytest.param(impl, dtype, name, id=f"{impl}-{dtype.itemsize}-{name}", marks=marks)
 
 
-@pytest.mark.parametrize(("impl", "dtype", "name"), chosen())
+@pytest.mark.parametrize(("impl", "dtype", "name"), [*chosen()])
 def test_the_implementation_chosen_is_within_the_budget(impl, dtype, device, name):
     """Torch's own is called rightly: the mask's alignment, the scale, groups of heads, any axes. It returns no lse."""
     case = CASES[name]

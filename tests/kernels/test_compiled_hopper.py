@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
 
-from cs336_systems.kernels.sm90.tiles import BACKWARD, HEAD_DIMS
+from cs336_systems.kernels.sm90.tiles import BACKWARD, FORWARD_SPLIT, HEAD_DIMS
 from cs336_systems.kernels.versions import why_not_gluon
 
 SHARED_MEMORY = 227 * 1024
@@ -64,30 +65,32 @@ for_a_known_triton = pytest.mark.skipif(
 )
 
 
+every_triton = [pytest.mark.every_triton, pytest.mark.slow]
+TAILS = {columns + tail for columns, tail, _ in FORWARD_SPLIT}
+
+
 @for_a_known_triton
 @pytest.mark.parametrize(
-    ("options", "dims"),
+    ("passes", "dims", "cases"),
     [
-        pytest.param("--plain --bands causal --head-dims 64", {64}, id="one_of_each_pass"),
-        # Few enough to be compiled with every Triton.
-        pytest.param(
-            "--plain --bands causal --head-dims 64 128",
-            {64, 128},
-            id="what_models_use_most",
-            marks=[pytest.mark.every_triton, pytest.mark.slow],
-        ),
-        pytest.param("--passes forward", {*HEAD_DIMS, 80, 96, 192}, id="forward", marks=pytest.mark.slow),
-        pytest.param("--passes backward", {*BACKWARD}, id="backward", marks=pytest.mark.slow),
+        ("forward backward", {64}, "plain"),
+        pytest.param("forward backward", {128}, "plain", marks=every_triton),
+        *[pytest.param("forward", dims, "others", marks=pytest.mark.slow) for dims in ({64}, {128})],
+        *[pytest.param("backward", dims, "others", marks=pytest.mark.slow) for dims in ({64}, {128})],
+        *[pytest.param(name, {256}, "plain others", marks=pytest.mark.slow) for name in ("forward", "backward")],
+        pytest.param("forward", TAILS, "plain others", marks=pytest.mark.slow),
     ],
 )
-def test_kernels_compile(compiled_by, options, dims):
-    rows = compiled_by("compile_hopper.py", *options.split())
-    passes = {options.split()[1]} if "--passes" in options else {"forward", "backward"}
-    assert {row["pass"] for row in rows} == passes
-    for name in passes:
-        assert {row["head_dim"] for row in rows if row["pass"] == name} == dims
+def test_kernels_compile(compiled_by, passes, dims, cases):
+    asked = ["--passes", *passes.split(), "--head-dims", *map(str, dims)]
+    rows = compiled_by("compile_hopper.py", *asked, *["--cases", cases] * (" " not in cases))
+    assert {(row["pass"], row["head_dim"]) for row in rows} == {*itertools.product(passes.split(), dims)}
     found = [*problems(rows)]
     assert not found, "\n".join(found)
+
+
+def test_every_head_dimension_is_compiled():
+    assert {*HEAD_DIMS} == {*BACKWARD} == {64, 128, 256}
 
 
 def test_problems_are_found():

@@ -81,9 +81,10 @@ def assert_right(impl, device):
 def test_without_modes_and_levels_calls_are_dispatched_and_transforms_known(monkeypatch, impl, device):
     """Transforms are known by what they refuse."""
     module = without(monkeypatch, "torch:_C._len_torch_dispatch_stack")
-    monkeypatch.setattr(torch_names, "modes_at_work", module.modes_at_work)
-    assert torch_names.must_dispatch()
-    assert_right(impl, device)
+    with monkeypatch.context() as changed:
+        changed.setattr(torch_names, "modes_at_work", module.modes_at_work)
+        assert torch_names.must_dispatch()
+        assert_right(impl, device)
     module = without(monkeypatch, "torch:_C._functorch.maybe_current_level")
     for user in (torch_names, op):
         monkeypatch.setattr(user, "transform_level", module.transform_level)
