@@ -15,8 +15,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.attention import attention, attention_varlen
-from cs336_systems.attention.rules import score_rule
-from cs336_systems.kernels.language import at, tl
 from cs336_systems.testing import (
     Inputs,
     Results,
@@ -137,12 +135,6 @@ def compiled_once(number: int) -> Iterator[None]:
     """Inside, nothing may be compiled again, from the second call on."""
     with torch.compiler.set_stance("fail_on_recompile" if number else "default"):
         yield
-
-
-@score_rule
-def clipped(score, batch, head, row, column, table, reach):
-    """Reads the table at the distance, up to a reach; it does not say how scores depend on the table."""
-    return score + at(table, (head, tl.minimum(tl.maximum(column - row, -reach), reach) + reach))
 
 
 class Record(TorchDispatchMode):

@@ -13,14 +13,13 @@ from cs336_systems.attention.variants import document, prefix, relative_bias
 from cs336_systems.attention.variants import window as window_rule
 from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs, make_packed
 
-from .features import Maker, bent
+from .features import Maker, bent, clipped
 from .helpers import (
     COMPILES,
     EVERY,
     FLOAT,
     HALF,
     assert_same,
-    clipped,
     compiled_once,
     named,
     one_graph,

@@ -16,7 +16,8 @@ from cs336_systems.attention.variants import document, relative_bias
 from cs336_systems.attention.variants import window as window_rule
 from cs336_systems.testing import Shapes, make_inputs
 
-from .helpers import COMPILES, EVERY, clipped, each_function, named, slow
+from .features import clipped
+from .helpers import COMPILES, EVERY, each_function, named, slow
 
 LENGTH, OTHER = Dim("length", min=2, max=512), Dim("other", min=2, max=512)
 HEADS = 4
