@@ -118,6 +118,18 @@ def denormal(names: str) -> Callable[[Inputs], Inputs]:
     return lambda inputs: times(**dict.fromkeys(names, torch.finfo(inputs.q.dtype).smallest_normal / 8))(inputs)
 
 
+def entries_of_different_sizes(inputs: Inputs) -> Inputs:
+    """Each entry of the batch 1000 times the one before."""
+    factors = torch.tensor([1.0, 1e3], device=inputs.q.device)[:, None, None, None]
+    return inputs._replace(v=inputs.v * factors, dout=inputs.dout * factors.flip(0))
+
+
+def rows_of_different_sizes(inputs: Inputs) -> Inputs:
+    """From 1 to 1e-6 along the length."""
+    factors = torch.logspace(0, -6, inputs.q.shape[-2], device=inputs.q.device)[:, None]
+    return inputs._replace(q=inputs.q * factors, dout=inputs.dout * factors)
+
+
 def softmaxes() -> Iterator[Case]:
     """Maxima that move, overflow, and are NaN."""
     for mask, causal in BOTH.items():
@@ -172,6 +184,24 @@ def magnitudes() -> Iterator[Case]:
             yield Case(f"scale-{scale:g}-{mask}", causal=causal, scale=scale, dtypes=dtypes)
 
 
+def of_float32() -> Iterator[Case]:
+    """Magnitudes beyond those of float16."""
+    changes = {f"{factor:g}": times(q=factor, k=factor, v=factor) for factor in (1e4, 1e3, 1e2, 1e-4, 1e-20)}
+    changes |= {
+        "large_queries": times(q=1e10, k=1e-10),
+        "large_gradients": times(dout=1e6, dlse=1e5),
+        "small_gradients": times(dout=1e-12, dlse=1e-12),
+        **{f"zero_{name}": times(**{name: 0.0}) for name in ("q", "k", "v", "dout")},
+        "zero_gradients": times(dout=0.0, dlse=0.0),
+        "all_zero": times(q=0.0, k=0.0, v=0.0),
+        "rows": rows_of_different_sizes,
+    }
+    for name, change in changes.items():
+        yield Case(f"magnitude-{name}", change, True, dtypes=(FLOAT,))
+    shapes = Shapes.of(2, q_len=35, k_len=150, d=D, q_heads=2, kv_heads=1)
+    yield Case("magnitude-entries", entries_of_different_sizes, True, dtypes=(FLOAT,), shapes=shapes)
+
+
 def positions() -> Iterator[Case]:
     for size in (1, 16, 17, 64, 65, 128, 129, 257):
         for other, causal in ((40, "top_left"), (40, "bottom_right"), (size, True)):
@@ -185,4 +215,4 @@ def positions() -> Iterator[Case]:
         yield Case(f"window-{size}-causal", causal=True, features={"window": (size, None)}, shapes=shapes)
 
 
-CASES = [*softmaxes(), *magnitudes(), *positions()]
+CASES = [*softmaxes(), *magnitudes(), *of_float32(), *positions()]

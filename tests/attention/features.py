@@ -9,7 +9,7 @@ import torch
 
 from cs336_systems.attention.rules import score_rule
 from cs336_systems.attention.variants import block_local, causal, dilated, document, prefix, relative_bias
-from cs336_systems.kernels.language import at, tanh
+from cs336_systems.kernels.language import at, tanh, tl
 
 
 @score_rule(steepest=2.0)
@@ -44,6 +44,12 @@ def _(score, batch, head, row, column, factors):
 @stretched.gradient("factors", axes="batch head row column")
 def _(score, batch, head, row, column, factors):
     return score
+
+
+@score_rule
+def clipped(score, batch, head, row, column, table, reach):
+    """Reads the table at the distance, up to a reach; it does not say how scores depend on the table."""
+    return score + at(table, (head, tl.minimum(tl.maximum(column - row, -reach), reach) + reach))
 
 
 class Maker:
@@ -84,6 +90,11 @@ class Maker:
 
     def sinks(self):
         return {"sinks": self.parameter(self.heads)}
+
+    def tensors(self, *names):
+        """Features that are tensors, by the names of arguments."""
+        made = self.bias("hqk") | self.slopes() | self.sinks() | self.mask("bk")
+        return {name: made[name] for name in names}
 
     def documents(self):
         ids = [torch.randint(0, 3, (self.batch, length), device=self.device) for length in (self.q_len, self.k_len)]

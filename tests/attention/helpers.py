@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -46,12 +48,27 @@ COMPILES = [
 
 def named(table: Mapping[str, Any] | Iterable[str], fast: Iterable[str] | None = None) -> list[Any]:
     """The names of a table as parameters; those not in ``fast`` are slow."""
-    return [name if fast is None or name in fast else pytest.param(name, marks=slow) for name in table]
+    names, quick = [*table], {*(table if fast is None else fast)}
+    assert quick <= {*names}, quick - {*names}
+    return [name if name in quick else pytest.param(name, marks=slow) for name in names]
 
 
 def rows(table: Mapping[str, tuple[Any, ...]]) -> list[Any]:
     """The rows of a table as parameters, with their names for ids."""
     return [pytest.param(*row, id=name) for name, row in table.items()]
+
+
+def wrong(types: Mapping[str, tuple[Any, str]], values: Mapping[str, tuple[Any, str]]) -> Any:
+    """Parametrizes ``wrong``, ``error`` and ``message``: TypeError and ValueError for these arguments."""
+    made = {name: (given, TypeError, message) for name, (given, message) in types.items()}
+    made |= {name: (given, ValueError, message) for name, (given, message) in values.items()}
+    assert len(made) == len(types) + len(values)
+    return pytest.mark.parametrize(("wrong", "error", "message"), rows(made))
+
+
+def says(message: str) -> str:
+    """A pattern of this message, whole."""
+    return f"^{re.escape(message)}$"
 
 
 def each_dtype(**implementations: tuple[torch.dtype, ...]) -> Any:
@@ -111,6 +128,13 @@ def sizes_of(shapes: Shapes) -> tuple[int, int, int, int]:
     """Batch entries, heads, q_len and k_len."""
     heads = shapes.q[-3] if len(shapes.q) > 3 else 1
     return math.prod(shapes.q[:-3] if len(shapes.q) > 3 else shapes.q[:-2]), heads, shapes.q[-2], shapes.k[-2]
+
+
+@contextmanager
+def compiled_once(number: int) -> Iterator[None]:
+    """Inside, nothing may be compiled again, from the second call on."""
+    with torch.compiler.set_stance("fail_on_recompile" if number else "default"):
+        yield
 
 
 class Record(TorchDispatchMode):

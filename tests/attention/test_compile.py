@@ -2,50 +2,49 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from cs336_systems.attention import Attention, attention, attention_varlen
-from cs336_systems.attention.rules import score_rule
 from cs336_systems.attention.variants import document, prefix, relative_bias
 from cs336_systems.attention.variants import window as window_rule
-from cs336_systems.kernels.language import at, tl
-from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs, make_packed, starts_of
+from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs, make_packed
 
-from .features import bent
-from .helpers import COMPILES, EVERY, FLOAT, HALF, assert_same, named, one_graph, slow
+from .features import Maker, bent, clipped
+from .helpers import (
+    COMPILES,
+    EVERY,
+    FLOAT,
+    HALF,
+    assert_same,
+    compiled_once,
+    named,
+    one_graph,
+    packed_arguments,
+    slow,
+)
 
 SHAPES = Shapes.of(2, q_len=5, k_len=9, d=16, dv=8, q_heads=4, kv_heads=2)
 pytestmark = COMPILES
 
 
-@score_rule
-def clipped(score, batch, head, row, column, rates, reach):
-    return score * at(rates, (head, tl.minimum(tl.maximum(column - row, -reach), reach) + reach))
-
-
 def parameters(names, device, batch=2, q_len=5, k_len=9):
     """Tensors for features, as arguments of what is compiled."""
-    made = {
-        "bias": torch.randn(4, q_len, k_len, device=device).requires_grad_(),
-        "alibi_slopes": torch.rand(4, device=device).requires_grad_(),
-        "sinks": torch.randn(4, device=device).requires_grad_(),
-        "mask": torch.rand(batch, 1, 1, k_len, device=device) < 0.7,
-    }
-    return {name: made[name] for name in names}
+    return Maker((batch, 4, q_len, k_len), FLOAT, device).tensors(*names)
 
 
 EVERYTHING = ("bias", "alibi_slopes", "sinks", "mask")
+SETTINGS = {"window": (6, 2), "softcap": 1.5, "dropout_p": 0.3, "seed": 7}
 CALLS = {
     "causal": ((), {"causal": True}),
     "log_sum_exp": ((), {"causal": True, "return_lse": True}),
     "scaled": ((), {"causal": "top_left", "scale": -0.5}),
     "cap_and_slopes": (("alibi_slopes",), {"softcap": 1.5, "causal": True, "return_lse": True}),
     "bias_and_mask": (("bias", "mask"), {"return_lse": True}),
-    "everything": (EVERYTHING, {"window": (6, 2), "softcap": 1.5, "dropout_p": 0.3, "seed": 7, "return_lse": True}),
+    "everything": (EVERYTHING, SETTINGS | {"return_lse": True}),
 }
 ONE_GRAPH = [
     *[("flash", name) for name in CALLS],
@@ -60,18 +59,13 @@ FAST = [("flash", "cap_and_slopes"), ("tiled", "everything"), ("auto", "causal")
     ("impl", "name"), [pytest.param(*call, marks=[slow] * (call not in FAST)) for call in ONE_GRAPH]
 )
 def test_one_graph_computes_what_eager_does(impl, device, name):
+    """Also where some queries see no key."""
     names, settings = CALLS[name]
     attend = partial(attention, impl=impl, **settings)
     dtype = HALF if impl != "naive" and not names else FLOAT
-    inputs, features = make_inputs(SHAPES, dtype=dtype, device=device), parameters(names, device)
+    shapes = SHAPES._replace(k=(2, 2, 3, 16), v=(2, 2, 3, 8)) if name == "log_sum_exp" else SHAPES
+    inputs, features = make_inputs(shapes, dtype=dtype, device=device), parameters(names, device)
     assert_same(evaluate(one_graph(attend), inputs, features), evaluate(attend, inputs, features))
-
-
-def test_rows_that_see_nothing_stay_so_in_a_graph(flash_device):
-    inputs = make_inputs(Shapes.of(1, q_len=5, k_len=2, d=16), device=flash_device)
-    results = evaluate(one_graph(partial(attention, causal=True, return_lse=True, impl="flash")), inputs)
-    assert (results["lse"][:, :3] == -math.inf).all()
-    assert_within_budget(results, inputs, causal=True)
 
 
 GENERATED = [
@@ -92,7 +86,7 @@ def test_code_generated_from_the_graph(impl, settings, lengths, device):
     features = {name: value for name, value in settings.items() if name not in ("causal", "return_lse")}
     for number, length in enumerate(lengths):
         inputs = make_inputs(Shapes.of(1, q_len=length, d=16, q_heads=2), device=device)
-        with torch.compiler.set_stance("fail_on_recompile" if number == 2 else "default"):
+        with compiled_once(number == 2):
             results = evaluate(run, inputs)
         assert_within_budget(results, inputs, causal=settings.get("causal", False), features=features)
 
@@ -113,14 +107,12 @@ def test_one_graph_for_all_sizes(device, name):
     impl, names, settings = DYNAMIC[name]
     attend = one_graph(partial(attention, causal=True, impl=impl, **settings), dynamic=True)
     # No two sizes are equal: torch takes sizes that are for one and the same.
-    for batch, kv_heads, q_len, k_len in ((3, 2, 5, 10), (5, 2 if names else 3, 8, 24)):
+    sizes = ((3, 2, 5, 10), (5, 2 if names else 3, 8, 24))
+    for number, (batch, kv_heads, q_len, k_len) in enumerate(sizes):
         shapes = Shapes.of(batch, q_len=q_len, k_len=k_len, d=16, q_heads=2 * kv_heads, kv_heads=kv_heads)
-        dtype = FLOAT if impl == "naive" or names else HALF
-        inputs, tensors = (
-            make_inputs(shapes, dtype=dtype, device=device),
-            parameters(names, device, batch, q_len, k_len),
-        )
-        with torch.compiler.set_stance("default" if batch == 3 else "fail_on_recompile"):
+        inputs = make_inputs(shapes, dtype=FLOAT if impl == "naive" or names else HALF, device=device)
+        tensors = parameters(names, device, batch, q_len, k_len)
+        with compiled_once(number):
             results = evaluate(attend, inputs, tensors)
         features = tensors | {key: value for key, value in settings.items() if key != "return_lse"}
         assert_within_budget(results, inputs, causal=True, features=features)
@@ -128,15 +120,15 @@ def test_one_graph_for_all_sizes(device, name):
 
 @slow
 def test_a_length_marked_as_dynamic(flash_device):
-    attend = one_graph(partial(attention, causal=True, return_lse=True, impl="flash"))
-    for length in (6, 17):
+    attend = one_graph(partial(attention, causal=True, impl="flash"))
+    for number, length in enumerate((6, 17)):
         inputs = make_inputs(Shapes.of(2, q_len=length, d=16), device=flash_device)
         for x in inputs[:3]:
             torch._dynamo.mark_dynamic(x.requires_grad_(), 1)
-        with torch.compiler.set_stance("default" if length == 6 else "fail_on_recompile"):
-            out, lse = attend(*inputs[:3])
-        gradients = torch.autograd.grad((out, lse), inputs[:3], (inputs.dout, inputs.dlse))
-        results = dict(zip(("out", "lse", "dq", "dk", "dv"), (out.detach(), lse.detach(), *gradients), strict=True))
+        with compiled_once(number):
+            out = attend(*inputs[:3])
+        gradients = torch.autograd.grad(out, inputs[:3], inputs.dout)
+        results = dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
         assert_within_budget(results, inputs, causal=True)
 
 
@@ -148,12 +140,10 @@ def test_packed_sequences(impl, device):
     compiled = one_graph(attend, dynamic=dynamic)
     for number, lengths in enumerate(([(3, 5), (6, 8)], [(8, 11), (22, 30)], [(7, 9), (7, 3), (9, 50)])):
         inputs = make_packed(lengths, heads=(4, 2), d=16, device=device)
-        given = {
-            name: starts_of(column, device)
-            for name, column in zip(("cu_seqlens_q", "cu_seqlens_k"), zip(*lengths, strict=True), strict=True)
-        }
+        made = packed_arguments(lengths, device)
+        given = {name: made[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
         features = parameters(("alibi_slopes", "sinks"), device)
-        with torch.compiler.set_stance("fail_on_recompile" if number and dynamic else "default"):
+        with compiled_once(number if dynamic else 0):
             results = evaluate(partial(compiled, **given), inputs, features)
         assert_same(results, evaluate(partial(attend, **given), inputs, features))
 
@@ -176,61 +166,54 @@ def test_a_module_in_a_compiled_model(impl, device):
     torch.testing.assert_close(gradient, eager)
 
 
-@pytest.mark.parametrize("impl", named(EVERY, ["tiled"]))
-def test_rules_made_in_a_graph(impl, device):
-    """Of tensors and numbers that come into it; ~ by a name, as torch.compile traces no ~ of a class."""
+def by_rules(q, k, v, impl, rates, offsets, ids, lengths, before):
+    """Rules made of tensors and numbers; ~ by a name, as torch.compile traces no ~ of a class."""
+    changed = bent(rates, offsets) + bent(rates, offsets)
+    mask = document(ids[:, : q.shape[-2]], ids) | (prefix(lengths) & window_rule(before, 1)).inverted()
+    return attention(q, k, v, mask=mask, scores=changed, impl=impl, return_lse=True)
 
-    def attend(q, k, v, rates, offsets, ids, lengths, before):
-        changed = bent(rates, offsets) + bent(rates, offsets)
-        mask = document(ids[:, : q.shape[-2]], ids) | (prefix(lengths) & window_rule(before, 1)).inverted()
-        return attention(q, k, v, mask=mask, scores=changed, impl=impl, return_lse=True)
 
-    inputs = make_inputs(SHAPES, device=device)
-    ids = torch.tensor([[0] * 4 + [1] * 5, [2] * 9], device=device)
-    rates, offsets = (torch.rand(*shape, device=device).requires_grad_() for shape in ((4, 5), (2, 9)))
-    features = {
-        "rates": rates,
-        "offsets": offsets,
-        "ids": ids,
-        "lengths": torch.tensor([3, 0], device=device),
-        "before": 2,
-    }
-    assert_same(evaluate(one_graph(attend), inputs, features), evaluate(attend, inputs, features))
+def by_distance(q, k, v, impl, weights):
+    """A bias made of buckets."""
+    distances = torch.arange(1 - q.shape[-2], k.shape[-2], device=q.device)
+    scores = relative_bias(weights[:, distances.clamp(-3, 3) + 3], q.shape[-2] - 1)
+    return attention(q, k, v, causal=True, scores=scores, impl=impl, return_lse=True)
+
+
+def without_derivatives(q, k, v, impl, weights):
+    return attention(q, k, v, scores=clipped(weights, 3), impl=impl, return_lse=True)
+
+
+MADE_INSIDE = [
+    *[(by_rules, impl, None) for impl in ("tiled", "flash", "naive")],
+    *[(by_distance, impl, None) for impl in ("tiled", "flash", "naive")],
+    (by_distance, "flash", True),  # one graph serves all lengths
+    *[(without_derivatives, impl, None) for impl in ("tiled", "naive")],
+]
 
 
 @pytest.mark.parametrize(
-    ("impl", "dynamic"),
-    [("tiled", None), *[pytest.param(*row, marks=slow) for row in (("flash", None), ("naive", None), ("flash", True))]],
+    ("attend", "impl", "dynamic"), [pytest.param(*row, marks=[slow] * (row[1] != "tiled")) for row in MADE_INSIDE]
 )
-def test_biases_by_distance_in_a_graph(impl, device, dynamic):
-    """Made of buckets there; with dynamic sizes one graph serves all lengths."""
-
-    def attend(q, k, v, weights):
-        distances = torch.arange(1 - q.shape[-2], k.shape[-2], device=q.device)
-        scores = relative_bias(weights[:, distances.clamp(-3, 3) + 3], q.shape[-2] - 1)
-        return attention(q, k, v, causal=True, scores=scores, impl=impl, return_lse=True)
-
-    run, weights = one_graph(attend, dynamic=dynamic), torch.randn(4, 7, device=device).requires_grad_()
-    for number, (batch, q_len, k_len) in enumerate(((3, 5, 10), (5, 8, 24))[: 2 if dynamic else 1]):
+def test_rules_made_in_a_graph(attend, impl, dynamic, device):
+    weights = torch.randn(4, 7, device=device).requires_grad_()
+    features: dict[str, Any] = {"weights": weights}
+    if attend is by_rules:
+        rates, offsets = (torch.rand(*shape, device=device).requires_grad_() for shape in ((4, 5), (2, 9)))
+        ids = torch.tensor([[0] * 4 + [1] * 5, [2] * 9], device=device)
+        lengths = torch.tensor([3, 0], device=device)
+        features = {"rates": rates, "offsets": offsets, "ids": ids, "lengths": lengths, "before": 2}
+    run, eager = one_graph(partial(attend, impl=impl), dynamic=dynamic), partial(attend, impl=impl)
+    for number, (batch, q_len, k_len) in enumerate(((3, 5, 10), (5, 8, 24)) if dynamic else ((2, 5, 9),)):
         inputs = make_inputs(Shapes.of(batch, q_len=q_len, k_len=k_len, d=16, q_heads=4, kv_heads=2), device=device)
-        with torch.compiler.set_stance("fail_on_recompile" if number else "default"):
-            results = evaluate(run, inputs, {"weights": weights})
-        assert_same(results, evaluate(attend, inputs, {"weights": weights}))
-
-
-@pytest.mark.parametrize("impl", named(["tiled", "naive"], ["tiled"]))
-def test_rules_without_derivatives_in_a_graph(impl, device):
-    def attend(q, k, v, rates):
-        return attention(q, k, v, scores=clipped(rates, 3), impl=impl, return_lse=True)
-
-    inputs, rates = make_inputs(SHAPES, device=device), torch.randn(4, 7, device=device).requires_grad_()
-    assert_same(*[evaluate(run, inputs, {"rates": rates}) for run in (one_graph(attend), attend)])
+        with compiled_once(number):
+            results = evaluate(run, inputs, features)
+        assert_same(results, evaluate(eager, inputs, features))
 
 
 @slow
 def test_the_compiled_implementation_takes_features(device):
-    inputs, tensors = make_inputs(SHAPES, device=device), parameters(EVERYTHING, device)
-    features = tensors | {"window": (6, 2), "softcap": 1.5, "dropout_p": 0.3, "seed": 7}
+    inputs, features = make_inputs(SHAPES, device=device), parameters(EVERYTHING, device) | SETTINGS
     results = evaluate(partial(attention, impl="compiled", return_lse=True), inputs, features)
     assert_within_budget(results, inputs, features=features)
 

@@ -49,18 +49,14 @@ def philox_kernel(seed, counter, answer):
 
 
 @pytest.mark.parametrize("name", KNOWN_ANSWERS)
-def test_torch_s_numbers_are_philox(device, name):
+def test_numbers_are_philox(flash_device, name):
+    """Those of torch and those of Triton."""
     counter, key, answer = KNOWN_ANSWERS[name]
-    numbers = philox(seed_of(key).to(device), *torch.tensor(counter, device=device))
-    assert tuple(int(number) for number in numbers) == answer
-
-
-@pytest.mark.parametrize("name", KNOWN_ANSWERS)
-def test_triton_s_numbers_are_philox(flash_device, name):
-    counter, key, answer = KNOWN_ANSWERS[name]
+    seed = seed_of(key).to(flash_device)
+    assert tuple(map(int, philox(seed, *torch.tensor(counter, device=flash_device)))) == answer
     words = torch.tensor([signed(word, 32) for word in counter], dtype=torch.int32, device=flash_device)
     numbers = torch.empty_like(words)
-    philox_kernel[(1,)](seed_of(key).to(flash_device), words, numbers, **compile_options())
+    philox_kernel[(1,)](seed, words, numbers, **compile_options())
     assert tuple(number % 2**32 for number in numbers.tolist()) == answer
 
 
@@ -107,19 +103,16 @@ def test_the_backward_drops_what_the_forward_did_for_every_tile(flash_device, ti
         check("flash", inputs, features)
 
 
-@pytest.mark.parametrize("seed", [0, 1, -1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("seed", [0, -1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1])
 def test_implementations_drop_the_same_weights(flash_device, seed):
     expected = kept("naive", flash_device, seed, q_len=5, k_len=9)
     for impl in ("tiled", "flash"):
         assert torch.equal(kept(impl, flash_device, seed, q_len=5, k_len=9), expected)
 
 
-def test_the_whole_seed_matters(device):
+def test_the_whole_seed_matters_and_it_may_be_a_tensor(device):
     masks = [kept("naive", device, 5 + (1 << bit)) for bit in (3, 31, 32, 62)]
     assert all((mask != kept("naive", device, 5)).any() for mask in masks)
-
-
-def test_a_seed_may_be_a_tensor(device):
     for seed in (torch.tensor([SEED], device=device), torch.tensor(SEED, device=device)):
         assert torch.equal(kept("tiled", device, seed), kept("tiled", device, SEED))
 
@@ -172,11 +165,3 @@ def test_the_mean_over_many_masks_is_attention_without_dropout(device):
     out = attention(q, k, v, dropout_p=0.3, seed=2, impl="tiled")
     exact = attention(q[:1], k[:1], v[:1], impl="naive")
     torch.testing.assert_close(out.mean(0, keepdim=True), exact, rtol=0, atol=5 * out.std(0).max().item() / 600**0.5)
-
-
-@pytest.mark.parametrize("impl", ["tiled", "naive"])
-def test_gradients_are_those_of_what_is_kept(impl, device):
-    shapes = Shapes.of(2, q_len=4, k_len=5, d=3, q_heads=2, kv_heads=1)
-    leaves = [x.requires_grad_() for x in make_inputs(shapes, dtype=torch.float64, device=device)[:3]]
-    attend = partial(attention, dropout_p=0.4, seed=SEED, impl=impl, return_lse=True)
-    assert torch.autograd.gradcheck(attend, leaves)

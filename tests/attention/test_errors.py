@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from cs336_systems.attention import (
     explain,
 )
 
-from .helpers import rows
+from .helpers import says, wrong
 
 
 def through_module(module):
@@ -54,10 +53,6 @@ def entry_point(request, never_runs):
     return ENTRY_POINTS[request.param]
 
 
-def says(message: str) -> str:
-    return f"^{re.escape(message)}$"
-
-
 Q = torch.zeros(2, 8, 5, 16)
 K = torch.zeros(2, 4, 7, 16)
 V = torch.zeros(2, 4, 7, 12)
@@ -66,26 +61,22 @@ MASKS = "causal must be True, False, 'top_left' or 'bottom_right'"
 
 WRONG_TYPES = {
     "q_none": ({"q": None}, "q must be a torch.Tensor; got NoneType"),
-    "q_array": ({"q": np.zeros((2, 8, 5, 16))}, "q must be a torch.Tensor; got ndarray"),
     "k_list": ({"k": [[0.0]]}, "k must be a torch.Tensor; got list"),
     "v_array": ({"v": np.zeros((2, 4, 7, 12))}, "v must be a torch.Tensor; got ndarray"),
-    "q_integers": ({"q": Q.int()}, f"q must have a dtype of {ALL_DTYPES}; got torch.int32"),
     "k_complex": ({"k": K.to(torch.complex64)}, f"k must have a dtype of {ALL_DTYPES}; got torch.complex64"),
     "v_float8": ({"v": V.to(torch.float8_e5m2)}, f"v must have a dtype of {ALL_DTYPES}; got torch.float8_e5m2"),
     "k_half": ({"k": K.half()}, "k must have dtype torch.float32 to match q; got torch.float16"),
     "v_double": ({"v": V.double()}, "v must have dtype torch.float32 to match q; got torch.float64"),
     "k_sparse": ({"k": K.to_sparse()}, "k must be a dense (strided) tensor; got layout torch.sparse_coo"),
     "causal_1": ({"causal": 1}, f"{MASKS}; got 1 of type int"),
-    "causal_none": ({"causal": None}, f"{MASKS}; got None of type NoneType"),
     "causal_mask": ({"causal": torch.ones(2)}, f"{MASKS}; got tensor([1., 1.]) of type Tensor"),
-    "scale_text": ({"scale": "0.5"}, "scale must be a float or None; got '0.5' of type str"),
     "scale_true": ({"scale": True}, "scale must be a float or None; got True of type bool"),
+    "return_lse": ({"return_lse": 1}, "return_lse must be a bool; got 1"),
+    "return_lse_none": ({"return_lse": None}, "return_lse must be a bool; got None"),
     "scale_tensor": ({"scale": torch.tensor(0.5)}, "scale must be a float or None; got tensor(0.5000) of type Tensor"),
 }
 WRONG_VALUES = {
     "q_vector": ({"q": torch.zeros(16)}, "q must have at least 2 dimensions (length, head_dim); got (16,)"),
-    "k_vector": ({"k": torch.zeros(16)}, "k must have at least 2 dimensions (length, head_dim); got (16,)"),
-    "v_elsewhere": ({"v": V.to("meta")}, "v must be on cpu to match q; got meta"),
     "k_elsewhere": ({"k": K.to("meta")}, "k must be on cpu to match q; got meta"),
     "k_batch": ({"k": K[:1]}, "k must have shape (2, kv_heads, *, 16) to match q; got (1, 4, 7, 16)"),
     "k_width": ({"k": K[..., :8]}, "k must have shape (2, kv_heads, *, 16) to match q; got (2, 4, 7, 8)"),
@@ -102,37 +93,19 @@ WRONG_VALUES = {
     "causal_name": ({"causal": "diagonal"}, f"{MASKS}; got 'diagonal'"),
     "scale_nan": ({"scale": math.nan}, "scale must be finite; got nan"),
     "scale_infinite": ({"scale": -math.inf}, "scale must be finite; got -inf"),
+    "scale_beyond_floats": ({"scale": 10**400}, f"scale must be finite; got 1{19 * '0'}"),
 }
 
 
-@pytest.mark.parametrize(("wrong", "message"), rows(WRONG_TYPES))
-def test_wrong_types(entry_point, wrong, message):
-    with pytest.raises(TypeError, match=says(message)):
+@wrong(WRONG_TYPES, WRONG_VALUES)
+def test_wrong_arguments(entry_point, wrong, error, message):
+    with pytest.raises(error, match=says(message)):
         entry_point(**{"q": Q, "k": K, "v": V} | wrong)
-
-
-@pytest.mark.parametrize(("wrong", "message"), rows(WRONG_VALUES))
-def test_wrong_values(entry_point, wrong, message):
-    with pytest.raises(ValueError, match=says(message)):
-        entry_point(**{"q": Q, "k": K, "v": V} | wrong)
-
-
-@pytest.mark.parametrize("value", [1, 0, None, "yes"])
-def test_return_lse_is_a_bool(entry_point, value):
-    with pytest.raises(TypeError, match=says(f"return_lse must be a bool; got {value!r}")):
-        entry_point(Q, K, V, return_lse=value)
-
-
-def test_an_integer_too_large_for_a_float_is_no_scale(entry_point):
-    with pytest.raises(ValueError, match=r"^scale must be finite; got 1000"):
-        entry_point(Q, K, V, scale=10**400)
 
 
 IMPLEMENTATIONS = "impl must be one of 'auto', 'flash', 'sdpa', 'compiled', 'tiled', 'naive'"
 WRONG_IMPLEMENTATIONS = [
     ("fast", ValueError, f"{IMPLEMENTATIONS}; got 'fast'"),
-    ("Flash", ValueError, f"{IMPLEMENTATIONS}; got 'Flash'"),
-    ("", ValueError, f"{IMPLEMENTATIONS}; got ''"),
     (None, TypeError, f"{IMPLEMENTATIONS}; got None of type NoneType"),
     (["flash"], TypeError, f"{IMPLEMENTATIONS}; got ['flash'] of type list"),
 ]
@@ -158,9 +131,8 @@ def test_modules_refuse_settings_when_they_are_made(module, settings):
 
 @pytest.mark.parametrize("function", [FlashAttentionFunction, TiledAttentionFunction])
 def test_functions_need_a_leading_axis(function):
-    with pytest.raises(
-        ValueError, match=says("q must have at least 3 dimensions (batch, length, head_dim); got (5, 4)")
-    ):
+    message = "q must have at least 3 dimensions (batch, length, head_dim); got (5, 4)"
+    with pytest.raises(ValueError, match=says(message)):
         function.apply(*[torch.zeros(5, 4)] * 3, True)
 
 
@@ -168,11 +140,8 @@ def test_functions_need_a_leading_axis(function):
     ("good", "bad"),
     [
         ({"causal": True}, {"causal": 1}),
-        ({"causal": False}, {"causal": 0}),
         ({"scale": 1.0}, {"scale": True}),
         ({"return_lse": True}, {"return_lse": 1}),
-        ({"return_lse": False}, {"return_lse": 0}),
-        ({"window": (3, 1)}, {"window": [3, 1]}),
         ({"window": (1, 1)}, {"window": (True, 1)}),
         ({"window": (1, None)}, {"window": (1.0, None)}),
         ({"dropout_p": 1, "seed": 1}, {"dropout_p": True, "seed": 1}),

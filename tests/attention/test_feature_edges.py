@@ -93,19 +93,19 @@ def test_a_row_that_sees_nothing_is_0_and_its_log_sum_exp_minus_infinity_or_its_
     torch.testing.assert_close(results["lse"], expected)
 
 
-PAST_THE_ENDS = [(True, (None, 0)), (False, (200, 200)), (True, (3, 5))]
-
-
 @pytest.mark.parametrize(
     ("causal", "window"),
-    [("top_left", (2, 3)), (False, (0, 0)), *[pytest.param(*row, marks=slow) for row in PAST_THE_ENDS]],
+    [
+        ("top_left", (2, 3)),
+        (False, (0, 0)),
+        *[pytest.param(*x, marks=slow) for x in ((True, (3, 5)), (False, (99, 99)))],
+    ],
 )
 @pytest.mark.parametrize(("lengths", "with_sinks"), [((40, 5), True), ((40, 5), False), ((5, 40), True)])
-def test_windows_past_the_ends(flash_device, lengths, with_sinks, causal, window):
-    shapes = Shapes.of(1, q_len=lengths[0], k_len=lengths[1], d=8)
+@each_dtype(flash=(HALF,), tiled=(FLOAT,))
+def test_windows_past_the_ends(impl, dtype, device, lengths, with_sinks, causal, window):
     features = {"window": window} | ({"sinks": parameter(1)} if with_sinks else {})
-    for impl, dtype in (("flash", HALF), ("tiled", FLOAT)):
-        held(impl, dtype, flash_device, shapes, features, causal=causal)
+    held(impl, dtype, device, Shapes.of(1, q_len=lengths[0], k_len=lengths[1], d=8), features, causal=causal)
 
 
 def everything(shapes):
@@ -118,11 +118,7 @@ def everything(shapes):
         "scores": relative_bias(distances, q_len - (1 if q_len or k_len else 0)),
         "sinks": parameter(heads),
         "mask": torch.rand(q_len, k_len) < 0.6,
-        "softcap": 3.0,
-        "window": (3, 2),
-        "dropout_p": 0.3,
-        "seed": 1,
-    }
+    } | {"softcap": 3.0, "window": (3, 2), "dropout_p": 0.3, "seed": 1}
 
 
 SIZE = {"q_len": 5, "k_len": 6, "d": 8}
@@ -143,8 +139,10 @@ AXES = {
 @pytest.mark.parametrize("name", named(AXES, ["none", "two_batch_axes", "no_keys", "batch_no_queries"]))
 @every_implementation
 def test_every_feature_with_any_axes(impl, dtype, device, name):
-    features = everything(AXES[name])
-    held(impl, dtype, device, AXES[name], features, causal="top_left" if "no_" in name else False)
+    """And scales of any sign, which come before rules."""
+    settings = {"causal": "top_left" if "no_" in name else False}
+    settings |= {"none": {"scale": -0.5}, "batch": {"scale": 0.0}}.get(name, {})
+    held(impl, dtype, device, AXES[name], everything(AXES[name]), **settings)
 
 
 FIVE = AXES["two_batch_axes"]
@@ -198,13 +196,6 @@ def test_one_tensor_may_be_several_arguments(impl, dtype, device):
         out = attention(q, k, v, alibi_slopes=alibi_slopes, sinks=own_sinks, impl=impl)
         gradients += torch.autograd.grad(out, shared, dout)
     torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.parametrize("scale", [-0.5, 0.0])
-@every_implementation
-def test_scales_of_any_sign_come_before_rules(impl, dtype, device, scale):
-    features = {"softcap": 1.0, "sinks": parameter(2), "alibi_slopes": torch.rand(2).requires_grad_()}
-    held(impl, dtype, device, SHAPES, features, scale=scale)
 
 
 @every_implementation

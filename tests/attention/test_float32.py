@@ -20,11 +20,11 @@ from cs336_systems.testing import (
     terms,
 )
 
-from .helpers import FLOATS, check, each_function, named, slow
+from .helpers import FLOATS, each_function, slow
 
 SHAPES = {
-    "heads": Shapes.of(1, q_len=70, k_len=100, d=64, dv=40, q_heads=4, kv_heads=2),
-    "no_heads": Shapes.of(2, q_len=129, d=16),
+    "heads": Shapes.of(1, q_len=70, k_len=100, d=64, dv=40, q_heads=2, kv_heads=1),
+    "no_heads": Shapes.of(1, q_len=129, d=16),
 }
 PRECISIONS = [
     pytest.param("highest", "heads", True, marks=pytest.mark.every_triton),
@@ -59,43 +59,6 @@ def test_the_setting_of_the_moment_counts(flash_device):
     finally:
         torch.set_float32_matmul_precision(before)
     assert within == [True, False, True, False, True]
-
-
-def times(**factors):
-    """Tensors by name times a factor."""
-    return lambda inputs: inputs._replace(**{name: getattr(inputs, name) * factor for name, factor in factors.items()})
-
-
-def heads_of_different_sizes(inputs):
-    """Each entry of the batch 1000 times the one before."""
-    factors = torch.tensor([1.0, 1e3], device=inputs.q.device)[:, None, None]
-    return inputs._replace(v=inputs.v * factors, dout=inputs.dout * factors.flip(0))
-
-
-def rows_of_different_sizes(inputs):
-    """From 1 to 1e-6 along the length."""
-    factors = torch.logspace(0, -6, inputs.q.shape[-2], device=inputs.q.device)[:, None]
-    return inputs._replace(q=inputs.q * factors, dout=inputs.dout * factors)
-
-
-MAGNITUDES = {
-    **{f"{factor:g}": times(q=factor, k=factor, v=factor) for factor in (1e4, 1e3, 1e2, 1e-4, 1e-20)},
-    "large_queries": times(q=1e10, k=1e-10),
-    "large_gradients": times(dout=1e6, dlse=1e5),
-    "small_gradients": times(dout=1e-12, dlse=1e-12),
-    **{f"zero_{name}": times(**{name: 0.0}) for name in ("q", "k", "v", "dout")},
-    "zero_gradients": times(dout=0.0, dlse=0.0),
-    "all_zero": times(q=0.0, k=0.0, v=0.0),
-    "heads": heads_of_different_sizes,
-    "rows": rows_of_different_sizes,
-}
-FAST = ["1000", "1e-20", "large_queries", "zero_k", "zero_gradients", "heads"]
-
-
-@each_function
-@pytest.mark.parametrize("name", named(MAGNITUDES, FAST))
-def test_magnitudes(impl, device, name):
-    check(impl, MAGNITUDES[name](make_inputs(Shapes.of(2, q_len=40, k_len=70, d=16), device=device)), causal=True)
 
 
 @pytest.mark.parametrize("matmul_precision", ["highest"], indirect=True)

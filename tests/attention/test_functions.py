@@ -24,7 +24,7 @@ from cs336_systems.testing import (
 from .helpers import FLOAT, HALF, assert_same, check, each_function, named
 
 FUNCTIONS = {"flash": FlashAttentionFunction, "tiled": TiledAttentionFunction}
-HEADS = Shapes.of(2, q_len=9, k_len=12, d=16, dv=8, q_heads=4, kv_heads=2)
+HEADS = Shapes.of(2, q_len=9, k_len=12, d=16, dv=8, q_heads=2, kv_heads=1)
 NO_HEADS = Shapes.of(3, q_len=9, k_len=12, d=16)
 GRADIENTS = ("dq", "dk", "dv")
 half_and_float = pytest.mark.parametrize("dtype", [HALF, FLOAT])
@@ -41,8 +41,6 @@ def leaves(device, shapes=HEADS, **arguments):
     ("shapes", "arguments", "settings"),
     [
         (NO_HEADS, (), {}),
-        (HEADS, (False,), {}),
-        (NO_HEADS, (True,), {"causal": True}),
         (HEADS, ("top_left", -1.0), {"causal": "top_left", "scale": -1.0}),
         (NO_HEADS, (True, None, True), {"causal": True, "return_lse": True}),
         (HEADS, ("bottom_right", 2, True), {"causal": True, "scale": 2.0, "return_lse": True}),
@@ -55,25 +53,19 @@ def test_apply_takes_what_attention_takes(impl, device, shapes, arguments, setti
 
 
 @each_function
-@pytest.mark.parametrize("length", [1, 9])
-def test_one_saved_tensor_has_the_shape_of_rows(impl, device, length):
-    inputs, qkv = leaves(device, Shapes.of(3, q_len=length, k_len=12, d=16))
-    out = FUNCTIONS[impl].apply(*qkv, True)
-    (rows,) = [x for x in out.grad_fn.saved_tensors if x.shape == (3, length)]
-    assert_within_budget({"out": out.detach(), "lse": rows}, inputs, causal=True)
-
-
-@each_function
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_saved_is_the_inputs_the_output_and_one_number_a_row(impl, device, layout):
-    _, qkv = leaves(device, HEADS._replace(k=(2, 2, 9, 16), v=(2, 2, 9, 8)), layout=layout)
+    """Which is the log-sum-exp."""
+    inputs, qkv = leaves(device, HEADS._replace(k=(2, 1, 9, 16), v=(2, 1, 9, 8)), layout=layout)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        out = attention(*qkv, causal=True, impl=impl)
+        out = FUNCTIONS[impl].apply(*qkv, True)
     expected = {(x.data_ptr(), x.shape, x.stride()) for x in (*qkv, out)}
     assert expected < {(x.data_ptr(), x.shape, x.stride()) for x in saved}
     (rows,) = [x for x in saved if (x.data_ptr(), x.shape, x.stride()) not in expected]
     assert (rows.shape, rows.dtype, len(saved)) == (out.shape[:-1], FLOAT, 5)
+    assert_within_budget({"out": out.detach(), "lse": rows}, inputs, causal=True)
+    assert [x.shape for x in out.grad_fn.saved_tensors].count(rows.shape) == 1
 
 
 @each_function
@@ -139,7 +131,8 @@ def test_incoming_gradients_of_any_layout(impl, device, name):
 @each_function
 @pytest.mark.parametrize("layout", ["contiguous", "length_before_heads"])
 def test_results_are_laid_out_as_what_they_belong_to(impl, device, layout):
-    inputs = make_inputs(HEADS._replace(v=HEADS.k), dtype=HALF, device=device, layout=layout)
+    shapes = Shapes.of(2, q_len=9, k_len=12, d=16, q_heads=4, kv_heads=2)
+    inputs = make_inputs(shapes, dtype=HALF, device=device, layout=layout)
     results = evaluate(partial(attention, impl=impl, return_lse=True), inputs)
     for name, like in (("out", inputs.q), ("dq", inputs.q), ("dk", inputs.k), ("dv", inputs.v)):
         assert results[name].stride() == like.stride(), name
@@ -170,7 +163,7 @@ def test_one_tensor_as_query_key_and_value(impl, device):
 
 @each_function
 def test_the_same_call_gives_the_same_bits(impl, device):
-    shapes = Shapes.of(2, q_len=70, k_len=90, d=64, q_heads=4, kv_heads=2)
+    shapes = Shapes.of(1, q_len=70, k_len=90, d=64, q_heads=2, kv_heads=1)
     inputs = make_inputs(shapes, device=device, dtype=HALF)
     attend = partial(attention, causal=True, impl=impl, return_lse=True, deterministic=True)
     assert_same(evaluate(attend, inputs), evaluate(attend, inputs), exact=True)
@@ -220,14 +213,14 @@ def test_rows_that_see_nothing_get_exact_zeros(impl, device, dtype):
 @pytest.mark.parametrize(("name", "value"), [("k", math.nan), ("k", math.inf), ("v", math.nan), ("v", -math.inf)])
 def test_a_hidden_key_spoils_no_more_than_in_naive(impl, device, dtype, name, value):
     """Where the softmax's exact zeros meet an infinity or NaN, naive gives NaN; elsewhere nobody may."""
-    inputs = make_inputs(Shapes.of(1, q_len=70, d=16), dtype=dtype, device=device)
+    inputs = make_inputs(Shapes.of(1, q_len=45, d=16), dtype=dtype, device=device)
     attend = partial(attention, causal=True, return_lse=True)
     clean = evaluate(partial(attend, impl=impl), inputs)
-    getattr(inputs, name)[:, 40] = value
+    getattr(inputs, name)[:, 30] = value
     results, naive = (evaluate(partial(attend, impl=each), inputs) for each in (impl, "naive"))
     for result, x in naive.items():
         assert results[result][x.isfinite()].isfinite().all(), result
     if name == "k":
-        assert naive["out"][:, :40].isfinite().all()
+        assert naive["out"][:, :30].isfinite().all()
         for result in ("out", "lse"):
-            torch.testing.assert_close(results[result][:, :40], clean[result][:, :40])
+            torch.testing.assert_close(results[result][:, :30], clean[result][:, :30])

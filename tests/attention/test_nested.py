@@ -55,7 +55,7 @@ class TestCompiled:
     @pytest.mark.parametrize("impl", named(["flash", "naive"], []))
     def test_one_graph_for_all_lengths(self, impl, device):
         attend = one_graph(lambda *qkv: attention(*qkv, causal=True, impl=impl))
-        for lengths in ((3, 6), (8, 22), (7, 14, 2)):
+        for lengths in ((3, 6), (7, 14, 2)):
             starts = starts_of(lengths, device).long()
             inputs = nested(starts, 4), nested(starts, 2), nested(starts, 2)
             expected = attention(*inputs, causal=True, impl=impl)

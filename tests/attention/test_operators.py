@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from cs336_systems.attention import attention, attention_varlen, attention_with_cache
 from cs336_systems.testing import LAYOUTS, Shapes, evaluate, make_cache, make_inputs, make_packed
 
-from .features import stretched
+from .features import Maker, stretched
 from .helpers import (
     COMPILES,
     DOUBLE,
@@ -25,6 +25,7 @@ from .helpers import (
     named,
     operator_calls,
     packed_arguments,
+    sizes_of,
     slow,
 )
 
@@ -42,14 +43,9 @@ SHAPES = {
 
 def features_of(device, dtype=FLOAT):
     """Every tensor that a call may have, for `HEADS`."""
-    on = {"device": device, "dtype": dtype}
-    return {
-        "bias": torch.randn(4, 5, 9, **on).requires_grad_(),
-        "alibi_slopes": torch.rand(4, **on).requires_grad_(),
-        "sinks": torch.randn(4, **on).requires_grad_(),
-        "scores": stretched(torch.rand(2, 4, 1, 1, **on).requires_grad_()),
-        "mask": torch.rand(2, 1, 1, 9, device=device) < 0.7,
-    }
+    factors = torch.rand(2, 4, 1, 1, device=device, dtype=dtype).requires_grad_()
+    tensors = Maker(sizes_of(HEADS), dtype, device).tensors("bias", "alibi_slopes", "sinks", "mask")
+    return tensors | {"scores": stretched(factors)}
 
 
 EVERYTHING = {"causal": True, "window": (7, None), "softcap": 2.0, "dropout_p": 0.25, "seed": 5}
@@ -254,6 +250,9 @@ def test_vmap_over_the_backward_operator(impl, device):
         torch.testing.assert_close(result, torch.stack(parts))
 
 
+NAIVE = partial(attention, impl="naive")
+
+
 def loss(q, k, v, sinks, bias, impl):
     options = {"causal": True, "window": (9, None), "sinks": sinks, "bias": bias}
     out, lse = attention(q, k, v, **options, impl=impl, return_lse=True)
@@ -274,18 +273,6 @@ def test_gradients_by_torch_func(device, impl):
     torch.testing.assert_close(torch.vmap(of_one)(*stacked), expected)
 
 
-@pytest.mark.parametrize("impl", named(["flash", "tiled", "naive", "auto"], ["tiled", "auto"]))
-def test_a_jacobian(device, impl):
-    """Its rows are vmap's entries, which share everything but the gradient of out."""
-    q, k, v = (x[0, :1, :1, :4] for x in entries(device)[:3])
-
-    def of_q(q):
-        return attention(q, k, v, impl=impl).sum((0, 1))
-
-    expected = torch.autograd.functional.jacobian(of_q, q)
-    torch.testing.assert_close(torch.func.jacrev(of_q)(q), expected, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("impl", named(["flash", "tiled"], ["tiled"]))
 def test_a_batch_of_gradients(device, impl):
     """autograd's own batches are refused with what to do instead, which gives what naive does of them."""
@@ -296,9 +283,11 @@ def test_a_batch_of_gradients(device, impl):
         torch.autograd.grad(call(q, k, v), q, gradients, is_grads_batched=True)
     with pytest.raises(RuntimeError, match=r"or torch\.func\.jacrev"):
         torch.autograd.functional.jacobian(lambda q: call(q, k, v).sum((0, 1)), q, vectorize=True)
+    of_q, of_naive = (lambda q, by=by: by(q, k, v, causal=True).sum((0, 1)) for by in (call, NAIVE))
+    expected = torch.autograd.functional.jacobian(of_naive, q)
+    torch.testing.assert_close(torch.func.jacrev(of_q)(q), expected, atol=1e-5, rtol=1e-5)
     _, pull = torch.func.vjp(call, q, k, v)
-    naive = attention(q, k, v, causal=True, impl="naive")
-    expected = torch.autograd.grad(naive, (q, k, v), gradients, is_grads_batched=True)
+    expected = torch.autograd.grad(NAIVE(q, k, v, causal=True), (q, k, v), gradients, is_grads_batched=True)
     torch.testing.assert_close(torch.vmap(pull)(gradients), expected)
 
 

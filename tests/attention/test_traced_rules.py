@@ -10,17 +10,13 @@ import torch
 from cs336_systems.attention import attention
 from cs336_systems.attention.rules import score_rule
 from cs336_systems.attention.variants import bias, relative_bias, softcap
-from cs336_systems.kernels.language import at, tanh, tl
+from cs336_systems.kernels.language import at, tanh
 from cs336_systems.testing import Shapes, evaluate, make_inputs
 
+from .features import clipped
 from .helpers import DOUBLE, FLOAT, HALF, check, each_dtype
 
 SHAPES = Shapes.of(2, q_len=35, k_len=41, d=8, q_heads=4, kv_heads=2)
-
-
-@score_rule
-def clipped(score, batch, head, row, column, table, reach):
-    return score + at(table, (head, tl.minimum(tl.maximum(column - row, -reach), reach) + reach))
 
 
 @score_rule

@@ -28,7 +28,7 @@ from cs336_systems.testing import Shapes, evaluate, make_inputs
 from .features import Maker
 from .helpers import BFLOAT, DOUBLE, FLOAT, HALF, assert_same, each_function, each_implementation, sizes_of
 
-SHAPES = Shapes.of(2, q_len=9, k_len=12, d=16, q_heads=4, kv_heads=2)
+SHAPES = Shapes.of(2, q_len=9, k_len=12, d=16, q_heads=2, kv_heads=1)
 FUNCTIONS = {"flash": FlashAttentionFunction, "tiled": TiledAttentionFunction}
 
 
@@ -138,42 +138,29 @@ MODULES = {
 
 
 @pytest.mark.parametrize("impl", [name for name in MODULES if name != "compiled"])
-def test_a_module_is_attention_with_its_settings(impl, device):
+def test_a_module_is_attention_with_its_settings_and_features(impl, device):
     inputs = make_inputs(SHAPES, dtype=HALF, device=device)
-    settings = {"causal": "top_left", "scale": 0.3}
-    asked = {} if impl == "sdpa" else {"return_lse": True}
-    expected = evaluate(partial(attention, impl=impl, **settings, **asked), inputs)
+    settings, features, asked = {"causal": "top_left", "scale": 0.3}, {}, {}
+    if impl != "sdpa":
+        make, asked = Maker(sizes_of(SHAPES), HALF, device), {"return_lse": True}
+        settings |= {"window": (5, None), "softcap": 3.0}
+        features = make.bias("hqk") | make.slopes() | make.sinks() | make.mask("bk") | make.rules()
+    expected = evaluate(partial(attention, impl=impl, **settings, **asked), inputs, features)
     for module in (MODULES[impl](**settings), Attention(impl=impl, **settings)):
-        assert_same(evaluate(partial(module, **asked), inputs), expected, exact=impl != "sdpa")
+        assert_same(evaluate(partial(module, **asked), inputs, features), expected, exact=impl != "sdpa")
 
 
 @pytest.mark.parametrize("impl", MODULES)
 def test_modules_have_settings_and_no_state(impl):
     module = MODULES[impl](causal=True, scale=0.5)
     assert isinstance(module, Attention)
-    assert list(module.parameters()) == []
-    assert module.state_dict() == {}
+    assert (list(module.parameters()), module.state_dict()) == ([], {})
     assert repr(module) == f"{MODULES[impl].__name__}(causal=True, scale=0.5, impl='{impl}')"
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert repr(twin) == repr(module)
-
-
-def test_the_general_module_chooses():
-    assert repr(Attention()) == "Attention(causal=False, scale=None, impl='auto')"
-    assert repr(Attention(window=(3, None), softcap=5.0, dropout_p=0.5, deterministic=True)) == (
-        "Attention(causal=False, scale=None, impl='auto', window=(3, None), softcap=5.0, deterministic=True, "
-        "dropout_p=0.5)"
-    )
-    assert repr(Attention(impl=Implementation.TILED)) == "Attention(causal=False, scale=None, impl='tiled')"
-
-
-@pytest.mark.parametrize("kind", [Attention, NaiveAttention, TiledAttention])
-def test_a_module_hands_features_on(kind):
-    q, k, v = (torch.randn(2, 4, 9, 8) for _ in range(3))
-    tensors = {"bias": torch.randn(4, 9, 9), "sinks": torch.randn(4), "mask": torch.rand(9, 9) < 0.8}
-    settings = {"causal": True, "window": (5, None), "softcap": 3.0, "scale": 0.5}
-    expected = attention(q, k, v, impl="naive", return_lse=True, **settings, **tensors)
-    torch.testing.assert_close(kind(**settings)(q, k, v, return_lse=True, **tensors), expected)
+    every = Attention(window=(3, None), softcap=5.0, dropout_p=0.5, deterministic=True, impl=Implementation(impl))
+    more = "window=(3, None), softcap=5.0, deterministic=True, dropout_p=0.5"
+    assert repr(every) == f"Attention(causal=False, scale=None, impl='{impl}', {more})"
 
 
 def test_a_module_drops_weights_in_training_alone():

@@ -1,15 +1,19 @@
-"""README.md: its first example runs, and explains the call that it makes."""
+"""README.md and docs/transformer.md: their examples run, and the table of presets is theirs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import cs336_systems.attention
 from cs336_systems.attention import Explanation
+from cs336_systems.transformer import PRESETS, preset
 
 from .pages import examples
 
-PAGE = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE, TRANSFORMER = (ROOT / "README.md").read_text(), (ROOT / "docs/transformer.md").read_text()
 
 
 def test_the_first_example_explains_the_call_that_it_makes(monkeypatch, capsys):
@@ -33,3 +37,32 @@ def test_the_first_example_explains_the_call_that_it_makes(monkeypatch, capsys):
     assert all(x.grad.isfinite().all() for x in tensors)
     assert isinstance(results[1], Explanation)
     assert capsys.readouterr().out == f"{results[1]}\n"
+
+
+# What is used of torch.compile beyond its own warnings, and of random numbers for DTensor on a CPU.
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch", "ignore:DTensor random operators:UserWarning"
+)
+@pytest.mark.usefixtures("compile_afresh")
+def test_the_examples_of_the_transformer_run(tmp_path, monkeypatch, capsys):
+    """One after another, as a reader would type them."""
+    monkeypatch.chdir(tmp_path)
+    found = examples(TRANSFORMER)
+    assert len(found) == 9
+    names: dict[str, object] = {}
+    for example in found:
+        exec(example, names)
+
+
+def test_the_table_has_every_preset():
+    written = {}
+    for line in TRANSFORMER.splitlines():
+        cells = [cell.strip().replace(",", "") for cell in line.strip("|").split("|")]
+        if len(cells) == 7 and cells[0] in ("both", *PRESETS):
+            for suite in PRESETS if cells[0] == "both" else [cells[0]]:
+                written[suite, cells[1]] = tuple(map(int, cells[2:]))
+    assert written == {
+        (suite, name): (*sizes, preset(name, suite).parameters())
+        for suite, table in PRESETS.items()
+        for name, sizes in table.items()
+    }

@@ -27,6 +27,7 @@ from cs336_systems.kernels.sm90.backward import backward_kernel
 from cs336_systems.kernels.sm90.forward import forward_kernel
 
 BANDS = {"none": (None, None), "causal": (None, 0), "window": (100, 0)}
+PLAIN = {"band": "causal", "dtype": torch.bfloat16}
 SMS = 8
 """Few multiprocessors, so that CTAs claim several tiles."""
 
@@ -125,16 +126,15 @@ def cases_of(name: str) -> Iterator[dict[str, Any]]:
 def main(arguments: Iterable[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--passes", nargs="+", choices=("forward", "backward"), default=["forward", "backward"])
-    parser.add_argument("--bands", nargs="+", choices=BANDS, default=[*BANDS])
     parser.add_argument("--head-dims", nargs="+", type=int, help="all, unless given")
-    parser.add_argument("--plain", action="store_true", help="bfloat16 without other options alone")
+    parser.add_argument("--cases", choices=("plain", "others"), help="causal masks in bfloat16 alone, or all but those")
     options = parser.parse_args([*arguments])
     compiled = [
         compile_one(**case)
         for name in options.passes
         for case in cases_of(name)
-        if case["band"] in options.bands and case["head_dim"] in (options.head_dims or [case["head_dim"]])
-        if not options.plain or (len(case) == 4 and case["dtype"] == torch.bfloat16)
+        if case["head_dim"] in (options.head_dims or [case["head_dim"]])
+        if options.cases in (None, "plain" if case == case | PLAIN and len(case) == 4 else "others")
     ]
     rows = rows_of(compiled)
     print(json.dumps([row | details_of(report) for row, (_, report) in zip(rows, compiled, strict=True)]))

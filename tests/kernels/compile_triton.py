@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.attention import variants
-from cs336_systems.kernels import launching
+from cs336_systems.kernels import launching, swiglu
 from cs336_systems.kernels.call import Aux, Call, Options, Wanted
 from cs336_systems.kernels.inspection import compile_for, rows_of
 from cs336_systems.kernels.launching import Launch
@@ -82,12 +82,20 @@ def features(dtype: torch.dtype) -> dict[str, tuple[dict[str, Any], dict[str, An
 def launch_of(
     kernel: str, precision: str, d: int, dv: int | None = None, feature: str = "causal", rows: int = 4
 ) -> tuple[Any, Launch]:
-    """A kernel and its launch on (2, 4, 512, d) tensors; ``rows``: new queries of a group, for decoding."""
-    dtype = torch.bfloat16 if precision == "half" else torch.float32
+    """A kernel and its launch on (2, 4, 512, d) tensors; ``rows``: new queries of a group, for decoding.
+
+    SwiGLU's have d for their hidden width.
+    """
+    dtype = {"half": torch.bfloat16, "float16": torch.float16}.get(precision, torch.float32)
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     dv = dv or d
     if kernel in ("decode", "decode_window", "merge"):
         return _decode(kernel, dtype, d, rows)
+    if kernel.startswith("swiglu"):
+        gu, h = (made(16384, width, dtype=dtype) for width in (2 * d, d))
+        if kernel == "swiglu_forward":
+            return swiglu.swiglu_forward_kernel, swiglu.launch_arguments(gu, h)
+        return swiglu.swiglu_backward_kernel, swiglu.launch_arguments(h, gu, gu, h)
     fields, named = features(dtype)[feature]
     options, aux = Options(scale=d**-0.5, **fields), Aux(**named)
     q, v = (made(2, HEADS, LENGTH, width, dtype=dtype) for width in (d, dv))

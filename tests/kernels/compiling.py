@@ -1,7 +1,8 @@
 """Run the programs of this folder that compile kernels, each in a fork of this process.
 
-It has imported Triton and hashed its compiler, which takes seconds. A line of JSON on standard input is a program's
-name and its arguments; a line of JSON answers with its exit status, what it printed, and its errors.
+It has imported Triton and hashed its compiler, which takes seconds. A line of JSON on standard input is a number, a
+program's name and its arguments; a line of JSON answers with the number, its exit status, what it printed, and its
+errors.
 """
 
 from __future__ import annotations
@@ -54,4 +55,5 @@ if __name__ == "__main__":
     assert cs336_systems.attention
     triton_key()
     for line in sys.stdin:
-        print(json.dumps(run(*json.loads(line))), flush=True)
+        number, *question = json.loads(line)
+        print(json.dumps([number, *run(*question)]), flush=True)

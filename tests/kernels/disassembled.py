@@ -11,14 +11,15 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 
 os.environ.pop("TRITON_INTERPRET", None)
 
-import torch
 import triton
 
 from cs336_systems.kernels.disassembly import disassemble
-from tests.kernels import compile_swiglu
+from cs336_systems.kernels.inspection import compile_for
+from tests.kernels import compile_triton
 
 
 def by_cuobjdump(cubin: bytes) -> str:
@@ -29,8 +30,13 @@ def by_cuobjdump(cubin: bytes) -> str:
         return subprocess.run([str(tool), "--dump-sass", str(path)], capture_output=True, text=True, check=True).stdout
 
 
-if __name__ == "__main__":
-    capability = int(sys.argv[1])
-    cubins = [report.cubin for _, report in compile_swiglu.reports(capability, 1000, torch.float32)]
+def main(arguments: Iterable[str]) -> None:
+    [capability] = map(int, arguments)
+    kernels = (compile_triton.launch_of(f"swiglu_{way}", "float32", 1000) for way in ("forward", "backward"))
+    cubins = [compile_for(capability, *kernel).cubin for kernel in kernels]
     alone = [disassemble(capability, [cubin])[0] for cubin in cubins]
     print(json.dumps([disassemble(capability, cubins), alone, [by_cuobjdump(cubin) for cubin in cubins]]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -24,6 +24,13 @@ from .portable import tiled
 pytestmark = pytest.mark.skipif(not launching.INTERPRETED, reason="needs the interpreter")
 
 
+FLOAT, HALF = torch.float32, torch.float16
+
+
+def shaped(*shape):
+    return torch.randn(shape, requires_grad=True)
+
+
 class Watch:
     """The interpreter's memory accesses, checked against the storages of a launch's tensors."""
 
@@ -79,10 +86,14 @@ def watch(monkeypatch):
     return watched
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize(
-    ("lengths", "widths", "causal"),
-    [((35, 50), (20, 40), True), ((50, 35), (40, 20), True), ((35, 50), (16, 16), False)],
+    ("lengths", "widths", "causal", "dtype"),
+    [
+        ((35, 50), (20, 40), True, HALF),
+        ((50, 35), (40, 20), True, FLOAT),
+        ((35, 50), (16, 16), False, HALF),
+        ((35, 50), (20, 40), False, FLOAT),
+    ],
 )
 def test_every_address_is_in_a_tensor(flash_device, watch, lengths, widths, causal, dtype):
     (q_len, k_len), (d, dv) = lengths, widths
@@ -93,54 +104,49 @@ def test_every_address_is_in_a_tensor(flash_device, watch, lengths, widths, caus
     assert watch.checked > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("features", [{}, {"causal": True}, {"window": (5, 3)}, {"bias": True}])
-def test_every_address_of_packed_sequences_is_in_a_tensor(flash_device, watch, features, dtype):
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("none", FLOAT), ("causal", HALF), ("causal", FLOAT), ("window", HALF), ("bias", HALF), ("bias", FLOAT)],
+)
+def test_every_address_of_packed_sequences_is_in_a_tensor(flash_device, watch, name, dtype):
     """The last sequences are short of a tile, and no row follows them."""
     lengths = [(18, 3), (0, 5), (17, 18), (1, 2)]
     inputs = make_packed(lengths, d=20, dv=12, dtype=dtype, device=flash_device)
+    features = {"causal": {"causal": True}, "window": {"window": (5, 3)}, "bias": {"bias": shaped(1, 2, 18, 18)}}
     starts = [starts_of(column, flash_device) for column in zip(*lengths, strict=True)]
-    most = {"max_seqlen_q": 18, "max_seqlen_k": 18}
-    if "bias" in features:
-        features = {"bias": torch.randn(1, 2, 18, 18, device=flash_device, requires_grad=True)}
     with tiled(16, 16):
-        attend = partial(attention_varlen, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], **most, impl="flash")
-        evaluate(partial(attend, **features, return_lse=True), inputs)
+        attend = partial(attention_varlen, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], impl="flash")
+        attend = partial(attend, max_seqlen_q=18, max_seqlen_k=18, return_lse=True)
+        evaluate(attend, inputs, features.get(name, {}))
     assert watch.checked > 0
-
-
-def shaped(*shape):
-    return torch.randn(shape, requires_grad=True)
 
 
 @pytest.mark.parametrize(
     "features",
     [
-        lambda: {"bias": shaped(1, 2, 18, 35)},
+        lambda: {"bias": shaped(2, 1, 18, 35)},
         lambda: {"bias": shaped(2, 1, 1, 35), "causal": True},
         lambda: {"bias": shaped(18, 1), "window": (5, 3)},
-        lambda: {"mask": torch.randn(2, 18, 35) > 0},
-        lambda: {"alibi_slopes": shaped(2, 2), "causal": True},
-        lambda: {"scores": relative_bias(shaped(2, 52), 17)},
-        lambda: {"sinks": shaped(2), "dropout_p": 0.5, "softcap": 3.0},
+        lambda: {"mask": torch.randn(2, 1, 18, 35) > 0},
+        lambda: {"alibi_slopes": shaped(2, 1), "causal": True},
+        lambda: {"scores": relative_bias(shaped(1, 52), 17)},
+        lambda: {"sinks": shaped(1), "dropout_p": 0.5, "softcap": 3.0},
         lambda: {"mask": document(torch.arange(35).expand(2, 35) // 9).with_blocks(18, 35)},
     ],
 )
 def test_every_address_of_captured_tensors_is_in_a_tensor(flash_device, watch, features):
-    shapes = Shapes.of(2, q_len=18, k_len=35, d=20, dv=12, q_heads=2, kv_heads=1)
+    shapes = Shapes.of(2, q_len=18, k_len=35, d=20, dv=12, q_heads=1)
     inputs = make_inputs(shapes, device=flash_device)
     with tiled(16, 16):
         evaluate(partial(attention, impl="flash"), inputs, features())
     assert watch.checked > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize(("new", "window"), [(1, None), (3, None), (3, (9, 0))])
+@pytest.mark.parametrize(("new", "window", "dtype"), [(1, None, HALF), (3, None, FLOAT), (3, (9, 0), HALF)])
 def test_every_address_of_a_cache_is_in_a_tensor(flash_device, watch, new, window, dtype):
     """A full sequence ends where its slots do; others are short, or empty."""
-    cache = make_cache(
-        [70, 3, 0, 65], capacity=70, q_heads=4, kv_heads=2, d=20, dv=12, new=new, dtype=dtype, device=flash_device
-    )
+    sizes = {"q_heads": 4, "kv_heads": 2, "d": 20, "dv": 12, "new": new}
+    cache = make_cache([70, 3, 0, 65], capacity=70, **sizes, dtype=dtype, device=flash_device)
     attention_with_cache(*cache, window=window, impl="flash")
     assert watch.checked > 0
 

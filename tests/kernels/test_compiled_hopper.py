@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from cs336_systems.kernels.sm90.tiles import BACKWARD, HEAD_DIMS
+from cs336_systems.kernels.sm90.tiles import BACKWARD, FORWARD_SPLIT, HEAD_DIMS
 from cs336_systems.kernels.versions import why_not_gluon
 
 SHARED_MEMORY = 227 * 1024
@@ -65,32 +65,32 @@ for_a_known_triton = pytest.mark.skipif(
 )
 
 
-@for_a_known_triton
-def test_one_kernel_of_each_pass_compiles(compiled_by):
-    rows = compiled_by("compile_hopper.py", "--plain", "--bands", "causal", "--head-dims", "128")
-    assert [row["pass"] for row in rows] == ["forward", "backward"]
-    assert not [*problems(rows)]
+every_triton = [pytest.mark.every_triton, pytest.mark.slow]
+TAILS = {columns + tail for columns, tail, _ in FORWARD_SPLIT}
 
 
-@pytest.mark.every_triton
-@pytest.mark.slow
 @for_a_known_triton
-def test_what_models_use_most_compiles(compiled_by):
-    """Few enough to be compiled with every Triton."""
-    rows = compiled_by("compile_hopper.py", "--plain", "--bands", "causal", "--head-dims", "64", "128")
-    assert {(row["pass"], row["head_dim"]) for row in rows} == {*itertools.product(("forward", "backward"), (64, 128))}
+@pytest.mark.parametrize(
+    ("passes", "dims", "cases"),
+    [
+        ("forward backward", {64}, "plain"),
+        pytest.param("forward backward", {128}, "plain", marks=every_triton),
+        *[pytest.param("forward", dims, "others", marks=pytest.mark.slow) for dims in ({64}, {128})],
+        *[pytest.param("backward", dims, "others", marks=pytest.mark.slow) for dims in ({64}, {128})],
+        *[pytest.param(name, {256}, "plain others", marks=pytest.mark.slow) for name in ("forward", "backward")],
+        *[pytest.param("forward", {dim}, "plain others", marks=pytest.mark.slow) for dim in sorted(TAILS)],
+    ],
+)
+def test_kernels_compile(compiled_by, passes, dims, cases):
+    asked = ["--passes", *passes.split(), "--head-dims", *map(str, dims)]
+    rows = compiled_by("compile_hopper.py", *asked, *["--cases", cases] * (" " not in cases))
+    assert {(row["pass"], row["head_dim"]) for row in rows} == {*itertools.product(passes.split(), dims)}
     found = [*problems(rows)]
     assert not found, "\n".join(found)
 
 
-@pytest.mark.slow
-@for_a_known_triton
-@pytest.mark.parametrize(("name", "dims"), [("forward", {*HEAD_DIMS, 80, 96, 192}), ("backward", set(BACKWARD))])
-def test_kernels_compile(compiled_by, name, dims):
-    rows = compiled_by("compile_hopper.py", "--passes", name)
-    assert {row["head_dim"] for row in rows} == dims
-    found = [*problems(rows)]
-    assert not found, "\n".join(found)
+def test_every_head_dimension_is_compiled():
+    assert {*HEAD_DIMS} == {*BACKWARD} == {64, 128, 256}
 
 
 def test_problems_are_found():

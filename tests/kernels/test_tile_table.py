@@ -56,10 +56,6 @@ def test_every_pass_has_a_row_for_every_device(monkeypatch, capability, shared_k
             assert tiles.lookup_decode(precision, 128, device).tile_k >= 16
 
 
-def test_the_interpreter_has_a_table_too():
-    assert tiles.architecture_of(CPU) in tiles.TABLES
-
-
 @pytest.mark.parametrize(
     ("architecture", "row"), [(name, row) for name, table in tiles.SMALL_GRIDS.items() for row in table]
 )

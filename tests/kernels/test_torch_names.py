@@ -36,16 +36,12 @@ def without(monkeypatch, *names, module=torch_names):
         return loaded_anew(module)
 
 
-def test_the_installed_torch_is_known():
-    assert torch_names.why_unknown() is None
-    assert not torch_names.missing
-
-
-@pytest.mark.parametrize("name", torch_names.needed)
+@pytest.mark.parametrize("name", [None, *torch_names.needed])
 def test_a_name_that_calls_need_is_told(monkeypatch, name):
-    module = without(monkeypatch, name)
-    assert module.missing == [name]
-    assert module.why_unknown() == f"torch {torch.__version__} lacks {name}"
+    """The installed torch lacks none."""
+    module = torch_names if name is None else without(monkeypatch, name)
+    assert module.missing == ([] if name is None else [name])
+    assert module.why_unknown() == (None if name is None else f"torch {torch.__version__} lacks {name}")
 
 
 UNKNOWN = """
@@ -73,26 +69,22 @@ def test_calls_are_right_with_an_unknown_version():
 
 def assert_right(impl, device):
     """Results and gradients of a call, and results where no gradient is wanted."""
-    inputs = make_inputs(
-        Shapes.of(1, q_len=9, k_len=9, d=16, q_heads=2, kv_heads=1), dtype=torch.float32, device=device
-    )
+    inputs = make_inputs(Shapes.of(1, q_len=9, d=16, q_heads=2, kv_heads=1), device=device)
     call = functools.partial(attention, causal=True, impl=impl)
     assert_within_budget(evaluate(functools.partial(call, return_lse=True), inputs), inputs, causal=True)
     with torch.no_grad():
-        expected = attention(inputs.q, inputs.k, inputs.v, causal=True, impl="naive")
-        torch.testing.assert_close(call(inputs.q, inputs.k, inputs.v), expected, rtol=1e-5, atol=1e-5)
+        expected = attention(*inputs[:3], causal=True, impl="naive")
+        torch.testing.assert_close(call(*inputs[:3]), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("impl", ["flash", "tiled"])
-def test_without_the_modes_at_work_calls_are_dispatched(monkeypatch, impl, device):
+def test_without_modes_and_levels_calls_are_dispatched_and_transforms_known(monkeypatch, impl, device):
+    """Transforms are known by what they refuse."""
     module = without(monkeypatch, "torch:_C._len_torch_dispatch_stack")
-    monkeypatch.setattr(torch_names, "modes_at_work", module.modes_at_work)
-    assert torch_names.must_dispatch()
-    assert_right(impl, device)
-
-
-@pytest.mark.parametrize("impl", ["flash", "tiled"])
-def test_without_their_level_transforms_are_known_by_what_they_refuse(monkeypatch, impl, device):
+    with monkeypatch.context() as changed:
+        changed.setattr(torch_names, "modes_at_work", module.modes_at_work)
+        assert torch_names.must_dispatch()
+        assert_right(impl, device)
     module = without(monkeypatch, "torch:_C._functorch.maybe_current_level")
     for user in (torch_names, op):
         monkeypatch.setattr(user, "transform_level", module.transform_level)
@@ -136,37 +128,30 @@ def test_without_its_flag_export_is_asked_for_by_its_public_name(monkeypatch):
     torch.testing.assert_close(exported(longer), Causal()(longer))
 
 
-def test_the_raw_stream_is_the_public_ones(monkeypatch):
-    monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream", raising=False)
-    module = loaded_anew(torch_names)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=index + 5))
-    assert module.raw_stream(2) == 7
-
-
-def test_constants_are_marked_by_the_public_name_on_an_unknown_version(monkeypatch):
-    marked = []
-    monkeypatch.setattr(torch, "__version__", "99.1.0")
-    monkeypatch.setattr(torch.compiler, "assume_constant_result", lambda function: marked.append(function) or function)
-    torch_names.constant_when_traced(assert_right)
-    assert marked == [assert_right]
-
-
-def test_without_the_limit_compilation_does_not_insist_on_whole_graphs(monkeypatch):
-    made = []
-    monkeypatch.setattr(torch_names, "find", lambda *names: None)
-    monkeypatch.setattr(torch, "compile", lambda function, **options: made.append(options["fullgraph"]) or function)
-    function, patience = naive._compiler.__wrapped__()
-    assert function is naive.naive
-    assert isinstance(patience, nullcontext)
-    decoder._compiler.__wrapped__(False)
-    assert made == [False, False]
-
-
-def test_without_its_module_no_condition_is_known_to_hold(monkeypatch):
+def test_public_names_serve_where_private_ones_are_missing(monkeypatch):
+    """The stream, the mark of a constant, whole graphs, and conditions on sizes, of which none is known to hold."""
+    with monkeypatch.context() as changed:
+        changed.delattr(torch._C, "_cuda_getCurrentRawStream", raising=False)
+        module = loaded_anew(torch_names)
+        changed.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=index + 5))
+        assert module.raw_stream(2) == 7
+    with monkeypatch.context() as changed:
+        marked = []
+        changed.setattr(torch, "__version__", "99.1.0")
+        changed.setattr(torch.compiler, "assume_constant_result", lambda function: marked.append(function) or function)
+        torch_names.constant_when_traced(assert_right)
+        assert marked == [assert_right]
+    with monkeypatch.context() as changed:
+        made = []
+        changed.setattr(torch_names, "find", lambda *names: None)
+        changed.setattr(torch, "compile", lambda function, **options: made.append(options["fullgraph"]) or function)
+        function, patience = naive._compiler.__wrapped__()
+        assert function is naive.naive
+        assert isinstance(patience, nullcontext)
+        decoder._compiler.__wrapped__(False)
+        assert made == [False, False]
     monkeypatch.setitem(sys.modules, "torch.fx.experimental.symbolic_shapes", None)
-    assert torch_names.holds_for_all_sizes(True)
-    assert not torch_names.holds_for_all_sizes(False)
-    assert not torch_names.holds_for_all_sizes(SimpleNamespace())
+    assert [torch_names.holds_for_all_sizes(x) for x in (True, False, SimpleNamespace())] == [True, False, False]
 
 
 def test_modules_that_do_not_tell_of_hooks_are_called(monkeypatch):
@@ -206,32 +191,26 @@ def test_a_measurement_says_what_it_lacks(monkeypatch, own):
     name = MEASUREMENTS[own]
     assert without(monkeypatch, name).why_unknown() is None
     module = without(monkeypatch, name, module=measuring_names)
-    with pytest.raises(
-        RuntimeError, match=f"needs {name.replace(':', '.')}, which torch .* lacks. Install one of torch"
-    ):
+    expected = f"needs {name.replace(':', '.')}, which torch .* lacks. Install one of torch"
+    with pytest.raises(RuntimeError, match=expected):
         getattr(module, own)()
-
-
-def test_nodes_without_numbers_are_told():
     with pytest.raises(RuntimeError, match=r"needs torch\.autograd\.graph\.Node\._sequence_nr, which torch"):
         measuring_names.node_number(object())
 
 
-@pytest.mark.parametrize("own", ["current_node", "next_node_number"])
-def test_a_recording_says_what_it_lacks(monkeypatch, own):
+@pytest.mark.parametrize(
+    ("own", "user", "measuring"),
+    [
+        ("current_node", recording, lambda model: MemoryRecorder(model, "cpu")),
+        ("next_node_number", recording, lambda model: MemoryRecorder(model, "cpu")),
+        ("next_node_number", module_ranges, lambda model: ModuleRanges(model, nvtx=False)),
+    ],
+)
+def test_a_measurement_of_a_model_says_what_it_lacks(monkeypatch, own, user, measuring):
     module = without(monkeypatch, MEASUREMENTS[own], module=measuring_names)
-    monkeypatch.setattr(recording, own, getattr(module, own))
+    monkeypatch.setattr(user, own, getattr(module, own))
     model = nn.Linear(2, 2)
-    with pytest.raises(RuntimeError, match="this measurement needs"), MemoryRecorder(model, "cpu"):
-        model(torch.ones(1, 2))
-    assert model(torch.ones(1, 2)).shape == (1, 2)
-
-
-def test_regions_say_what_they_lack(monkeypatch):
-    module = without(monkeypatch, MEASUREMENTS["next_node_number"], module=measuring_names)
-    monkeypatch.setattr(module_ranges, "next_node_number", module.next_node_number)
-    model = nn.Linear(2, 2)
-    with pytest.raises(RuntimeError, match="this measurement needs"), ModuleRanges(model, nvtx=False):
+    with pytest.raises(RuntimeError, match="this measurement needs"), measuring(model):
         model(torch.ones(1, 2))
     assert model(torch.ones(1, 2)).shape == (1, 2)
 

@@ -29,13 +29,10 @@ def reason_with_one_warning(module, match):
     return reason
 
 
-def test_the_installed_triton_is_known():
-    assert versions.why_not_gluon() is None
-    assert not versions.missing
-
-
 @pytest.mark.parametrize("package", [triton, torch], ids=["triton", "torch"])
 def test_an_unknown_version_is_a_reason(monkeypatch, package):
+    assert versions.why_not_gluon() is None
+    assert not versions.missing
     monkeypatch.setattr(package, "__version__", "99.1.0")
     match = r"portable Triton kernels.*got 99\.1\.0.*Install one of triton"
     assert "got 99.1.0" in reason_with_one_warning(versions, match)
@@ -62,18 +59,13 @@ def test_a_missing_name_of_torch_is_a_reason(monkeypatch, name):
     assert name in reason_with_one_warning(versions, rf"portable Triton kernels.*torch \S+ lacks {name}")
 
 
-def test_a_kernel_without_names_has_those_of_its_function():
-    class Kernel:
-        fn = staticmethod(lambda x, y: None)
-
-    assert [*versions.names_of(Kernel())] == ["x", "y"]
-
-
 @pytest.mark.parametrize("name", ["_ASTSource", "_GPUTarget"])
 def test_compiling_without_a_gpu_says_what_it_lacks(monkeypatch, name):
     class Kernel:
+        fn = staticmethod(lambda x, y: None)
         is_gluon = staticmethod(bool)
 
+    assert [*versions.names_of(Kernel())] == ["x", "y"]  # those of its function
     monkeypatch.setattr(versions, name, None)
     with pytest.raises(RuntimeError, match=f"triton {re.escape(triton.__version__)} compiles no kernel"):
         versions.compiled_for(90, Kernel(), (), {})

@@ -24,6 +24,9 @@ __path__ = extend_path(__path__, __name__)
 """
 
 
+EVERYTHING = ["setuptools", ".[dev]"]
+
+
 class Project:
     """A folder with a Makefile, its tools, and nothing to install."""
 
@@ -42,12 +45,8 @@ class Project:
         self.python = self.program("python", f'{without_pip}\nexec "{sys.executable}" "$@"')
 
     def environment(self, *, venv: str = ".venv", python: str | None = None, pip_status: int = 0, torch: str = ""):
-        variables = {
-            "PYTHONPATH": str(self.root / "stand-in"),
-            "PIP_LOG": str(self.pip_log),
-            "PIP_STATUS": str(pip_status),
-            "TORCH": torch,
-        }
+        variables = {"PYTHONPATH": str(self.root / "stand-in"), "PIP_LOG": str(self.pip_log)}
+        variables |= {"PIP_STATUS": str(pip_status), "TORCH": torch}
         return subprocess.run(
             ["bash", self.root / "tools/environment.sh", venv, python or self.python, "test"],
             env=os.environ | variables,
@@ -80,54 +79,66 @@ def project(tmp_path) -> Project:
     return Project(root)
 
 
-def test_installs_once(project):
+def test_installs_once_and_again_when_a_pin_changes(project):
     assert project.environment(python=sys.executable).returncode == 0
-    assert project.installs() == ["setuptools", ".[dev]"]
-
+    assert project.installs() == EVERYTHING
     again = project.environment(python="no-python-is-needed")
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
     assert project.installs() == []
-
-
-def test_installs_again_when_a_pin_changes(project):
-    project.environment()
-    project.installs()
     with (project.root / "constraints.txt").open("a") as constraints:
         constraints.write("colorama==0.4.6\n")
     assert project.environment().returncode == 0
-    assert project.installs() == ["setuptools", ".[dev]"]
+    assert project.installs() == EVERYTHING
 
 
-def test_another_pytorch_brings_its_own_triton(project):
-    assert project.environment(torch="2.14").returncode == 0
+def test_another_pytorch_brings_its_own_triton_and_the_newest_is_asked_for_every_time(project):
+    for installs in (EVERYTHING, []):
+        assert project.environment(torch="2.14").returncode == 0
+        assert project.installs() == installs
     pins = (project.venv / "cs336_systems.constraints").read_text().splitlines()
     assert [pin for pin in pins if pin.startswith(("torch==", "triton=="))] == ["torch==2.14.*"]
     assert any(pin.startswith("pytest==") for pin in pins)
-    assert len(project.installs()) == 2
-    assert project.environment(torch="2.14").returncode == 0
-    assert project.installs() == []
-
-
-def test_the_newest_pytorch_is_asked_for_every_time(project):
     for _ in range(2):
         assert project.environment(torch="newest").returncode == 0
         assert (project.venv / "cs336_systems.constraints").read_text() == ""
         assert "--upgrade --upgrade-strategy eager" in project.pip_log.read_text()
-        assert len(project.installs()) == 2
+        assert project.installs() == EVERYTHING
 
 
-def test_the_pytorch_of_an_active_environment_stays(project):
-    done = project.environment(venv="active", torch="2.14")
-    assert done.returncode == 1
-    assert "expected no TORCH with VENV=active, whose PyTorch stays; got TORCH=2.14" in done.stderr
-    assert project.installs() == []
-
-
-def test_a_failed_install_is_tried_again(project):
+def test_what_failed_is_tried_again(project):
+    """Also where the environment was left half made."""
     assert project.environment(pip_status=3).returncode == 3
-    assert project.installs() == ["setuptools"]
+    assert project.installs() == EVERYTHING[:1]
     assert project.environment().returncode == 0
-    assert project.installs() == ["setuptools", ".[dev]"]
+    assert project.installs() == EVERYTHING
+    (project.venv / "cs336_systems.stamp").write_text("")
+    shutil.rmtree(project.venv / "bin")
+    assert project.environment().returncode == 0
+    assert (project.venv / "bin/activate").exists()
+
+
+REFUSED = {
+    "torch_of_an_active_environment": (
+        {"venv": "active", "torch": "2.14"},
+        "expected no TORCH with VENV=active, whose PyTorch stays; got TORCH=2.14",
+    ),
+    "old": ({"setup": "sys.version_info = (3, 9, 18)"}, "expected Python 3.10 or newer; {} is Python 3.9.18"),
+    "missing": ({"python": "not-there"}, "expected a Python 3.10 or newer called not-there; got none that runs"),
+    "bare": ({"setup": 'sys.modules["ensurepip"] = None'}, "to have the modules venv and ensurepip"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused(project, name):
+    arguments, message = REFUSED[name]
+    arguments = dict(arguments)
+    if "setup" in arguments:
+        arguments["python"] = project.pretend_python(name, arguments.pop("setup"))
+    done = project.environment(**arguments)
+    assert done.returncode == 1
+    assert message.format(arguments.get("python")) in done.stderr
+    assert project.installs() == []
+    assert not project.venv.exists()
 
 
 def test_an_environment_of_somebody_else_is_left_alone(project):
@@ -140,61 +151,23 @@ def test_an_environment_of_somebody_else_is_left_alone(project):
     assert project.installs() == []
 
 
-def test_a_half_made_environment_is_made_again(project):
-    assert project.environment(pip_status=3).returncode == 3
-    shutil.rmtree(project.venv / "bin")
-    assert project.environment().returncode == 0
-    assert (project.venv / "bin/activate").exists()
-
-
-def test_python_too_old(project):
-    old = project.pretend_python("old", "sys.version_info = (3, 9, 18)")
-    done = project.environment(python=old)
-    assert done.returncode == 1
-    assert f"expected Python 3.10 or newer; {old} is Python 3.9.18" in done.stderr
-    assert not project.venv.exists()
-
-
-def test_no_python(project):
-    done = project.environment(python="python-that-is-not-there")
-    assert done.returncode == 1
-    assert "expected a Python 3.10 or newer called python-that-is-not-there; got none that runs" in done.stderr
-
-
-def test_python_without_ensurepip(project):
-    bare = project.pretend_python("bare", 'sys.modules["ensurepip"] = None')
-    done = project.environment(python=bare)
-    assert done.returncode == 1
-    assert "to have the modules venv and ensurepip" in done.stderr
-    assert not project.venv.exists()
-
-
-def rewrite(path: Path, old: str, new: str) -> None:
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
-
-
-def test_active_environment_gets_only_what_it_lacks(project):
-    assert project.environment(venv="active").returncode == 0
-    assert project.installs() == []
-
-    rewrite(project.root / "pyproject.toml", "test = [", 'test = ["no-such-package>=1.5", ')
+@pytest.mark.parametrize(
+    ("old", "new", "status", "installs"),
+    [
+        ("test = [", "test = [", 0, []),
+        ("test = [", 'test = ["no-such-package>=1.5", ', 0, ["no-such-package>=1.5"]),
+        ("pytest-timeout>=2.3", "pytest-timeout>=99", 0, ["pytest-timeout>=99"]),
+        ("einops>=0.8", "einops>=99", 1, []),
+    ],
+    ids=["complete", "missing", "old_tool", "old_dependency"],
+)
+def test_an_active_environment_gets_only_what_it_lacks(project, old, new, status, installs):
+    """A newer tool too; a dependency that is out of range is kept, and told."""
+    path = project.root / "pyproject.toml"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
     done = project.environment(venv="active")
-    assert done.returncode == 0, done.stderr
-    assert project.installs() == ["no-such-package>=1.5"]
+    assert done.returncode == status, done.stderr
+    assert ("einops: expected >=99; got 0." in done.stderr) == (status == 1)
+    assert project.installs() == installs
     assert not project.venv.exists()
-
-
-def test_active_environment_gets_a_newer_tool(project):
-    rewrite(project.root / "pyproject.toml", "pytest-timeout>=2.3", "pytest-timeout>=99")
-    assert project.environment(venv="active").returncode == 0
-    assert project.installs() == ["pytest-timeout>=99"]
-
-
-def test_active_environment_keeps_a_dependency_that_is_out_of_range(project):
-    rewrite(project.root / "pyproject.toml", "einops>=0.8", "einops>=99")
-    done = project.environment(venv="active")
-    assert done.returncode == 1
-    assert "einops: expected >=99; got 0." in done.stderr
-    assert project.installs() == []
