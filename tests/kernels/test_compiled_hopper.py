@@ -73,7 +73,7 @@ TAILS = {columns + tail for columns, tail, _ in FORWARD_SPLIT}
 @pytest.mark.parametrize(
     ("passes", "dims", "cases"),
     [
-        ("forward backward", {64}, "plain"),
+        pytest.param("forward backward", {64}, "plain", marks=pytest.mark.every_triton),
         pytest.param("forward backward", {128}, "plain", marks=every_triton),
         *[pytest.param("forward", dims, "others", marks=pytest.mark.slow) for dims in ({64}, {128})],
         *[pytest.param("backward", dims, "others", marks=pytest.mark.slow) for dims in ({64}, {128})],
