@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cs336_systems.attention import Attention, attention, attention_varlen
 from cs336_systems.attention.variants import document, prefix, relative_bias
 from cs336_systems.attention.variants import window as window_rule
-from cs336_systems.kernels.sm90 import backend
 from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs, make_packed
 
 from .features import Maker, bent, clipped
@@ -244,23 +242,3 @@ def test_gradients_of_a_bias_with_any_strides(flash_device, strided):
     features = {"bias": bias.to(flash_device).detach().requires_grad_()}
     attend = partial(attention, impl="flash", return_lse=True)
     assert_same(evaluate(one_graph(attend), inputs, features), evaluate(attend, inputs, features))
-
-
-class Flash(torch.nn.Module):
-    def forward(self, q, k, v):
-        return attention(q, k, v, causal=True, impl="flash")
-
-
-@pytest.mark.parametrize("way", ["fake", "exported", "compiled"])
-def test_a_traced_call_leaves_the_choice_of_kernels_to_its_operator(monkeypatch, flash_device, way):
-    """Kernels for one GPU depend on addresses and sizes, which a traced call does not have."""
-    monkeypatch.setattr(backend, "unsupported_device", lambda device: None)  # as on a Hopper GPU
-    q, k, v = (torch.randn(1, 2, 9, 64, dtype=HALF, device=flash_device) for _ in range(3))
-    if way == "fake":
-        with FakeTensorMode() as mode:
-            out = Flash()(*[mode.from_tensor(x) for x in (q, k, v)])
-        assert (out.shape, out.stride()) == (q.shape, q.stride())
-        return
-    shapes = [{2: torch.export.Dim("length", min=2, max=512)}] * 3
-    program = torch.export.export(Flash(), (q, k, v), dynamic_shapes=shapes, strict=way == "compiled")
-    assert any(node.target is torch.ops.cs336_systems.flash_forward.default for node in program.graph.nodes)

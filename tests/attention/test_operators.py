@@ -134,12 +134,26 @@ def test_fake_results_look_like_real_ones(impl, device, layout, name):
     look_alike(calls_of(impl, shapes, device, HALF, layout=layout, everything=(layout, name) == LAID_OUT[2]))
 
 
-def test_fake_tensors_go_through_attention(flash_device):
-    inputs = make_inputs(HEADS, dtype=HALF, device=flash_device)
-    real = attention(*inputs[:3], impl="flash", return_lse=True)
-    with FakeTensorMode() as mode:
-        fake = attention(*[mode.from_tensor(x) for x in inputs[:3]], impl="flash", return_lse=True)
-    assert looks(fake) == looks(real)
+class Flash(torch.nn.Module):
+    def forward(self, q, k, v):
+        return attention(q, k, v, causal=True, impl="flash")
+
+
+@pytest.mark.parametrize("way", ["fake", "exported", "compiled"])
+def test_a_traced_call_leaves_the_choice_of_kernels_to_its_operator(monkeypatch, flash_device, way):
+    """Kernels for one GPU depend on addresses and sizes, which a traced call does not have."""
+    from cs336_systems.kernels.sm90 import backend
+
+    monkeypatch.setattr(backend, "unsupported_device", lambda device: None)  # as on a Hopper GPU
+    q, k, v = (torch.randn(1, 2, 9, 64, dtype=HALF, device=flash_device) for _ in range(3))
+    if way == "fake":
+        with FakeTensorMode() as mode:
+            results = attention(*[mode.from_tensor(x) for x in (q, k, v)], impl="flash", return_lse=True)
+        assert looks(results) == looks([q, q.new_empty(q.shape[:-1], dtype=FLOAT)])
+        return
+    shapes = [{2: torch.export.Dim("length", min=2, max=512)}] * 3
+    program = torch.export.export(Flash(), (q, k, v), dynamic_shapes=shapes, strict=way == "compiled")
+    assert any(node.target is torch.ops.cs336_systems.flash_forward.default for node in program.graph.nodes)
 
 
 @pytest.mark.parametrize("impl", named(["flash", "tiled"], ["tiled"]))

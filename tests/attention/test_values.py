@@ -136,3 +136,14 @@ def test_tiled_masks_the_right_tiles_wherever_the_diagonal_lies(device):
         q, k, v, *_ = make_inputs(Shapes.of(1, q_len=40, k_len=k_len, d=4), dtype=DOUBLE, device=device)
         out, exact = (attention(q, k, v, causal=True, impl=impl) for impl in ("tiled", "naive"))
         torch.testing.assert_close(out, exact, msg=lambda text, k_len=k_len: f"{k_len} keys: {text}")
+
+
+@pytest.mark.parametrize("dtype", FLOATS[:2])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("factor", [1e3, 1e4])
+def test_scores_in_the_millions_make_no_weight_infinite(flash_device, dtype, causal, factor):
+    """Rounded one way for the maximum and another way for the weights, they would exceed it, on a GPU, or all be 0."""
+    q, k = (factor * torch.randn(4, 130, 64, dtype=dtype, device=flash_device) for _ in "qk")
+    v = torch.ones_like(k)
+    out = attention(q, k, v, causal=causal, impl="flash")
+    torch.testing.assert_close(out, v)
