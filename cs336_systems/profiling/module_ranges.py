@@ -99,13 +99,13 @@ class ModuleRanges(RegionTracker):
             torch.cuda.nvtx.range_push(label)
         record = torch.profiler.record_function(label)
         record.__enter__()
-        self._threads.__dict__.setdefault("records", []).append(record)
+        self.per_thread.__dict__.setdefault("records", []).append(record)
         self._assign_next_nodes()
 
     def pop(self) -> None:
         """Close the innermost range."""
         super().pop()
-        self._threads.records.pop().__exit__(None, None, None)
+        self.per_thread.records.pop().__exit__(None, None, None)
         if self._nvtx:
             torch.cuda.nvtx.range_pop()
         self._assign_next_nodes()

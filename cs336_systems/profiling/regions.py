@@ -75,11 +75,11 @@ class RegionTracker:
         self._regions = {module: region_of(paths[0], module) for module, paths in self._paths.items()}
         self._regions[model] = self._regions[model] or "model"
         self._hook_all = hook_all
-        self._threads = threading.local()
+        self.per_thread = threading.local()
 
     @property
     def _stack(self) -> list[tuple[str, str]]:
-        return self._threads.__dict__.setdefault("stack", [])
+        return self.per_thread.__dict__.setdefault("stack", [])
 
     @property
     def current(self) -> tuple[str, str]:
