@@ -224,7 +224,7 @@ def _is_excluded(backend: Backend) -> bool:
 def supports(backend: Backend, call: Call) -> str | None:
     """Why a backend does not compute a call, or None if it does."""
     if _is_excluded(backend):
-        return f"use_backends() leaves {', '.join(_allowed or ())} alone"
+        return f"use_backends() allows only {', '.join(_allowed or ())}"
     return backend.supports(call)
 
 

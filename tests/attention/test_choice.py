@@ -210,11 +210,11 @@ def test_the_backward_may_be_another_backend_s(flash_device, no_plans, monkeypat
     assert len(forwards) == 1
 
 
-def test_use_backends_leaves_the_named_ones_alone(ran):
+def test_use_backends_allows_only_the_named_ones(ran):
     with use_backends("tiled", "naive"):
         attention(*tensors())
         reasons = explain(*tensors()).reasons
-        assert reasons["sdpa"] == reasons["triton"] == "use_backends() leaves tiled, naive alone"
+        assert reasons["sdpa"] == reasons["triton"] == "use_backends() allows only tiled, naive"
         with pytest.raises(ValueError, match=r"impl='sdpa' cannot compute this call: use_backends\(\) leaves"):
             attention(*tensors(), impl="sdpa")
         with use_backends("naive"):
