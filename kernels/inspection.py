@@ -59,7 +59,7 @@ class Report:
         return self.capability < 100
 
     def as_row(self) -> dict[str, Any]:
-        """What the assembler said of the kernel, and what its code tells, as JSON can hold it."""
+        """What the assembler reports of the kernel, and what its code shows, as JSON values."""
         return {
             "registers": self.registers,
             "spilled": self.spill_stores + self.spill_loads,

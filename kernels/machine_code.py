@@ -1,7 +1,7 @@
 """Registers that machine code reads though nothing has written them.
 
 ptxas 12.8 has compiled forward kernels whose matrix instructions took the address of a tile from such a register:
-whatever happened to be there. No report of the assembler's tells, the code does.
+whatever happened to be there. Only the code shows it; the assembler does not warn.
 
 The analysis follows every path from a kernel's start and collects what may have been written. A register is unset where
 it is read and no path has written it. What copies an unset register is not reported, what uses the copy is: ptxas moves

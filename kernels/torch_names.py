@@ -176,7 +176,7 @@ def recompiled(most: int) -> AbstractContextManager[object] | None:
     """What torch.compile runs in to compile a function ``most`` times, where it would give up after 8.
 
     ``torch.compiler.config`` has the limit, but does not document how to set it for a while; in 2.11 `torch.compile`
-    does not take it. None without it: then nobody may insist on whole graphs, so that what is over is computed eagerly.
+    does not take it. None without it: then do not compile with ``fullgraph``; beyond the limit torch runs eagerly.
     """
     if find("torch.compiler:config.recompile_limit") is None:
         return None
@@ -217,14 +217,14 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_are_told = all(hasattr(nn.Module(), name) for name in HOOKS)
+_have_hooks = all(hasattr(nn.Module(), name) for name in HOOKS)
 # Whether calling a module also calls hooks. Where torch does not say, assume so: such modules are not fused.
-has_forward_hooks: Callable[[nn.Module], bool] = _has_forward_hooks if _are_told else lambda module: True
-has_hooks: Callable[[nn.Module], bool] = _has_hooks if _are_told else lambda module: True
+has_forward_hooks: Callable[[nn.Module], bool] = _has_forward_hooks if _have_hooks else lambda module: True
+has_hooks: Callable[[nn.Module], bool] = _has_hooks if _have_hooks else lambda module: True
 
 
-class ToldOfCasts(nn.Module):
-    """A module that `after_cast` tells when ``to``, ``half``, ``to_empty`` and the like may have replaced its tensors.
+class CastAware(nn.Module):
+    """A module whose `after_cast` is called when ``to``, ``half``, ``to_empty`` and the like may have replaced tensors.
 
     They call ``_apply`` of every module. Where torch has none, `after_cast` is called before each ``forward``.
     """
@@ -232,17 +232,17 @@ class ToldOfCasts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         if not hasattr(nn.Module, "_apply"):
-            self.register_forward_pre_hook(_tell)
+            self.register_forward_pre_hook(_call_after_cast)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ToldOfCasts:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CastAware:
         super()._apply(fn, recurse)
         self.after_cast()
         return self
 
     def after_cast(self) -> None:
-        """See to tensors that were replaced, if any were."""
+        """Update what depends on tensors that may have been replaced."""
         raise NotImplementedError
 
 
-def _tell(module: ToldOfCasts, arguments: Any) -> None:
+def _call_after_cast(module: CastAware, arguments: Any) -> None:
     module.after_cast()

@@ -45,7 +45,7 @@ class Arguments(NamedTuple):
     def key(self, has_tensors: bool) -> tuple[Any, ...]:
         """All that a plan depends on: the values of numbers, the metadata of tensors if `has_tensors`.
 
-        The types tell 1 from True. Raises TypeError if it cannot be hashed.
+        The types belong to it, because 1 == True. Raises TypeError if it cannot be hashed.
         """
         plain = self[:7]
         window = plain[1]

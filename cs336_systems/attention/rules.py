@@ -281,7 +281,7 @@ def _parameters_of(function: Any) -> tuple[str, ...]:
 
 
 def _jitted(function: Any, name: str) -> Any:
-    """A `jit` function under a name that no other has: within a kernel Triton tells functions apart by their names."""
+    """A `jit` function under a name that no other has: within a kernel Triton identifies functions by their names."""
     python = getattr(function, "fn", function)
     own = types.FunctionType(
         python.__code__, python.__globals__, python.__name__, python.__defaults__, python.__closure__

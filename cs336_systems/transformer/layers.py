@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.types import Device
 
-from ..kernels.torch_names import ToldOfCasts, has_hooks
+from ..kernels.torch_names import CastAware, has_hooks
 from . import swiglu
 from .config import check_positive, check_size
 
@@ -127,7 +127,7 @@ class RMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-class RotaryEmbedding(ToldOfCasts):
+class RotaryEmbedding(CastAware):
     """Rotary position embedding, RoPE: Su et al., "RoFormer" (2021).
 
     Rotates elements 2i and 2i + 1 of a vector at position p by the angle p · theta^(-2i / d_head), so that the product

@@ -122,7 +122,7 @@ def load_tile(
     if tile_map.varlen.VARLEN:  # noqa: SIM102 - known when compiled
         if heads == 0:
             # Consumers wait for no load of this tile. If it were pushed now, they could be two turns ahead of the
-            # waits below, which tell even turns from odd ones alone.
+            # waits below, which distinguish only the parity of a turn.
             mbarrier.wait(memory.k_empty, (turn - 1) & 1, pred=turn > 0)
             mbarrier.wait(memory.v_empty, (turn - 1) & 1, pred=turn > 0)
     memory.scheduler.push(turn, COMPUTE, tile, seq)

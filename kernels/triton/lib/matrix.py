@@ -28,8 +28,8 @@ class Matrix(NamedTuple):
 def matrix(pointer, index, sizes, strides, span, lo, STRIDE_MULTIPLE: tl.constexpr):
     """The rows ``span`` of matrix number ``index``. ``sizes`` are the leading sizes; the first one is never read.
 
-    Strides but the last are in multiples of STRIDE_MULTIPLE elements. Triton knows of an argument that it is a multiple
-    of 16, or nothing: the product tells it that rows 40 elements apart can be read 8 elements at a time.
+    Strides but the last are in multiples of STRIDE_MULTIPLE elements. Triton specialises
+    arguments only for multiples of 16; the product shows that rows 40 elements apart can be read 8 elements at a time.
     """
     unit = tl.full((), STRIDE_MULTIPLE, tl.int64)
     offset = span.first * (strides[len(sizes)] * unit)
