@@ -81,11 +81,18 @@ def each_dtype(**implementations: tuple[torch.dtype, ...]) -> Any:
     return pytest.mark.parametrize(("impl", "dtype"), made)
 
 
-def check(impl: str, inputs: Inputs, features: Mapping[str, Any] | None = None, **settings: Any) -> Results:
+def check(
+    impl: str,
+    inputs: Inputs,
+    features: Mapping[str, Any] | None = None,
+    *,
+    eps: float | None = None,
+    **settings: Any,
+) -> Results:
     """What `attention` returns and its gradients, which are within the budget; nobody reads memory nobody wrote."""
     with poisoned_memory():
         results = evaluate(partial(attention, impl=impl, return_lse=True, **settings), inputs, features)
-    assert_within_budget(results, inputs, features=features, **settings)
+    assert_within_budget(results, inputs, features=features, eps=eps, **settings)
     return results
 
 

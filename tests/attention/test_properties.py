@@ -74,7 +74,9 @@ def held(impl, device, call):
     # In float32 flash refuses more (test_choice.py). In float16 naive overflows, whose error the budget is made of.
     most_dropout = {FLOAT: 0.9999, HALF: 0.999}.get(made["dtype"], 1.0)
     assume(impl != "flash" or not most_dropout < features.get("dropout_p", 0.0) < 1)
-    check(impl, seeded(**made, device=device), features, **asked)
+    # The halves of float32 keep 22 bits of a product's operands, which shows where a gradient is a single product.
+    eps = 2.0**-20 if impl == "flash" and made["dtype"] == FLOAT else None
+    check(impl, seeded(**made, device=device), features, eps=eps, **asked)
 
 
 def of_one_element(seed, dtype, scale=None, q_len=1, k_len=1):
@@ -96,6 +98,7 @@ def test_flash(flash_device, call):
 @slow
 @settings(max_examples=8)
 @given(call=calls(HALF, FLOAT, with_features=True))
+@example(call=of_one_element(3, FLOAT, k_len=2))  # dv is 5 roundings off
 def test_flash_with_any_features(flash_device, call):
     held("flash", flash_device, call)
 
