@@ -154,7 +154,7 @@ def _sized_models(options: argparse.Namespace) -> Iterator[tuple[str, Transforme
 
 
 def model_config(name: str, suite: str, **changes: Any) -> TransformerConfig:
-    """The config of `tiny`, training's default, or of a preset of the suite. Raises ValueError if there is none."""
+    """The config of `tiny`, training's default, or of a preset of the suite. Raises ValueError for another name."""
     if name == TINY:
         return TransformerConfig(**{"vocab_size": VOCAB_SIZE} | TINY_SIZES._asdict() | changes)
     if name not in PRESETS[suite]:

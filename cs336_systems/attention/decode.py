@@ -97,6 +97,7 @@ def attention_with_cache(
     float32 inputs are computed in float32 if ``torch.get_float32_matmul_precision()`` is "highest", the default, and in
     TF32 otherwise. Under autocast inputs are cast to its dtype: keep the cache in that.
     """
+    q, k, v = autocast_inputs(q, k, v)  # before the check that they have the same dtype
     arguments = Arguments(True, window, scale, softcap, return_lse=return_lse)
     _check(q, k, v, lengths)
     out, lse = run(q, k, v, arguments, impl, cache_lengths=lengths)

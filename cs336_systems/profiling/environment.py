@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -118,7 +119,9 @@ def device_name(device: torch.device | str) -> str:
 
 
 def _processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = cpuinfo.read_text().splitlines()
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(models, "") or platform.processor() or platform.machine() or "CPU"
 

@@ -162,10 +162,12 @@ def available_bytes(device: torch.device | str) -> int | None:
 
 
 def _kernel_available(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
+    try:
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
     try:
         # Not Linux: three quarters of the physical memory.
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 3 // 4

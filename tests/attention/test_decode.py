@@ -179,7 +179,11 @@ def test_sequences_are_split_among_sms():
 def test_autocast_computes_in_its_dtype(device):
     cache = make_cache([9, 20], capacity=20, q_heads=2, kv_heads=1, d=16, device=device)
     with torch.autocast(device.type, torch.bfloat16):
-        assert attention_with_cache(*cache).dtype == torch.bfloat16
+        out = attention_with_cache(*cache)
+        # A cache is kept in the dtype of autocast, in which queries come then.
+        kept = attention_with_cache(cache.q, cache.k.bfloat16(), cache.v.bfloat16(), cache.lengths)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(kept, out, rtol=0, atol=0)
 
 
 class TestCompiled:

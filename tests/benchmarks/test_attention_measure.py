@@ -187,7 +187,7 @@ def earlier(length: int, **fields: object) -> Row:
         ([earlier(16, status="oom", mask="full")], None),
         ([earlier(16, status="oom", provider="naive")], None),
         ([earlier(8, median_ms=1), earlier(16, median_ms=300.0)], "about 1.2 s, estimated from length 16: more than"),
-        ([earlier(16, batch=4, median_ms=300.0)], None),  # with so many tokens, time grows with the length alone
+        ([earlier(16, batch=4, median_ms=300.0)], None),  # at this many tokens, time grows with the length alone
         ([earlier(16, status="skipped", probe_ms=1500.0)], "about 6.0 s"),
     ],
 )
