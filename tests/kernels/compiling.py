@@ -1,8 +1,8 @@
 """Run the programs of this folder that compile kernels, each in a fork of this process.
 
-It has imported Triton and hashed its compiler, which takes seconds. A line of JSON on standard input is a number, a
-program's name and its arguments; a line of JSON answers with the number, its exit status, what it printed, and its
-errors.
+It has imported Triton and hashed its compiler, which takes seconds. A line of JSON on standard input is a number, the
+module of a program in this folder, and its arguments; a line of JSON answers with the number, its exit status, what it
+printed, and its errors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(program: str, arguments: list[str]) -> tuple[int, str, str]:
 
 def _main(program: str, arguments: list[str]) -> int:
     try:
-        importlib.import_module(f"tests.kernels.{program.removesuffix('.py')}").main(arguments)
+        importlib.import_module(f"tests.kernels.{program}").main(arguments)
     except Exception:
         traceback.print_exc()
         return 1

@@ -210,7 +210,7 @@ def problems(architecture, case, row):
 
 def check(compiled_by, architecture, cases):
     assert cases
-    found = compiled_by("compile_triton.py", architecture, json.dumps(cases))
+    found = compiled_by("compile_triton", architecture, json.dumps(cases))
     assert len(found) == len(cases)
     wrong = [
         f"{case}: {text}" for case, row in zip(cases, found, strict=True) for text in problems(architecture, case, row)
@@ -280,7 +280,7 @@ def test_kernels_of_swiglu_read_and_write_16_bytes_at_a_time(compiled_by, archit
         for precision in ("half", "float16", "float32")
         for way in ("forward", "backward")
     ]
-    for row in compiled_by("compile_triton.py", architecture, json.dumps(cases)):
+    for row in compiled_by("compile_triton", architecture, json.dumps(cases)):
         assert not row["reads_single_elements"], row
         assert row["stores"], row
         assert row["spilled"] == 0, row

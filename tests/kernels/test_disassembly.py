@@ -28,7 +28,7 @@ def names(text):
 
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_many_are_disassembled_at_once(compiled_by, capability):
-    together, alone, by_cuobjdump = compiled_by("disassembled.py", str(capability))
+    together, alone, by_cuobjdump = compiled_by("disassembled", str(capability))
     assert [instructions(text) for text in alone] == [instructions(text) for text in by_cuobjdump]
     assert [functions(text) for text in together] == [functions(text) for text in by_cuobjdump]
     assert [names(text) for text in together] == [names(text) for text in alone]

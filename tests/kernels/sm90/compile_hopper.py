@@ -2,7 +2,7 @@
 
 Run as a program of its own, because kernels defined under TRITON_INTERPRET cannot be compiled:
 
-    python tests/kernels/compile_hopper.py --passes forward backward
+    python tests/kernels/sm90/compile_hopper.py --passes forward backward
 """
 
 from __future__ import annotations

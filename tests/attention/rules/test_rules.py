@@ -20,7 +20,7 @@ from cs336_systems.kernels.language import at, in_torch, jit, tanh, tl
 from cs336_systems.kernels.versions import compile_options
 from cs336_systems.testing import Shapes, assert_within_budget, make_inputs
 
-from .helpers import check, each_implementation
+from ..helpers import check, each_implementation
 
 SHAPES = Shapes.of(2, q_len=9, k_len=11, d=8, q_heads=2, kv_heads=1)
 WIDE = torch.float64

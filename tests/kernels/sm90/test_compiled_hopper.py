@@ -83,7 +83,7 @@ TAILS = {columns + tail for columns, tail, _ in FORWARD_SPLIT}
 )
 def test_kernels_compile(compiled_by, passes, dims, cases):
     asked = ["--passes", *passes.split(), "--head-dims", *map(str, dims)]
-    rows = compiled_by("compile_hopper.py", *asked, *["--cases", cases] * (" " not in cases))
+    rows = compiled_by("sm90.compile_hopper", *asked, *["--cases", cases] * (" " not in cases))
     assert {(row["pass"], row["head_dim"]) for row in rows} == {*itertools.product(passes.split(), dims)}
     found = [*problems(rows)]
     assert not found, "\n".join(found)

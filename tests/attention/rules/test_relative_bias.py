@@ -20,9 +20,9 @@ from cs336_systems.kernels.triton.mod_gradients import sum_bands as sums_of_band
 from cs336_systems.kernels.triton.tiles import TileConfig, pin
 from cs336_systems.testing import Shapes, evaluate, make_inputs
 
-from .helpers import COMPILES, EVERY, FLOATS, HALF, check, each_implementation, named, sizes_of, slow
+from ..helpers import COMPILES, EVERY, FLOATS, HALF, check, each_implementation, named, sizes_of, slow
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHAPES = Shapes.of(2, q_len=35, k_len=41, d=8, q_heads=4, kv_heads=2)
 pytestmark = COMPILES[:1]
 

@@ -12,7 +12,7 @@ from cs336_systems.kernels import launching
 from cs336_systems.kernels.launching import Launch, Launcher
 from cs336_systems.kernels.sm90 import backend
 
-from .anew import FakeKernel
+from ..anew import FakeKernel
 
 
 @pytest.fixture

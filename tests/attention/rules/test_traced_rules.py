@@ -13,8 +13,8 @@ from cs336_systems.attention.variants import bias, relative_bias, softcap
 from cs336_systems.kernels.language import at, tanh
 from cs336_systems.testing import Shapes, evaluate, make_inputs
 
-from .features import clipped
-from .helpers import DOUBLE, FLOAT, HALF, check, each_dtype
+from ..features import clipped
+from ..helpers import DOUBLE, FLOAT, HALF, check, each_dtype
 
 SHAPES = Shapes.of(2, q_len=35, k_len=41, d=8, q_heads=4, kv_heads=2)
 

@@ -16,8 +16,8 @@ from cs336_systems.kernels.call import BLOCK
 from cs336_systems.kernels.language import at
 from cs336_systems.testing import Shapes, evaluate, make_inputs
 
-from .features import Maker
-from .helpers import FLOAT, HALF, check, each_implementation, named
+from ..features import Maker
+from ..helpers import FLOAT, HALF, check, each_implementation, named
 
 CPU = torch.device("cpu")
 SIZES = {"q_len": 300, "k_len": 420}

@@ -24,7 +24,7 @@ from cs336_systems.attention.variants import (
 )
 from cs336_systems.kernels.language import at
 
-from .helpers import rows, says
+from ..helpers import rows, says
 
 Q, K = torch.zeros(2, 4, 5, 16), torch.zeros(2, 2, 7, 16)
 
