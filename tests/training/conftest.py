@@ -49,6 +49,6 @@ def begin(tmp_path, options):
         config, folder = options(**changes), tmp_path / name
         if resume is None:
             prepare(config, folder)
-        return Trainer(config, folder, Layout(torch.device("cpu")), resume)
+        return Trainer(config, folder, Layout(torch.device(config.device)), resume)
 
     return make
