@@ -42,7 +42,11 @@ wanted() {
     case ${TORCH:-} in
         "") cat constraints.txt ;;
         newest) ;;
-        *) grep -vE '^(torch|triton)==' constraints.txt && echo "torch==$TORCH.*" ;;
+        *)
+            # PyTorch 2.11 needs an older setuptools, and the interpreter of its Triton an older NumPy.
+            grep -vE '^(torch|triton|setuptools|numpy)==' constraints.txt
+            printf '%s\n' "torch==$TORCH.*" 'numpy<2.4'
+            ;;
     esac
 }
 # Where the checkout lies belongs to it: an editable install points there.

@@ -82,7 +82,7 @@ def compile_one(
 
 def beside_a_product(sass: str) -> list[str]:
     """The instructions of the shortest stretch with exponentials between a wait that leaves products running and the
-    next wait: the step most often taken, since others mask or rescale.
+    next wait: the step most often taken, since others mask or rescale. Empty where every product is waited for first.
     """
     instructions = re.findall(r"/\*[0-9a-f]{4,6}\*/\s+(.*?);", sass)
     waits = [number for number, instruction in enumerate(instructions) if "WARPGROUP.DEPBAR" in instruction]
@@ -91,7 +91,7 @@ def beside_a_product(sass: str) -> list[str]:
         for wait, following in itertools.pairwise(waits)
         if re.search(r"gsb0, 0x[12]\b", instructions[wait])
     ]
-    return min((x for x in stretches if any("MUFU.EX2" in instruction for instruction in x)), key=len)
+    return min((x for x in stretches if any("MUFU.EX2" in instruction for instruction in x)), key=len, default=[])
 
 
 def details_of(report: Report) -> dict[str, int]:
