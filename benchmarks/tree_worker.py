@@ -120,7 +120,6 @@ def check(case: str, device: str) -> None:
 
 def milliseconds(call: Callable[[], Any], device: str, warmup: float, rep: float) -> float:
     """The median time of a call."""
-    gc.disable()
     if device.startswith("cuda"):
         from triton.testing import do_bench
 
@@ -146,6 +145,7 @@ def answer(request: dict[str, Any]) -> float:
 
 def main() -> None:
     """Answer requests until standard input ends. Anything else that is printed goes to standard error."""
+    gc.disable()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
