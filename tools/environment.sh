@@ -45,7 +45,7 @@ wanted() {
         *)
             # PyTorch 2.11 needs an older setuptools, and the interpreter of its Triton an older NumPy.
             grep -vE '^(torch|triton|setuptools|numpy)==' constraints.txt
-            printf '%s\n' "torch==$TORCH.*" 'numpy<2.4'
+            printf '%s\n' "torch==$TORCH.*" 'setuptools>=77.0.3,<82' 'numpy<2.4'
             ;;
     esac
 }
