@@ -33,10 +33,11 @@ from benchmarks.comparison import (
     timing_method,
 )
 from benchmarks.flags import DTYPES
+from benchmarks.host_memory import available_bytes
 from benchmarks.results import Outcome, Row, Status, mebibytes, outcome_of
 from cs336_systems.profiling.environment import device_name
 from cs336_systems.profiling.flops import Pass, teraflops_per_second
-from cs336_systems.profiling.memory import GIB, available_bytes, measure_memory
+from cs336_systems.profiling.memory import GIB, measure_memory
 from cs336_systems.profiling.timing import TimingMethod, call_milliseconds, host_milliseconds, measure_ms
 from cs336_systems.profiling.torch_names import without_donated_buffers
 
@@ -260,7 +261,7 @@ def would_not_fit(problem: Problem, which: Pass, device: torch.device) -> Outcom
 
     On CUDA the allocator refuses by itself. A CPU's memory can be overcommitted: the machine would swap.
     """
-    available = None if device.type == "cuda" else available_bytes(device)
+    available = available_bytes() if device.type == "cpu" else None
     needed = problem.quadratic_bytes(which)
     if available is None or needed <= available * _USABLE_SHARE:
         return None

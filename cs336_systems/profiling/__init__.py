@@ -5,12 +5,12 @@
 - :mod:`.module_ranges`, :mod:`.trace`: time by kernel, phase and region, from torch.profiler.
 - :mod:`.memory`, :mod:`.saved`, :mod:`.recording`: peak and held memory, saved tensors, memory over time by category.
 - :mod:`.precision`: sums, autocast's dtypes, and attention's errors in low precision.
-- :mod:`.environment`, :mod:`.report`: the environment of a measurement; Markdown.
+- :mod:`.environment`, :mod:`.report`: the environment of a measurement; tables as Markdown.
 """
 
 from .environment import Environment, collect_environment
 from .flops import attention_flops, attention_memory, count_flops, device_peak, teraflops_per_second
-from .memory import MemoryUsage, available_bytes, measure_memory
+from .memory import MemoryUsage, measure_memory
 from .module_ranges import ModuleRanges
 from .precision import ACCUMULATIONS, AttentionReference, tensor_dtypes
 from .recording import MemoryRecorder
@@ -33,7 +33,6 @@ __all__ = [
     "activation_bytes",
     "attention_flops",
     "attention_memory",
-    "available_bytes",
     "collect_environment",
     "compare",
     "count_flops",

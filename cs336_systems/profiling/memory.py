@@ -1,13 +1,11 @@
-"""Peak memory and memory held for the backward pass, running out of memory, and available memory."""
+"""Peak memory, memory held for the backward pass, and running out of memory."""
 
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -145,44 +143,3 @@ def is_out_of_memory(error: BaseException) -> bool:
         or (isinstance(each, RuntimeError) and any(phrase in str(each).lower() for phrase in _OUT_OF_MEMORY_PHRASES))
         for each in _with_causes(error)
     )
-
-
-def available_bytes(device: torch.device | str) -> int | None:
-    """Bytes that can be allocated on a device now, without swapping; None if unknown.
-
-    On a CPU it is the smaller of the kernel's estimate and what the control group's limit leaves.
-    """
-    device = torch.device(device)
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-    if device.type != "cpu":
-        return None
-    return min((size for size in (_kernel_available(), _cgroup_available()) if size is not None), default=None)
-
-
-def _kernel_available(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    try:
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    try:
-        # Not Linux: three quarters of the physical memory.
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 3 // 4
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
-def _cgroup_available(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
-    try:
-        limit = (folder / "memory.max").read_text().strip()
-        if limit == "max":
-            return None
-        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        # The group's usage includes its page cache, of which the kernel reclaims inactive pages on demand.
-        used = int((folder / "memory.current").read_text()) - int(statistics["inactive_file"])
-        return max(0, int(limit) - used)
-    except (OSError, ValueError, KeyError):
-        return None

@@ -1,13 +1,9 @@
-"""Markdown for results: numbers, tables, and the environment of a measurement."""
+"""Numbers and tables as Markdown."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
-
-from .environment import Environment
 
 ABSENT = "–"
 
@@ -37,36 +33,3 @@ def markdown_table(headers: Sequence[str], lines: Iterable[Sequence[str]]) -> st
         texts.append(f"| {' | '.join(cells)} |")
     rules = [":" + "-" * (widths[0] + 1), *("-" * (width + 1) + ":" for width in widths[1:])]
     return "\n".join([texts[0], f"|{'|'.join(rules)}|", *texts[1:]])
-
-
-def environment_lines(environment: Environment) -> list[str]:
-    """The environment as items of a Markdown list."""
-    on_cpu = environment.device_type == "cpu"
-    commit, changes = environment.commit, " with uncommitted changes" if environment.dirty else ""
-    facts: dict[str, str | None] = {
-        "device": environment.device,
-        "torch": environment.torch,
-        "triton": environment.triton,
-        "CUDA": environment.cuda,
-        "cuDNN": environment.cudnn,
-        "driver": environment.driver,
-        "Python": environment.python,
-        "CPU threads": str(environment.cpu_threads) if on_cpu else None,
-        "load average": format_number(environment.load_average) if on_cpu else None,
-        "commit": commit + changes if commit else "unknown",
-        "date": environment.date,
-        "command": f"`{environment.command}`",
-        **environment.packages,
-    }
-    return [f"- {name}: {fact}" for name, fact in facts.items() if fact is not None]
-
-
-def collected(texts: Iterable[str]) -> list[str]:
-    """The first of the texts that differ only in numbers, with their count if above 1."""
-    first: dict[str, str] = {}
-    counts: Counter[str] = Counter()
-    for text in texts:
-        pattern = re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", text)
-        first.setdefault(pattern, text)
-        counts[pattern] += 1
-    return [text if counts[pattern] == 1 else f"{text} ({counts[pattern]} times)" for pattern, text in first.items()]

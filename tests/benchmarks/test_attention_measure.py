@@ -203,7 +203,7 @@ def test_shorter_lengths_decide_what_is_skipped(rows, reason):
 @pytest.mark.parametrize(("mebibytes", "fits"), [(None, True), (1000, True), (0.05, False)])
 def test_score_matrices_that_would_not_fit_are_not_tried(monkeypatch, mebibytes, fits):
     assert PROBLEM.quadratic_bytes("forward") == 3 * 2 * 4 * 32**2 * 4
-    monkeypatch.setattr(attention_measure, "available_bytes", lambda device: mebibytes and mebibytes * 2**20)
+    monkeypatch.setattr(attention_measure, "available_bytes", lambda: mebibytes and mebibytes * 2**20)
     rows = measured(provider("naive", quadratic=True), provider("tiled"))
     assert statuses(rows, "naive") == (["ok"] if fits else ["skipped"]) * 3
     assert statuses(rows, "tiled") == ["ok"] * 3

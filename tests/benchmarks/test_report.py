@@ -17,8 +17,8 @@ import pytest
 from benchmarks import report
 from benchmarks.page import write_page
 from benchmarks.report import PRESETS, parse, parts_of, read_outcome, run_part
+from benchmarks.tables import environment_lines
 from cs336_systems.profiling.environment import collect_environment
-from cs336_systems.profiling.report import environment_lines
 
 from .small_models import measure_here
 

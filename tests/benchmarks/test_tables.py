@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pandas as pd
 import pytest
 
-from benchmarks.tables import markdown, matrix, number, page, plot_lines, summary
+from benchmarks import tables
+from benchmarks.tables import (
+    collected,
+    environment_lines,
+    markdown,
+    matrix,
+    number,
+    page,
+    plot_lines,
+    short_count,
+    summary,
+)
 from cs336_systems.profiling import collect_environment
 
 FRAME = pd.DataFrame(
@@ -56,3 +69,43 @@ def test_lines_are_plotted_where_there_are_figures(tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     plot_lines(tmp_path / "b.png", FRAME.assign(ms=float("nan")), **columns)
     assert not (tmp_path / "b.png").exists()
+
+
+def test_ticks_are_short():
+    assert [short_count(value) for value in (128, 1024, 65536, 1000, 2**20)] == ["128", "1k", "64k", "1000", "1M"]
+
+
+def test_the_environment_as_a_list():
+    environment = dataclasses.replace(collect_environment("cpu", commit="f00"), dirty=True, packages={"peer": "1.2"})
+    lines = environment_lines(environment)
+    assert f"- torch: {environment.torch}" in lines
+    assert "- commit: f00 with uncommitted changes" in lines
+    assert "- peer: 1.2" in lines
+    assert not any(line.startswith("- CUDA") for line in lines)
+    unknown = environment_lines(dataclasses.replace(environment, commit=None))
+    assert "- commit: unknown" in unknown
+
+
+def test_texts_that_differ_in_numbers_are_collected():
+    texts = ["takes 1.5 s", "no kernel", "takes 12 s", "takes 3e-05 s"]
+    assert collected(texts) == ["takes 1.5 s (3 times)", "no kernel"]
+
+
+def test_a_picture_keeps_its_colours_in_fewer_bytes(tmp_path):
+    pytest.importorskip("matplotlib")
+    import numpy as np
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    figure = Figure(figsize=(4, 3), facecolor="white")
+    places = figure.subplots()
+    for index, colour in enumerate(tables.COLOURS):
+        places.plot([0, 1], [index, index + 3], color=colour, linewidth=2)
+    tables.save_figure(figure, tmp_path / "few.png")
+    figure.savefig(tmp_path / "all.png", dpi=160)
+    few, all_ = (Image.open(tmp_path / f"{name}.png") for name in ("few", "all"))
+    assert few.mode == "P"
+    assert few.size == all_.size
+    assert 2 * (tmp_path / "few.png").stat().st_size < (tmp_path / "all.png").stat().st_size
+    apart = np.abs(np.asarray(few.convert("RGB"), int) - np.asarray(all_.convert("RGB"), int)).max(-1)
+    assert (apart > 8).mean() < 0.01

@@ -1,4 +1,4 @@
-"""Held and peak memory, exceptions that mean that memory ran out, and available memory."""
+"""Held and peak memory, and exceptions that mean that memory ran out."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import weakref
 import pytest
 import torch
 
-from cs336_systems.profiling import memory
 from cs336_systems.profiling.memory import (
     ALLOCATOR,
     SAVED_TENSORS,
     MemoryUsage,
-    available_bytes,
     collection_paused,
     is_out_of_memory,
     measure_memory,
@@ -122,29 +120,3 @@ def test_an_exception_without_frames_frees_their_tensors():
         assert str(kept) == "outer"
         assert held[0]() is None
     assert gc.isenabled()
-
-
-def test_available_memory(monkeypatch):
-    assert 2**20 < available_bytes("cpu") <= memory._kernel_available()
-    assert available_bytes("meta") is None
-    monkeypatch.setattr(memory, "_kernel_available", lambda: 100)
-    for limit, expected in ((70, 70), (200, 100), (None, 100)):
-        monkeypatch.setattr(memory, "_cgroup_available", lambda limit=limit: limit)
-        assert available_bytes("cpu") == expected
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20)
-    assert available_bytes("cuda") == 130
-
-
-def test_what_the_kernel_and_the_control_group_allow(tmp_path):
-    (tmp_path / "memory.max").write_text("1000\n")
-    (tmp_path / "memory.current").write_text("700\n")
-    (tmp_path / "memory.stat").write_text("anon 300\ninactive_file 150\n")
-    assert memory._cgroup_available(tmp_path) == 450
-    (tmp_path / "memory.max").write_text("max\n")
-    assert memory._cgroup_available(tmp_path) is None
-    assert memory._cgroup_available(tmp_path / "nowhere") is None
-    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:       7 kB\n")
-    assert memory._kernel_available(tmp_path / "meminfo") == 7 * 1024
-    assert memory._kernel_available(tmp_path / "nowhere") > 2**20
