@@ -27,7 +27,7 @@ if not __package__:
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks import flags, harness
 from benchmarks.comparison import Comparison
@@ -35,10 +35,10 @@ from benchmarks.harness import Case, Context, Row
 from benchmarks.results import outcome_of
 from benchmarks.tables import markdown, plot_lines, sections, with_columns
 from cs336_systems.attention import Implementation, attention
-from cs336_systems.profiling import ACCUMULATIONS, AttentionReference, tensor_dtypes
+from cs336_systems.profiling import ACCUMULATIONS, tensor_dtypes
 from cs336_systems.profiling.report import ABSENT
 from cs336_systems.profiling.torch_names import COMPILER
-from cs336_systems.testing import TF32_EPS, Finding, Shapes, make_inputs
+from cs336_systems.testing import TF32_EPS, Budget, Finding, Inputs, Shapes, budget_of, compare, evaluate, make_inputs
 
 SUMS, AUTOCAST, ATTENTION = TOPICS = ("sums", "autocast", "attention")
 RESULTS = ("out", "lse", "dq", "dk", "dv")
@@ -110,17 +110,21 @@ def attention_errors(case: PrecisionCase, context: Context) -> list[Row]:
     dtype, causal = flags.DTYPES[case.dtype], case.mask == "causal"
     generator = torch.Generator(options.device).manual_seed(options.seed)
     inputs = make_inputs(shapes, dtype=dtype, device=options.device, generator=generator)
+    held_to = Inputs(*map(_off_mps, inputs))
     # Gradients of the output alone, since torch's function returns nothing else.
-    plain = AttentionReference(inputs, causal=causal, return_lse=False)
-    with_lse = AttentionReference(inputs, causal=causal)
+    plain = budget_of(held_to, causal=causal, return_lse=False)
+    with_lse = budget_of(held_to, causal=causal)
     eps = TF32_EPS if options.tf32 else None
 
+    def findings_of(name: str, budget: Budget, return_lse: bool) -> list[Finding]:
+        results = evaluate(partial(attention, causal=causal, impl=name, return_lse=return_lse), inputs)
+        return compare({result: _off_mps(x) for result, x in results.items()}, *budget, eps=eps)
+
     def errors(name: str) -> Row:
-        findings = plain.errors(partial(attention, causal=causal, impl=name), eps=eps)
+        findings = findings_of(name, plain, False)
         narrow = name in WITH_NARROW_SCORES and dtype.itemsize == 2
         if name not in WITHOUT_LSE and not narrow:
-            both = with_lse.errors(partial(attention, causal=causal, impl=name, return_lse=True), eps=eps)
-            findings += [finding for finding in both if finding.name == "lse"]
+            findings += [finding for finding in findings_of(name, with_lse, True) if finding.name == "lse"]
         return error_columns(findings)
 
     comparison, rows = Comparison(context), []
@@ -129,6 +133,11 @@ def attention_errors(case: PrecisionCase, context: Context) -> list[Row]:
         found = comparison.attempt(name, "errors", partial(errors, name), classify)
         rows.append({"provider": name, **comparison.outcomes[name].columns, **(found or {})})
     return rows
+
+
+def _off_mps(x: Tensor) -> Tensor:
+    """MPS has no float64."""
+    return x.cpu() if x.device.type == "mps" else x
 
 
 def error_columns(findings: Sequence[Finding]) -> Row:

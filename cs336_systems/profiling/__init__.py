@@ -4,7 +4,7 @@
 - :mod:`.flops`: FLOP counts, peak rates, and the bytes that attention moves and saves.
 - :mod:`.module_ranges`, :mod:`.trace`: time by kernel, phase and region, from torch.profiler.
 - :mod:`.memory`, :mod:`.saved`, :mod:`.recording`: peak and held memory, saved tensors, memory over time by category.
-- :mod:`.precision`: sums, autocast's dtypes, and attention's errors in low precision.
+- :mod:`.precision`: sums and autocast's dtypes in low precision.
 - :mod:`.environment`, :mod:`.report`: the environment of a measurement; tables as Markdown.
 """
 
@@ -12,7 +12,7 @@ from .environment import Environment, collect_environment
 from .flops import attention_flops, attention_memory, count_flops, device_peak, teraflops_per_second
 from .memory import MemoryUsage, measure_memory
 from .module_ranges import ModuleRanges
-from .precision import ACCUMULATIONS, AttentionReference, tensor_dtypes
+from .precision import ACCUMULATIONS, tensor_dtypes
 from .recording import MemoryRecorder
 from .regions import region_of_module
 from .report import format_number, markdown_table
@@ -23,7 +23,6 @@ from .trace import read_trace, record_trace, time_by
 
 __all__ = [
     "ACCUMULATIONS",
-    "AttentionReference",
     "Environment",
     "MemoryRecorder",
     "MemoryUsage",

@@ -1,4 +1,4 @@
-"""Precision of low-precision arithmetic: sums, the dtypes that autocast chooses, and attention's errors."""
+"""Sums in low precision, and the dtypes that autocast chooses. `cs336_systems.testing` has the errors of attention."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
-from ..testing import Asked, Attend, Finding, Inputs, budget_of, compare, evaluate
 from .regions import tensors_in
 
 
@@ -114,34 +112,3 @@ def tensor_dtypes(
                 if gradient is not None:
                     see("gradient", name, owners[parameter], gradient)
     return [*seen]
-
-
-class AttentionReference:
-    """Attention's float64 results for some inputs, to compare implementations with; see `cs336_systems.testing`.
-
-    It takes a dozen float64 matrices of queries × keys while it is computed; on the CPU instead of MPS.
-
-    Args:
-        inputs: q, k, v and the gradients of the results, in the dtype under test.
-        asked: ``causal``, ``scale`` and ``features``, as in `cs336_systems.attention.attention`; and ``return_lse``,
-            whether implementations return (out, lse), the default, or out alone.
-    """
-
-    def __init__(self, inputs: Inputs, **asked: Unpack[Asked]) -> None:
-        self._inputs = inputs
-        self._budget = budget_of(Inputs(*map(_off_mps, inputs)), **asked)
-
-    def errors(self, attend: Attend, *, eps: float | None = None) -> list[Finding]:
-        """Errors of out, lse, dq, dk and dv of ``attend(q, k, v)``, by norm and by largest element, with their budgets.
-
-        ``eps`` stands in for float32's, for example `cs336_systems.testing.TF32_EPS`.
-
-        Raises ValueError if a result is missing, or has another shape or dtype than naive's.
-        """
-        results = {name: _off_mps(x) for name, x in evaluate(attend, self._inputs).items()}
-        return compare(results, *self._budget, eps=eps)
-
-
-def _off_mps(x: Tensor) -> Tensor:
-    """MPS has no float64."""
-    return x.cpu() if x.device.type == "mps" else x
