@@ -123,7 +123,6 @@ def measure(case: MemoryCase, context: Context) -> Row:
     row |= saved_columns(saved, case)
     file = partial(models.file_of, options.out, case=case)
     file("details", suffix="md").write_text(details(case, allocations, saved), encoding="utf-8")
-    recorder.save_page(file("timelines", suffix="html"))
     if options.snapshots:
         file("snapshots", suffix="pickle").write_bytes(pickle.dumps(recorder.snapshot()))
     if options.plots:

@@ -9,7 +9,7 @@
 """
 
 from .environment import Environment, collect_environment
-from .flops import attention_flops, attention_memory, count_flops, device_peak, teraflops_per_second
+from .flops import attention_flops, attention_memory, device_peak, teraflops_per_second
 from .memory import MemoryUsage, measure_memory
 from .module_ranges import ModuleRanges
 from .precision import ACCUMULATIONS, tensor_dtypes
@@ -34,7 +34,6 @@ __all__ = [
     "attention_memory",
     "collect_environment",
     "compare",
-    "count_flops",
     "device_peak",
     "format_number",
     "markdown_table",

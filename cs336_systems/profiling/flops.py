@@ -1,12 +1,13 @@
-"""FLOP counts, bytes and peak rates: what attention computes, moves and saves by formula, and what GPUs reach."""
+"""FLOP counts, bytes and peak rates: what attention computes, moves and saves by formula, and what GPUs reach.
+
+`torch.utils.flop_counter.FlopCounterMode` counts the FLOPs of a whole model. Custom kernels, such as this library's
+attention, count 0 there: count the model with ``impl="naive"`` or ``"sdpa"``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
-
-from torch.utils.flop_counter import FlopCounterMode
 
 Pass = Literal["forward", "backward", "both"]
 """The forward pass, the backward pass, or both together."""
@@ -14,17 +15,6 @@ Pass = Literal["forward", "backward", "both"]
 _PASS_FACTOR: dict[Pass, float] = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 
 PASSES: tuple[Pass, ...] = tuple(_PASS_FACTOR)
-
-
-def count_flops(function: Callable[[], object]) -> int:
-    """FLOPs of the matrix products, convolutions and torch attention that ``function()`` runs, by `FlopCounterMode`.
-
-    Masked query-key pairs count too. Custom kernels, such as this library's attention, count 0: count a model with
-    ``impl="naive"`` or ``"sdpa"`` instead.
-    """
-    with FlopCounterMode(display=False) as counter:
-        function()
-    return int(counter.get_total_flops())
 
 
 def attention_flops(

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from .memory import MemoryUsage
 from .regions import OPTIMIZER, RegionOf, RegionTracker, Statement, region_of_module, tensors_in
-from .torch_names import TorchDispatchMode, current_node, next_node_number, node_number, trace_plot
+from .torch_names import TorchDispatchMode, current_node, next_node_number, node_number
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -163,7 +162,7 @@ class MemoryRecorder:
     def snapshot(self) -> dict[str, Any]:
         """The allocations in the form of `torch.cuda.memory._snapshot`, with categories, and numbers for addresses.
 
-        Pickled, https://docs.pytorch.org/memory_viz shows it; the tools of `torch.cuda._memory_viz` read it.
+        Pickled, https://docs.pytorch.org/memory_viz shows it, and ``python -m torch.cuda._memory_viz`` reads it.
         """
         entries = []
         for number, each in enumerate(self.allocations):
@@ -175,10 +174,6 @@ class MemoryRecorder:
                 entries += [(each.end, entry | {"action": f"free_{step}"}) for step in ("requested", "completed")]
         trace = [entry for _, entry in sorted(entries, key=lambda item: item[0])]
         return {"segments": [], "device_traces": [trace], "allocator_settings": {}}
-
-    def save_page(self, path: Path) -> None:
-        """Write torch's interactive timeline of `snapshot` as HTML. A browser loads its viewer from the network."""
-        path.write_text(trace_plot(self.snapshot()), encoding="utf-8")
 
     def _follow(self, tensor: Tensor, *origin: Any) -> None:
         """Follow a storage that is not known yet. Without an origin it was allocated before the recording."""

@@ -29,9 +29,6 @@ def _measured_by(name: str) -> Any:
     return find(name) or Lacking
 
 
-# A memory snapshot as an interactive page.
-trace_plot: Any = _measured_by("torch.cuda._memory_viz:trace_plot")
-
 # The autograd node that this thread computes, None outside of a backward pass.
 current_node: Callable[[], Any] = _measured_by("torch:_C._current_autograd_node")
 

@@ -19,7 +19,7 @@ PRINTED = {
     "report": ["<!DOCTYPE html>\n"],
     "steps": ["forward ", "backward ", "optimizer "],
 }
-FILES = {"breakdown": ["trace.json"], "memory": ["timeline.png", "timeline.html"], "report": ["results/report.html"]}
+FILES = {"breakdown": ["trace.json"], "memory": ["timeline.png", "snapshot.pickle"], "report": ["results/report.html"]}
 
 
 @pytest.mark.parametrize("page", PRINTED)

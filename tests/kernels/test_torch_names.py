@@ -179,7 +179,6 @@ def test_a_module_that_is_not_told_of_casts_looks_before_each_call(monkeypatch):
 
 
 MEASUREMENTS = {
-    "trace_plot": "torch.cuda._memory_viz:trace_plot",
     "current_node": "torch:_C._current_autograd_node",
     "next_node_number": "torch:_C._autograd._get_sequence_nr",
     "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
