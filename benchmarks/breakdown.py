@@ -35,7 +35,8 @@ from benchmarks.models import BLOCKS, FORWARD_BACKWARD, WHOLE, ModelCase
 from benchmarks.steps import TrainingStep, make_step, step_columns
 from cs336_systems.profiling import ModuleRanges, read_trace, record_trace, region_of_module
 from cs336_systems.profiling.regions import OPTIMIZER
-from cs336_systems.profiling.timing import consecutive_ms, synchronize
+from cs336_systems.profiling.steps import time_steps
+from cs336_systems.profiling.timing import synchronize
 
 _INSIDE_BLOCKS = re.compile(r"(^|\.)layers\.\d+\.")
 
@@ -66,10 +67,7 @@ def measure(case: ModelCase, context: Context) -> Row:
     device: torch.device = options.device
     step, _ = make_step(case, device, options.seed)
     call = call_of(step, case.mode)
-    for _ in range(case.warmup_steps):
-        call()
-    synchronize(device)
-    times = consecutive_ms(call, options.steps, device=device)
+    times = time_steps({"step": call}, device=device, steps=options.steps, warmup=case.warmup_steps).step
     row = step_columns(times)
     with ranges_of(step.model, case.compile) as ranges:
         call = call_of(step, case.mode, partial(phase_range, ranges))

@@ -37,7 +37,7 @@ from benchmarks.tables import markdown, sections
 from cs336_systems.profiling import MemoryRecorder, activation_bytes, measure_memory, saved_tensors
 from cs336_systems.profiling.memory import MIB
 from cs336_systems.profiling.saved import SavedTensor
-from cs336_systems.profiling.timing import consecutive_ms
+from cs336_systems.profiling.steps import time_steps
 
 _LISTED = 10
 """How many allocations are listed; those that differ only in the layer count as one."""
@@ -112,7 +112,7 @@ def measure(case: MemoryCase, context: Context) -> Row:
         step.run(case.mode)
         step.optimizer.zero_grad()
 
-    times = consecutive_ms(whole, options.steps, device=device)
+    times = time_steps({"step": whole}, device=device, steps=options.steps).step
     row |= {"median_ms": times.median, "min_ms": times.minimum} | size_columns(case)
     timeline, allocations = recorder.timeline(), recorder.table()
     peak = timeline.loc[timeline.sum(axis="columns").idxmax()]

@@ -151,22 +151,6 @@ def host_milliseconds(function: Callable[[], object], count: int, *, device: tor
     return elapsed * 1e3 / count
 
 
-def consecutive_ms(function: Callable[[], object], count: int, *, device: torch.device | str) -> RoundTimes:
-    """The time of each of ``count`` consecutive calls, without synchronization between them; see `Clock`.
-
-    On CUDA the host may run ahead, as in training: its own time counts only where the device waits for it. Call
-    ``function`` once before, as for `measure_ms`.
-    """
-    with collection_paused():
-        synchronize(device)
-        clock = Clock(device)
-        clock.mark()
-        for _ in range(count):
-            function()
-            clock.mark()
-        return RoundTimes(clock.intervals())
-
-
 def measure_ms(function: Callable[[], object], *, device: torch.device | str, method: TimingMethod) -> float:
     """One short measurement of ``function``: the median time of a call, in milliseconds.
 
@@ -190,7 +174,11 @@ def _measure_on_cuda(function: Callable[[], object], device: torch.device | str,
     # do_bench makes at least eight calls. If a call fills the whole window, one is enough. It must be long twice,
     # because a single slow call may have been an allocation.
     for _ in range(2):
-        milliseconds = consecutive_ms(function, 1, device=device).median
+        clock = Clock(device)
+        clock.mark()
+        function()
+        clock.mark()
+        (milliseconds,) = clock.intervals()
         if milliseconds < method.repetitions_ms:
             # Imported here: Triton is needed for CUDA only, and has no wheels for some systems.
             from triton.testing import do_bench

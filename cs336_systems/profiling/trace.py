@@ -24,7 +24,8 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from .kernel_classes import class_of
 from .module_ranges import PHASE, parse_label
-from .timing import RoundTimes, consecutive_ms, synchronize
+from .steps import time_steps
+from .timing import RoundTimes, synchronize
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,7 +53,7 @@ def record_trace(
         function()
         synchronize(device)
         profiler.step()
-        times = consecutive_ms(function, steps, device=device)
+        times = time_steps({"step": function}, device=device, steps=steps).step
     finally:
         profiler.stop()
     profiler.export_chrome_trace(str(path))

@@ -127,7 +127,7 @@ def test_nsight_systems_gets_ranges_and_no_profiler(monkeypatch):
     assert row["status"] == "ok", row
     assert "profiled_ms" not in row
     step = ["forward", "backward"]
-    assert recorded == ["wait", *step, "start", *step, *step, "wait", "stop"]
+    assert recorded == [*step, "start", *step, *step, "wait", "stop"]
     text = tables_of(pd.DataFrame([case.columns | row]))
     assert "Times" in text
     assert "Share" not in text
