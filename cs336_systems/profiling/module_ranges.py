@@ -23,13 +23,13 @@ from __future__ import annotations
 import bisect
 import re
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node
+from typing_extensions import Self
 
 from .regions import RegionOf, RegionTracker, region_of_module, tensors_in
 from .torch_names import next_node_number, node_number
@@ -39,13 +39,8 @@ PHASE = "phase"
 _LABEL = re.compile(r"\[(?P<region>[^]]+)\] (?P<path>.*)")
 
 
-def range_label(region: str, path: str = "", *, backward: bool = False) -> str:
-    """The name of a range."""
-    return f"[{region}] {path}" + (" backward" if backward else "")
-
-
 def parse_label(label: str) -> tuple[str, str] | None:
-    """The region and the path in a range's name; None if `range_label` did not make it."""
+    """The region and the path in the name of a range; None if it is not one of `ModuleRanges`."""
     match = _LABEL.fullmatch(label)
     return None if match is None else (match["region"], match["path"])
 
@@ -58,43 +53,31 @@ class ModuleRanges(RegionTracker):
         region_of: gives a module's region from its path and itself; None leaves it in the region around it.
         nvtx: whether to open NVTX ranges too, for Nsight Systems. Default: whether CUDA is available.
 
-    Entering raises RuntimeError if another tracker is installed.
+    Entering raises RuntimeError if another tracker is entered.
     """
 
     def __init__(self, model: nn.Module, region_of: RegionOf = region_of_module, *, nvtx: bool | None = None) -> None:
         super().__init__(model, region_of, hook_all=False)
-        self._model = model
         self._nvtx = torch.cuda.is_available() if nvtx is None else nvtx
-        self._hooks = ExitStack()
         # Nodes with numbers from _starts[i] up to _starts[i + 1] were created in the range _creators[i].
         self._starts: list[int] = []
         self._creators: list[tuple[str, str]] = []
 
-    def __enter__(self) -> ModuleRanges:
+    def __enter__(self) -> Self:
         self._thread = threading.get_ident()
         next_node_number()  # raises if this torch has no sequence numbers
-        with ExitStack() as hooks:
-            hooks.enter_context(self.installed())
-            hooks.callback(self._model.register_forward_hook(self._hook_graph).remove)
-            self._hooks = hooks.pop_all()
+        super().__enter__()
+        self._hooks.callback(self._model.register_forward_hook(self._hook_graph).remove)
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._hooks.close()
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """A range around a whole phase of a step: "forward", "backward" or "optimizer"."""
-        self.push(PHASE, "", range_label(PHASE, name))
-        try:
-            yield
-        finally:
-            self.pop()
+        return self.range(PHASE, name)
 
-    def push(self, region: str, path: str, label: str | None = None) -> None:
+    def push(self, region: str, path: str) -> None:
         """Open a range."""
         super().push(region, path)
-        label = label or range_label(region, path)
+        label = f"[{region}] {path}"
         if self._nvtx:
             torch.cuda.nvtx.range_push(label)
         record = torch.profiler.record_function(label)
@@ -130,8 +113,7 @@ class ModuleRanges(RegionTracker):
             index = bisect.bisect_right(self._starts, node_number(node)) - 1
             region, path = self._creators[index] if index >= 0 else ("", "")
             if region not in ("", PHASE):
-                label = range_label(region, path, backward=True)
-                node.register_prehook(lambda grads, opened=(region, path, label): self.push(*opened))
+                node.register_prehook(lambda grads, opened=(region, f"{path} backward"): self.push(*opened))
                 node.register_hook(lambda grad_inputs, grad_outputs: self.pop())
             pending.extend(next_node for next_node, _ in node.next_functions)
         self._starts.clear()

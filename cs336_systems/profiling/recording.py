@@ -109,7 +109,7 @@ class MemoryRecorder:
         for tensor, _ in self._owned():
             self._follow(tensor)
         self._set_owners()
-        self._exit.enter_context(self._tracker.installed())
+        self._exit.enter_context(self._tracker)
         parameters = {_storage_id(each) for each in self._model.parameters()}
         self._exit.enter_context(_Tracking(self._follow, self._tracker, parameters))
         return self

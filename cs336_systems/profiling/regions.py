@@ -20,6 +20,7 @@ import jaxtyping
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from typing_extensions import Self
 
 from ..ranges import ranges_opened_by
 
@@ -55,7 +56,7 @@ def region_of_module(path: str, module: nn.Module) -> str | None:
 
 
 class RegionTracker:
-    """Tracks the region and the module path that run, on each thread: the innermost module or named range.
+    """Tracks, in a ``with`` block, the region and the module path that run on each thread: the innermost ones.
 
     Unlike `torch.utils.module_tracker.ModuleTracker` it knows the innermost module, gives a shared module the path
     below its caller, and survives a forward that raises, as recomputation in a checkpointed block does.
@@ -66,6 +67,8 @@ class RegionTracker:
         hook_all: register global hooks, which see all modules, instead of hooks on the modules that have a region.
             Hooks on a submodule keep this library's modules from being fused; global hooks make torch.compile trace
             compiled modules again.
+
+    Entering raises RuntimeError if another tracker is entered.
     """
 
     def __init__(self, model: nn.Module, region_of: RegionOf = region_of_module, *, hook_all: bool = True) -> None:
@@ -74,7 +77,7 @@ class RegionTracker:
             self._paths.setdefault(module, []).append(path)
         self._regions = {module: region_of(paths[0], module) for module, paths in self._paths.items()}
         self._regions[model] = self._regions[model] or "model"
-        self._hook_all = hook_all
+        self._model, self._hook_all, self._hooks = model, hook_all, ExitStack()
         self.per_thread = threading.local()
 
     @property
@@ -86,12 +89,7 @@ class RegionTracker:
         """Region and path; ("", "") outside of the model."""
         return self._stack[-1] if self._stack else ("", "")
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Hooks modules and named ranges for the duration of the block.
-
-        Raises RuntimeError if another tracker is installed.
-        """
+    def __enter__(self) -> Self:
         registers: list[Any] = [(register_module_forward_pre_hook, register_module_forward_hook)]
         if not self._hook_all:
             modules = [module for module, region in self._regions.items() if region is not None]
@@ -101,7 +99,11 @@ class RegionTracker:
             for register_pre_hook, register_hook in registers:
                 hooks.callback(register_pre_hook(self._enter).remove)
                 hooks.callback(register_hook(self._exit, always_call=True).remove)
-            yield
+            self._hooks = hooks.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hooks.close()
 
     @contextmanager
     def range(self, region: str, path: str | None = None) -> Iterator[None]:

@@ -52,7 +52,7 @@ def saved_tensors(forward: Callable[[], object], model: nn.Module, inputs: Itera
             saved.append(SavedTensor(size, tuple(tensor.shape), tensor.dtype, *where, _is_parameter_copy(tensor)))
         return tensor
 
-    with tracker.installed(), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+    with tracker, torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         output = forward()
     del output
     return saved

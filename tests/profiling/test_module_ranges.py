@@ -11,7 +11,7 @@ from torch import nn
 from cs336_systems import ranges as named
 from cs336_systems.attention import attention
 from cs336_systems.profiling import ModuleRanges, read_trace, record_trace, region_of_module
-from cs336_systems.profiling.module_ranges import parse_label, range_label
+from cs336_systems.profiling.module_ranges import parse_label
 from cs336_systems.profiling.regions import ATTENTION_STEPS, RegionTracker
 from cs336_systems.profiling.trace import ELSEWHERE
 from cs336_systems.transformer import Transformer, TransformerConfig
@@ -228,7 +228,7 @@ class TestRegions:
     def test_shared_modules_have_the_path_below_their_caller(self, hook_all):
         model, seen = make_model(), []
         tracker = RegionTracker(model, hook_all=hook_all)
-        with tracker.installed():
+        with tracker:
             handle = model.get_submodule("layers.0.attn.rope").register_forward_pre_hook(
                 lambda *args: seen.append(tracker.current)
             )
@@ -238,8 +238,8 @@ class TestRegions:
         assert tracker.current == ("", "")
 
     def test_labels(self):
-        label = range_label("attention: softmax", "layers.3.attn.attend", backward=True)
-        assert parse_label(label) == ("attention: softmax", "layers.3.attn.attend backward")
+        path = "layers.3.attn.attend backward"
+        assert parse_label(f"[attention: softmax] {path}") == ("attention: softmax", path)
         assert parse_label("Optimizer.step#AdamW.step") is None
         assert parse_label("## Call CompiledFxGraph abc ##") is None
 
