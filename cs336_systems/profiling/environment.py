@@ -64,21 +64,19 @@ def collect_environment(
     device: torch.device | str,
     *,
     packages: Iterable[str] = (),
-    repository: Path | None = None,
     commit: str | None = None,
 ) -> Environment:
     """Read the environment of ``device`` now.
 
     Args:
         packages: distributions whose versions are recorded if they are installed.
-        repository: a folder, whose commit is recorded; by default this library's.
-        commit: recorded instead, for files that are not in a repository.
+        commit: recorded instead of that of this library's repository, for files that are in none.
     """
     device = torch.device(device)
     on_cuda = device.type == "cuda"
     dirty = None
     if commit is None:
-        commit, dirty = git_commit(Path(__file__).parent if repository is None else repository)
+        commit, dirty = git_commit(Path(__file__).parent)
     cudnn_version = torch.backends.cudnn.version() if on_cuda else None
     driver, state = nvidia_smi(device) if on_cuda else (None, None)
     return Environment(

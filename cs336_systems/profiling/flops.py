@@ -24,23 +24,19 @@ def attention_flops(
     key_length: int,
     head_dim: int,
     *,
-    value_dim: int | None = None,
     causal: bool = False,
     which: Pass = "forward",
 ) -> float:
     """FLOPs of attention: 4 · batch · heads · query_length · key_length · head_dim forward, half of it if causal.
 
     As in the FlashAttention papers, the backward, which recomputes the scores, has five products to the forward's two.
-    ``heads`` are query heads, and ``value_dim`` is the head dimension of the values if it differs.
+    ``heads`` are query heads.
 
-    Raises ValueError if a size is negative, or ``which`` is unknown.
+    Raises ValueError if ``which`` is unknown.
     """
     _check_pass(which)
-    value_dim = head_dim if value_dim is None else value_dim
-    lengths = {"query_length": query_length, "key_length": key_length}
-    _check_sizes(0, batch=batch, heads=heads, **lengths, head_dim=head_dim, value_dim=value_dim)
     pairs = batch * heads * query_length * key_length * (0.5 if causal else 1.0)
-    return 2.0 * pairs * (head_dim + value_dim) * _PASS_FACTOR[which]
+    return 4.0 * pairs * head_dim * _PASS_FACTOR[which]
 
 
 def attention_bytes(
@@ -71,12 +67,6 @@ def _check_pass(which: str) -> None:
         raise ValueError(f"which must be one of {', '.join(PASSES)}; got {which!r}")
 
 
-def _check_sizes(least: int, **sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < least:
-            raise ValueError(f"{name} must be at least {least}; got {size}")
-
-
 def naive_attention_flops(
     batch: int, heads: int, query_length: int, key_length: int, head_dim: int, *, which: Pass = "forward"
 ) -> dict[str, float]:
@@ -86,7 +76,7 @@ def naive_attention_flops(
     quotient). Backward: 4 n head_dim for each product, which has two gradients; n for the mask; 4 n for the softmax's
     gradient P ⊙ (dP − rowsum(P ⊙ dP)). The scale of the scores does not count.
 
-    Raises ValueError if a size is negative, or ``which`` is unknown.
+    Raises ValueError if ``which`` is unknown.
     """
     _check_pass(which)
     forward, backward = which != "backward", which != "forward"
@@ -160,10 +150,7 @@ def attention_memory(batch: int, heads: int, length: int, head_dim: int, itemsiz
     With B, H (1 without a head axis), N and d, and s = ``itemsize`` bytes per element: inputs 3·B·H·N·d·s, output
     B·H·N·d·s, scores and probabilities B·H·N²·s each. "saved with n" is the output and n tensors of the scores' size;
     with 0, as in FlashAttention, the output and the float32 log-sum-exp, 4·B·H·N.
-
-    Raises ValueError if a size is below 1.
     """
-    _check_sizes(1, batch=batch, heads=heads, length=length, head_dim=head_dim, itemsize=itemsize)
     rows = batch * heads * length
     output, scores = rows * head_dim * itemsize, rows * length * itemsize
     tensors = {"inputs": 3 * output, "scores": scores, "probabilities": scores, "output": output}

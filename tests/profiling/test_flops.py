@@ -23,8 +23,6 @@ from cs336_systems.profiling.flops import (
 @pytest.mark.parametrize(("causal", "visible"), [(False, 1), (True, 0.5)])
 def test_attention_is_two_products(which, factor, causal, visible):
     assert attention_flops(2, 3, 5, 7, 11, causal=causal, which=which) == 4 * 210 * 11 * factor * visible
-    expected = 2 * 210 * (11 + 24) * factor * visible
-    assert attention_flops(2, 3, 5, 7, 11, value_dim=24, causal=causal, which=which) == expected
 
 
 def test_formulas_agree_with_torchs_counter():
@@ -82,13 +80,9 @@ def test_measured_memory_agrees_with_the_formula():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: attention_flops(1, -1, 4, 4, 8), "heads must be at least 0; got -1"),
-        (lambda: attention_flops(1, 1, 4, 4, 8, value_dim=-2), "value_dim must be at least 0; got -2"),
         (lambda: attention_flops(1, 1, 4, 4, 8, which="up"), "which must be one of forward, backward, both; got 'up'"),
-        (lambda: naive_attention_flops(-1, 1, 4, 4, 8), "batch must be at least 0; got -1"),
         (lambda: naive_attention_flops(1, 1, 4, 4, 8, which="up"), "which must be one of forward, backward, both"),
         (lambda: attention_bytes(1, 1, 4, 4, 8, 1, 2, which="step"), "which must be one of forward, backward, both"),
-        (lambda: attention_memory(1, 0, 4, 8, 4), "heads must be at least 1; got 0"),
         (lambda: teraflops_per_second(1.0, 0), "milliseconds must be positive; got 0"),
     ],
 )
