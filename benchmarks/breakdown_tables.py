@@ -7,16 +7,13 @@ from pathlib import Path
 import pandas as pd
 
 from benchmarks.harness import Row
-from benchmarks.models import FORWARD, FORWARD_BACKWARD, STEP, ModelCase, varying
+from benchmarks.models import FORWARD, FORWARD_BACKWARD, PHASES, PHASES_OF, STEP, ModelCase, varying
 from benchmarks.tables import markdown, plot_bars, sections
 from cs336_systems.profiling import time_by
 from cs336_systems.profiling.flops import Pass, naive_attention_flops
 from cs336_systems.profiling.kernel_classes import CLASSES, MATMUL, OTHER
 from cs336_systems.profiling.regions import ATTENTION_STEPS, SCORES, SOFTMAX, VALUES
-from cs336_systems.profiling.steps import PHASES
 
-PHASES_OF = {FORWARD: PHASES[:1], FORWARD_BACKWARD: PHASES[:2], STEP: PHASES}
-"""By mode."""
 PASS_OF: dict[str, Pass] = {FORWARD: "forward", FORWARD_BACKWARD: "both", STEP: "both"}
 ATTENTION = {region: region.removeprefix("attention: ") for region in ATTENTION_STEPS}
 """By region, the prefix of its columns."""

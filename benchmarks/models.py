@@ -23,13 +23,16 @@ from benchmarks.tables import markdown, number
 from cs336_systems.attention import Implementation
 from cs336_systems.profiling.flops import teraflops_per_second
 from cs336_systems.profiling.report import ABSENT
-from cs336_systems.profiling.steps import MODES, Mode
 from cs336_systems.profiling.torch_names import COMPILER
 from cs336_systems.training.config import TINY, TINY_SIZES
 from cs336_systems.transformer import PRESETS, TransformerConfig, preset
 from cs336_systems.transformer.presets import VOCAB_SIZE
 
-FORWARD, FORWARD_BACKWARD, STEP = MODES
+FORWARD, FORWARD_BACKWARD, STEP = MODES = ("forward", "forward+backward", "step")
+"""The forward alone, under ``no_grad``; forward and backward; or both and the optimizer's update."""
+PHASES = ("forward", "backward", "optimizer")
+PHASES_OF = {FORWARD: PHASES[:1], FORWARD_BACKWARD: PHASES[:2], STEP: PHASES}
+"""By mode."""
 TORCH, CUDNN, LLAMA = "torch", "torch-cudnn", "llama"
 PROVIDERS = {
     "auto": "this library's Transformer with the implementation of attention that it chooses",
@@ -60,7 +63,7 @@ class ModelCase(Case):
     dtype: str
     tf32: bool
     compile: str = NOT_COMPILED
-    mode: Mode = STEP
+    mode: str = STEP
     warmup_steps: int = 1
 
     @property

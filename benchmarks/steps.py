@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks import flags
 from benchmarks.comparison import time_columns
 from benchmarks.harness import Row
-from benchmarks.models import BLOCKS, CUDNN, FORWARD, LLAMA, STEP, TORCH, WHOLE, ModelCase
+from benchmarks.models import BLOCKS, CUDNN, FORWARD, LLAMA, PHASES_OF, TORCH, WHOLE, ModelCase
 from cs336_systems.attention import explain
 from cs336_systems.profiling.timing import RoundTimes
 from cs336_systems.training.config import TrainingConfig
@@ -82,18 +82,29 @@ class TrainingStep:
         """Clip the gradients, update the parameters, and set the gradients to None."""
         update(self.optimizer, self.model, TrainingConfig.grad_clip)
 
+    def phases(self, mode: str, losses: list[Tensor] | None = None) -> dict[str, Callable[[], None]]:
+        """What a mode measures, by phase, in order. Each loss is appended to ``losses``, without its graph.
+
+        Gradients of mode "forward+backward" are left.
+        """
+        graph: list[Tensor] = []
+
+        def forward() -> None:
+            with torch.set_grad_enabled(mode != FORWARD):
+                loss = self.forward()
+            if losses is not None:
+                losses.append(loss.detach())
+            if mode != FORWARD:
+                graph.append(loss)
+
+        phases = {"forward": forward, "backward": lambda: graph.pop().backward(), "optimizer": self.update}
+        return {name: phases[name] for name in PHASES_OF[mode]}
+
     def run(self, mode: str, phase: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
-        """Run what a mode measures, each phase in a context. Gradients of mode "forward+backward" are left."""
-        with phase("forward"), torch.set_grad_enabled(mode != FORWARD):
-            loss = self.forward()
-        if mode == FORWARD:
-            return
-        with phase("backward"):
-            loss.backward()
-        del loss
-        if mode == STEP:
-            with phase("optimizer"):
-                self.update()
+        """Run what a mode measures, each phase in a context."""
+        for name, function in self.phases(mode).items():
+            with phase(name):
+                function()
 
 
 def make_batch(

@@ -26,14 +26,14 @@ from torch import Tensor
 
 from benchmarks import flags, harness, models
 from benchmarks.harness import Context, Row
-from benchmarks.models import AXES, FORWARD, NOT_COMPILED, STEP, ModelCase, paired, varying
+from benchmarks.models import AXES, FORWARD, FORWARD_BACKWARD, NOT_COMPILED, PHASES, ModelCase, paired, varying
 from benchmarks.results import mebibytes
 from benchmarks.steps import finite_loss, make_step, step_columns
 from benchmarks.tables import markdown, number, plot_bars, plot_lines, sections, with_columns
 from cs336_systems.profiling.environment import device_name
 from cs336_systems.profiling.flops import device_peak, implausible_rate, teraflops_per_second
 from cs336_systems.profiling.report import ABSENT
-from cs336_systems.profiling.steps import PHASES, StepTimes, time_model
+from cs336_systems.profiling.steps import StepTimes, time_steps
 from cs336_systems.profiling.torch_names import compiler_counters
 
 PREFIXES = {**{phase: f"{phase}_" for phase in PHASES}, "step": ""}
@@ -61,15 +61,9 @@ def measure(case: ModelCase, context: Context) -> Row:
         return skipped.columns
     step, _ = make_step(case, options.device, options.seed)
     losses: list[Tensor] = []
-
-    def forward() -> Tensor:
-        loss = step.forward()
-        losses.append(loss.detach())
-        return loss
-
-    update = step.update if case.mode == STEP else None
     how: dict[str, Any] = {"device": options.device, "steps": options.steps, "warmup": case.warmup_steps}
-    times = time_model(forward, step.model, mode=case.mode, update=update, **how)
+    between = step.model.zero_grad if case.mode == FORWARD_BACKWARD else None
+    times = time_steps(step.phases(case.mode, losses), between=between, **how)
     row = time_columns(times) | compilation_columns(case, times)
     row |= {name: finite_loss(losses[index], case.dtype) for name, index in (("first_loss", 0), ("last_loss", -1))}
     return row | rates_of(case, row, device_name(options.device))

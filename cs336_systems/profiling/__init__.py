@@ -17,7 +17,7 @@ from .recording import MemoryRecorder
 from .regions import region_of_module
 from .report import format_number, markdown_table
 from .saved import activation_bytes, saved_tensors
-from .steps import time_model, time_steps
+from .steps import time_steps
 from .timing import RoundTimes, TimingMethod, compare, measure_ms
 from .trace import read_trace, record_trace, time_by
 
@@ -46,6 +46,5 @@ __all__ = [
     "tensor_dtypes",
     "teraflops_per_second",
     "time_by",
-    "time_model",
     "time_steps",
 ]

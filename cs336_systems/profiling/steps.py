@@ -1,6 +1,6 @@
-"""The time of each phase of a training step (forward, backward, optimizer), for any model.
+"""The time of each phase of a training step, such as forward, backward and optimizer, for any model.
 
-    times = time_model(lambda: model(x).square().mean(), model, mode="forward+backward", device=x.device)
+    times = time_steps({"forward": forward, "backward": backward, "optimizer": update}, device=x.device, warmup=2)
     times.phases["backward"].median, times.step.median, times.memory.peak_bytes
 
 A phase lies between two marks of one `timing.Clock`, so the phases add up to the step. On CUDA marks are events, and
@@ -13,20 +13,11 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Literal
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
 
 from .memory import collection_paused
 from .timing import Clock, RoundTimes, call_milliseconds, synchronize
-
-Mode = Literal["forward", "forward+backward", "step"]
-"""The forward alone, under ``no_grad``; forward and backward; or both and the optimizer's update."""
-
-MODES: tuple[Mode, ...] = ("forward", "forward+backward", "step")
-FORWARD, BACKWARD, OPTIMIZER = PHASES = ("forward", "backward", "optimizer")
 
 Phase = Callable[[], object]
 
@@ -86,7 +77,7 @@ def time_steps(
         device: where they run.
         steps: timed steps, at least 1.
         warmup: steps before the timed ones.
-        between: called before each step, untimed.
+        between: called before each step, untimed, such as ``model.zero_grad``.
 
     Raises ValueError if there are no phases, or ``steps`` or ``warmup`` is too small.
     """
@@ -117,44 +108,6 @@ def time_steps(
     rounds = [intervals[begin : begin + len(functions)] for begin in range(0, len(intervals), len(functions) + 1)]
     times = {name: RoundTimes(column) for name, column in zip(phases, zip(*rounds, strict=True), strict=True)}
     return StepTimes(times, RoundTimes(tuple(map(sum, rounds))), warmup_ms, memory, host_ms)
-
-
-def time_model(
-    loss: Callable[[], Float[Tensor, ""]],
-    model: nn.Module,
-    *,
-    device: torch.device | str,
-    mode: Mode = "forward+backward",
-    update: Phase | None = None,
-    steps: int = 10,
-    warmup: int = 1,
-) -> StepTimes:
-    """Time the phases of a model's step; see `time_steps`.
-
-    Args:
-        loss: the forward, up to a scalar; with autocast inside if wanted.
-        model: its gradients are set to None before each step of mode "forward+backward", untimed.
-        device: where it runs.
-        mode: "forward" calls ``loss`` under ``torch.no_grad()``; "forward+backward"; or "step".
-        update: the phase "optimizer" of mode "step": updates the parameters and clears the gradients.
-        steps, warmup: see `time_steps`.
-
-    Raises ValueError if ``mode`` is unknown, ``update`` is missing or unexpected, or ``steps`` or ``warmup`` is too
-    small.
-    """
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}; got {mode!r}")
-    if (update is not None) != (mode == "step"):
-        expected = "a function" if mode == "step" else "None"
-        raise ValueError(f"update must be {expected} with mode={mode!r}; got {update!r}")
-    losses: list[Tensor] = []
-    phases: dict[str, Phase] = {FORWARD: lambda: losses.append(loss()), BACKWARD: lambda: losses.pop().backward()}
-    if mode == "forward":
-        phases = {FORWARD: torch.no_grad()(loss)}
-    if update is not None:
-        phases[OPTIMIZER] = update
-    between = model.zero_grad if mode == "forward+backward" else None
-    return time_steps(phases, device=device, steps=steps, warmup=warmup, between=between)
 
 
 def _timed_step(functions: tuple[Phase, ...], clock: Clock, before_step: Phase) -> float:

@@ -12,9 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import breakdown, memory, models, scaling, steps, training_step, transformer
 from benchmarks.flags import parse
-from benchmarks.models import LLAMA, PROVIDERS, model_cases, paired, rate_columns, step_flops
+from benchmarks.models import LLAMA, MODES, PROVIDERS, model_cases, paired, rate_columns, step_flops
 from benchmarks.steps import TorchAttention, compiled, finite_loss, make_batch, make_model, make_step, require_supported
-from cs336_systems.profiling.steps import MODES
 from cs336_systems.transformer import Transformer, preset
 
 from .small_models import CASE, CONFIG, CPU, FLAGS, changed, context, measured, out_of_memory

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from benchmarks import steps, transformer
-from benchmarks.models import step_flops
+from benchmarks.models import PHASES, step_flops
 from benchmarks.transformer import measure, plots, rates_of, step_lines, tables
 from cs336_systems.profiling import RoundTimes
-from cs336_systems.profiling.steps import PHASES, AllocatorStats, StepTimes
+from cs336_systems.profiling.steps import AllocatorStats, StepTimes
 from cs336_systems.transformer import preset
 
 from .small_models import CASE, CONFIG, FLAGS, changed, measured, run_here
@@ -31,17 +31,22 @@ def row_of(case, *phases: float, first=50.0, peak=None, warning=""):
 
 @pytest.mark.parametrize(("mode", "count"), [("forward", 1), ("forward+backward", 2), ("step", 3)])
 def test_each_mode_has_its_phases(monkeypatch, mode, count):
-    enabled = []
+    enabled, cleared = [], []
     loss = steps.Transformer.forward
-    monkeypatch.setattr(
-        steps.Transformer, "forward", lambda *a, **k: enabled.append(torch.is_grad_enabled()) or loss(*a, **k)
-    )
+
+    def forward(model, *tokens, **options):
+        enabled.append(torch.is_grad_enabled())
+        cleared.append(all(parameter.grad is None for parameter in model.parameters()))
+        return loss(model, *tokens, **options)
+
+    monkeypatch.setattr(steps.Transformer, "forward", forward)
     row = measured(measure, changed(mode=mode))
     assert row["status"] == "ok", row
     assert [name for name in PHASES if f"{name}_median_ms" in row] == [*PHASES[:count]]
     for whole, *phases in zip(row["steps_ms"], *(row[f"{name}_steps_ms"] for name in PHASES[:count]), strict=True):
         assert whole == pytest.approx(sum(phases))
     assert enabled == [mode != "forward"] * 3  # without a graph, the forward needs the memory of inference
+    assert all(cleared)  # gradients do not add up
     assert len(row["warmup_ms"]) == 1
     assert (row["last_loss"] < row["first_loss"]) == (mode == "step")
     assert row["compile_s"] >= 0

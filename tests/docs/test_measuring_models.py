@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import breakdown, memory, precision, scaling, training_step, transformer
-from benchmarks.models import COMPILE, PROVIDERS
+from benchmarks.models import COMPILE, MODES, PROVIDERS
 from cs336_systems.profiling import ACCUMULATIONS, regions
 from cs336_systems.profiling.kernel_classes import CLASSES
-from cs336_systems.profiling.steps import MODES
 
 from ..benchmarks.small_models import changed, measured
 from ..benchmarks.test_memory_benchmark import case_of
