@@ -54,16 +54,6 @@ def commands(monkeypatch):
     return types.SimpleNamespace(seen=seen, answers=answers)
 
 
-def test_nvidia_smi_is_queried_for_the_device_itself(commands):
-    commands.answers.append("580.159.04, 1980, 3201, 1980, 700.00, [N/A]")
-    driver, state = nvidia_smi("cuda")
-    assert driver == "580.159.04"
-    assert [*(state or {}).values()] == [1980, 3201, 1980, 700, None]
-    (command,) = commands.seen
-    assert command[:2] == ["nvidia-smi", "--id=GPU-1234-5678"]
-    assert all(argument.startswith(("--id=", "--query-gpu=", "--format=")) for argument in command[1:])
-
-
 @pytest.mark.parametrize("answer", [None, "", "580, 1"])
 def test_a_silent_nvidia_smi_is_no_error(commands, answer):
     commands.answers.append(answer)
@@ -71,14 +61,19 @@ def test_a_silent_nvidia_smi_is_no_error(commands, answer):
 
 
 def test_the_environment_of_a_cuda_device(commands, monkeypatch):
-    commands.answers += ["f00", "", "580.1, 1, 2, 3, 4, 5"]
+    commands.answers += ["f00", "", "580.159.04, 1, 2, 3, 700.00, [N/A]"]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     found = collect_environment("cuda")
-    assert (found.device, found.driver, found.cudnn, found.device_memory_bytes) == ("NVIDIA H200", "580.1", "91900", 7)
+    assert (found.device, found.driver) == ("NVIDIA H200", "580.159.04")
+    assert (found.cudnn, found.device_memory_bytes) == ("91900", 7)
     assert (found.commit, found.dirty) == ("f00", False)
     names = ("sm_clock_mhz", "memory_clock_mhz", "maximum_sm_clock_mhz", "power_limit_watts", "temperature_celsius")
-    assert found.state_at_start == dict(zip(names, (1, 2, 3, 4, 5), strict=True))
+    assert found.state_at_start == dict(zip(names, (1, 2, 3, 700, None), strict=True))
+    # nvidia-smi is asked about the device itself, and changes nothing.
+    program, *arguments = commands.seen[-1]
+    assert (program, arguments[0]) == ("nvidia-smi", "--id=GPU-1234-5678")
+    assert all(argument.startswith(("--id=", "--query-gpu=", "--format=")) for argument in arguments)
 
 
 def test_a_missing_command_has_no_output():

@@ -11,7 +11,6 @@ from torch import nn
 from cs336_systems import ranges as named
 from cs336_systems.attention import attention
 from cs336_systems.profiling import ModuleRanges, read_trace, record_trace, region_of_module
-from cs336_systems.profiling.module_ranges import parse_label
 from cs336_systems.profiling.regions import ATTENTION_STEPS, RegionTracker
 from cs336_systems.profiling.trace import ELSEWHERE
 from cs336_systems.transformer import Transformer, TransformerConfig
@@ -107,17 +106,6 @@ class TestAttribution:
         assert counted(calls, "aten::threshold_backward") == {("backward", "layers.1"): 1}
         assert set(counted(calls, "aten::mean")) == {("forward", "model")}
 
-    def test_a_range_around_any_code(self, tmp_path):
-        model, x = nn.Linear(4, 4), torch.randn(3, 4)
-        with ModuleRanges(model, nvtx=False) as ranges:
-
-            def step():
-                with ranges.range("loss"):
-                    model(x).square().sum()
-
-            record_trace(step, tmp_path / "trace.json", device="cpu")
-        assert set(counted(read_trace(tmp_path / "trace.json"), "aten::sum")) == {(ELSEWHERE, "loss")}
-
 
 class TestRanges:
     @pytest.fixture
@@ -210,6 +198,7 @@ class TestRanges:
         with ModuleRanges(model, nvtx=True) as ranges, ranges.range("outer"):
             kept = model(x).sum()  # keeps the AccumulateGrad nodes alive
             kept.backward()
+        assert opened[:2] == [(0, "[outer] "), (1, "[model] ")]
         count = len(opened)
         model(x).sum().backward()
         assert len(opened) == count
@@ -236,12 +225,6 @@ class TestRegions:
         handle.remove()
         assert seen == [("rope", f"layers.{layer}.attn.rope") for layer in (0, 0, 1, 1)]
         assert tracker.current == ("", "")
-
-    def test_labels(self):
-        path = "layers.3.attn.attend backward"
-        assert parse_label(f"[attention: softmax] {path}") == ("attention: softmax", path)
-        assert parse_label("Optimizer.step#AdamW.step") is None
-        assert parse_label("## Call CompiledFxGraph abc ##") is None
 
     def test_modules_of_this_library(self):
         found = collections.defaultdict(set)

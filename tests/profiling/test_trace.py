@@ -63,6 +63,7 @@ def test_the_innermost_region_counts_and_phases_span_all_threads(read):
         a_range("norm", "layers.0.ln1 backward", 110, 10, tid=2),
         event("cpu_op", "mul", 112, 1, tid=2),
         event("user_annotation", "Optimizer.step#AdamW.step", 130, 10),
+        event("user_annotation", "## Call CompiledFxGraph abc ##", 130, 10),
         event("cpu_op", "neg", 132, 1),
         event("cpu_op", "exp", 300, 1),
     )
