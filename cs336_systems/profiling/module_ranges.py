@@ -58,6 +58,7 @@ class ModuleRanges(RegionTracker):
 
     def __init__(self, model: nn.Module, region_of: RegionOf = region_of_module, *, nvtx: bool | None = None) -> None:
         super().__init__(model, region_of, hook_all=False)
+        self._model = model
         self._nvtx = torch.cuda.is_available() if nvtx is None else nvtx
         # Nodes with numbers from _starts[i] up to _starts[i + 1] were created in the range _creators[i].
         self._starts: list[int] = []
@@ -67,7 +68,7 @@ class ModuleRanges(RegionTracker):
         self._thread = threading.get_ident()
         next_node_number()  # raises if this torch has no sequence numbers
         super().__enter__()
-        self._hooks.callback(self._model.register_forward_hook(self._hook_graph).remove)
+        self.hooks.callback(self._model.register_forward_hook(self._hook_graph).remove)
         return self
 
     def phase(self, name: str) -> AbstractContextManager[None]:

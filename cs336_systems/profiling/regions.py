@@ -77,7 +77,8 @@ class RegionTracker:
             self._paths.setdefault(module, []).append(path)
         self._regions = {module: region_of(paths[0], module) for module, paths in self._paths.items()}
         self._regions[model] = self._regions[model] or "model"
-        self._model, self._hook_all, self._hooks = model, hook_all, ExitStack()
+        self._hook_all = hook_all
+        self.hooks = ExitStack()  # of what the block installs
         self.per_thread = threading.local()
 
     @property
@@ -99,11 +100,11 @@ class RegionTracker:
             for register_pre_hook, register_hook in registers:
                 hooks.callback(register_pre_hook(self._enter).remove)
                 hooks.callback(register_hook(self._exit, always_call=True).remove)
-            self._hooks = hooks.pop_all()
+            self.hooks = hooks.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._hooks.close()
+        self.hooks.close()
 
     @contextmanager
     def range(self, region: str, path: str | None = None) -> Iterator[None]:
