@@ -1,8 +1,4 @@
-"""The layers of a Transformer, without biases; each can be used alone.
-
-Their constructors raise TypeError for an argument of the wrong type, and ValueError for a size or a number that is not
-positive.
-"""
+"""The layers of a Transformer, without biases; each can be used alone."""
 
 from __future__ import annotations
 
@@ -17,7 +13,6 @@ from torch.types import Device
 
 from ..kernels.torch_names import CastAware, has_hooks
 from . import swiglu
-from .config import check_positive, check_size
 
 
 def init_truncated_normal(weight: Tensor, std: float) -> None:
@@ -30,7 +25,7 @@ def linear_std(d_in: int, d_out: int) -> float:
     return math.sqrt(2 / (d_in + d_out))
 
 
-class Linear(nn.Module):
+class Linear(nn.Linear):
     """y = W x, without a bias.
 
     Args:
@@ -39,26 +34,14 @@ class Linear(nn.Module):
     """
 
     def __init__(self, d_in: int, d_out: int, device: Device = None, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        check_size("d_in", d_in)
-        check_size("d_out", d_out)
-        self.weight = nn.Parameter(torch.empty(d_out, d_in, device=device, dtype=dtype))
-        self.reset_parameters()
+        super().__init__(d_in, d_out, bias=False, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Initialise the weight: a truncated normal with `linear_std`."""
-        d_out, d_in = self.weight.shape
-        init_truncated_normal(self.weight, linear_std(d_in, d_out))
-
-    def forward(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
-        """W x, in x's dtype, or autocast's."""
-        return F.linear(x, self.weight)
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[1]}, {self.weight.shape[0]}"
+        init_truncated_normal(self.weight, linear_std(self.in_features, self.out_features))
 
 
-class Embedding(nn.Module):
+class Embedding(nn.Embedding):
     """A vector for each token.
 
     Args:
@@ -75,27 +58,15 @@ class Embedding(nn.Module):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        check_size("vocab_size", vocab_size)
-        check_size("d_model", d_model)
-        check_positive("std", std)
-        self.std = std
-        self.weight = nn.Parameter(torch.empty(vocab_size, d_model, device=device, dtype=dtype))
-        self.reset_parameters()
+        self.std = std  # before torch's constructor initialises the weight
+        super().__init__(vocab_size, d_model, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Initialise the weight."""
         init_truncated_normal(self.weight, self.std)
 
-    def forward(self, token_ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch d_model"]:
-        """The vectors of these tokens, each from 0 to ``vocab_size`` - 1 (torch raises otherwise)."""
-        return F.embedding(token_ids, self.weight)
 
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, {self.weight.shape[1]}, std={self.std:.3g}"
-
-
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x²) + eps) · weight, over the last axis: Zhang and Sennrich (2019).
 
     Args:
@@ -107,24 +78,12 @@ class RMSNorm(nn.Module):
     def __init__(
         self, d_model: int, eps: float = 1e-5, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
-        super().__init__()
-        check_size("d_model", d_model)
-        check_positive("eps", eps)
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(d_model, device=device, dtype=dtype))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set the weight to ones."""
-        nn.init.ones_(self.weight)
+        super().__init__(d_model, eps, device=device, dtype=dtype)
 
     def forward(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """The normalised x, in x's dtype, computed in float32 (float64 for float64 x)."""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(dtype), self.weight.shape, self.weight.to(dtype), self.eps).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}"
+        return F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps).to(x.dtype)
 
 
 class RotaryEmbedding(CastAware):
@@ -156,9 +115,6 @@ class RotaryEmbedding(CastAware):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_size("d_head", d_head)
-        check_size("context_length", context_length)
-        check_positive("theta", theta)
         if d_head % 2:
             raise ValueError(f"d_head must be even; got {d_head}")
         self.theta = theta
@@ -204,9 +160,6 @@ class RotaryEmbedding(CastAware):
         x_pairs = rearrange(x, "... (pair two) -> ... pair two", two=2)
         rotated = x_pairs * cos + x_pairs.flip(-1) * sin
         return rearrange(rotated, "... pair two -> ... (pair two)").to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{2 * self.table.shape[2]}, context_length={self.table.shape[1]}, theta={self.theta}"
 
 
 class SwiGLU(nn.Module):

@@ -70,8 +70,8 @@ def load_weights(model: Transformer, state: Mapping[str, Tensor]) -> None:
         state: names as in `cs336_systems.transformer.model`, with or without the components that torch.compile and
             DistributedDataParallel add. For a model with tied embeddings it may hold a head that equals the embedding.
 
-    Raises ValueError if names are missing or unknown, shapes differ, or the head does not equal the embedding to which
-    the model ties it. The model is then unchanged.
+    Raises ValueError if the head does not equal the embedding to which the model ties it, and RuntimeError, as
+    ``load_state_dict`` does, if names are missing or unknown, or shapes differ.
     """
     state = {".".join(x for x in name.split(".") if x not in WRAPPERS): tensor for name, tensor in state.items()}
     if model.lm_head is None and "lm_head.weight" in state:
@@ -80,15 +80,6 @@ def load_weights(model: Transformer, state: Mapping[str, Tensor]) -> None:
             raise ValueError(
                 "lm_head.weight must equal token_embeddings.weight, to which the model ties it; got other values"
             )
-    expected = model.state_dict()
-    unknown, missing = sorted(state.keys() - expected.keys()), sorted(expected.keys() - state.keys())
-    if unknown or missing:
-        raise ValueError(
-            f"state must have the names of the model's parameters; got unknown {unknown}, missing {missing}"
-        )
-    for name, tensor in expected.items():
-        if state[name].shape != tensor.shape:
-            raise ValueError(f"{name} must have shape {tuple(tensor.shape)}; got {tuple(state[name].shape)}")
     model.load_state_dict(state)
 
 
@@ -101,12 +92,9 @@ def llama_config(settings: Mapping[str, Any], **changes: Any) -> TransformerConf
             ``rope_theta`` (or in ``rope_parameters``), ``rms_norm_eps`` and ``tie_word_embeddings``.
         changes: attributes of `TransformerConfig` to change, such as a shorter ``context_length``.
 
-    Raises ValueError if a setting is missing, or `Transformer` does not implement it: biases, another activation,
-    scaled RoPE, a head width other than hidden_size / num_attention_heads.
+    Raises KeyError if a size is missing, and ValueError if `Transformer` does not implement a setting: biases, another
+    activation, scaled RoPE, a head width other than hidden_size / num_attention_heads.
     """
-    missing = [name for name in _SIZES.values() if name not in settings]
-    if missing:
-        raise ValueError(f"settings must have {', '.join(_SIZES.values())}; missing {missing}")
     for name, allowed in _SUPPORTED.items():
         if settings.get(name) not in allowed:
             raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}; got {settings[name]!r}")
@@ -164,8 +152,8 @@ def load_llama(
 
     Raises:
         ImportError: safetensors is not installed.
-        ValueError: the folder lacks these files, or they hold another model; see `llama_config`, `from_llama` and
-            `load_weights`.
+        ValueError, KeyError, RuntimeError: the folder lacks these files, or they hold another model; see
+            `llama_config`, `from_llama` and `load_weights`.
     """
     try:
         from safetensors.torch import load_file

@@ -130,25 +130,15 @@ ROPE = RotaryEmbedding(4, 8)
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("call", "message"),
     [
-        (lambda: Linear(0, 3), ValueError, "d_in must be at least 1; got 0"),
-        (lambda: Embedding(3, 2.0), TypeError, "d_model must be an int; got 2.0 of type float"),
-        (lambda: RMSNorm(3, eps=0), ValueError, "eps must be positive and finite; got 0"),
-        (lambda: RotaryEmbedding(3, 8), ValueError, "d_head must be even; got 3"),
-        (lambda: RotaryEmbedding(4, 8, theta=-1.0), ValueError, "theta must be positive and finite; got -1.0"),
-        (lambda: MultiHeadAttention(8, 3), ValueError, "num_heads must divide d_model, 8; got 3"),
-        (lambda: MultiHeadAttention(8, 2, attn="fast"), ValueError, "impl must be one of .*; got 'fast'"),
-        (lambda: ROPE(torch.zeros(9, 4)), ValueError, "x must have a length of at most 8, the context length; got 9"),
-        (lambda: ROPE(torch.zeros(8, 6)), ValueError, "x must have vectors of 4 elements, d_head; got 6"),
+        (lambda: RotaryEmbedding(3, 8), "d_head must be even; got 3"),
+        (lambda: MultiHeadAttention(8, 3), "num_heads must divide d_model, 8; got 3"),
+        (lambda: MultiHeadAttention(8, 2, attn="fast"), "impl must be one of .*; got 'fast'"),
+        (lambda: ROPE(torch.zeros(9, 4)), "x must have a length of at most 8, the context length; got 9"),
+        (lambda: ROPE(torch.zeros(8, 6)), "x must have vectors of 4 elements, d_head; got 6"),
     ],
 )
-def test_invalid_arguments(call, error, message):
-    with pytest.raises(error, match=f"^{message}$"):
+def test_invalid_arguments(call, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
         call()
-
-
-def test_repr():
-    layers = [Linear(2, 3), Embedding(5, 3), RMSNorm(3), ROPE]
-    sizes = ["2, 3", "5, 3, std=1", "3, eps=1e-05", "4, context_length=8, theta=10000.0"]
-    assert [layer.extra_repr() for layer in layers] == sizes
