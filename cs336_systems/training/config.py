@@ -52,7 +52,7 @@ class TrainingConfig:
     """Every option of a training run; ``--help`` describes each. Raises ValueError if one is out of range."""
 
     data: tuple[str, ...] = _fixed((), "text files, and folders that are searched for text files")
-    files: str = _fixed("*", "pattern for the names of the files in these folders: '*.md'")
+    files: str = _fixed("*.txt", "pattern for the names of the files in these folders")
     val_data: tuple[str, ...] = _fixed((), "files and folders for validation, instead of --val-fraction")
     val_fraction: float = _fixed(0.05, "fraction of the tokens, at the end, held out for validation; 0 for none")
     tokenizer: str | None = _fixed(None, "a tokenizer.json of the package tokenizers (default: bytes)")
@@ -60,7 +60,6 @@ class TrainingConfig:
     preset: str = _fixed(TINY, "model sizes: tiny, or a name in cs336_systems.transformer.PRESETS")
     suite: str = _fixed("2025", "suite of the preset")
     context_length: int | None = _fixed(None, "tokens in a sequence (default: the preset's)")
-    vocab_size: int | None = _fixed(None, "rows of the embedding (default: the tokenizer's, padded to 64)")
     d_model: int | None = _fixed(None, "width of the residual stream (default: the preset's)")
     d_ff: int | None = _fixed(None, "inner width of the feed-forward network (default: the preset's)")
     num_layers: int | None = _fixed(None, "number of blocks (default: the preset's)")
@@ -145,8 +144,6 @@ class TrainingConfig:
 
     def model(self, vocab_size: int) -> TransformerConfig:
         """The model's config for a tokenizer with ``vocab_size`` tokens. Raises ValueError if sizes do not fit."""
-        if self.vocab_size is not None and self.vocab_size < vocab_size:
-            raise ValueError(f"vocab_size must be at least the tokenizer's {vocab_size}; got {self.vocab_size}")
         names = {field.name for field in dataclasses.fields(TransformerConfig)} & {*vars(self)}
         sizes: dict[str, Any] = {"vocab_size": -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE}
         sizes |= {name: getattr(self, name) for name in names if getattr(self, name) is not None}

