@@ -4,22 +4,19 @@
 >>> assert_within_budget(evaluate(my_attention, inputs), inputs)
 """
 
-from .budget import TF32_EPS, Budget, Finding, assert_within_budget, budget_of, compare, difference
+from .budget import TF32_EPS, Finding, assert_within_budget, budget_of, compare, difference
 from .evaluation import (
     Asked,
     Attend,
     Features,
     Results,
     evaluate,
-    in_dtype,
-    leaves_of,
     naive_results,
     oracle,
     poisoned_memory,
 )
 from .inputs import LAYOUTS, Inputs, Shapes, make_inputs
 from .sequences import (
-    Cache,
     assert_cached_within_budget,
     assert_packed_within_budget,
     make_cache,
@@ -33,8 +30,6 @@ __all__ = [
     "TF32_EPS",
     "Asked",
     "Attend",
-    "Budget",
-    "Cache",
     "Features",
     "Finding",
     "Inputs",
@@ -47,8 +42,6 @@ __all__ = [
     "compare",
     "difference",
     "evaluate",
-    "in_dtype",
-    "leaves_of",
     "make_cache",
     "make_inputs",
     "make_packed",

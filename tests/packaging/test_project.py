@@ -57,7 +57,10 @@ def test_every_direct_dependency_is_pinned_within_its_range():
 
 @pytest.mark.parametrize(
     ("imports", "module"),
-    [("cs336_systems", "torch"), ("cs336_systems.attention, cs336_systems.transformer", "torch._dynamo")],
+    [
+        ("cs336_systems, cs336_systems.compat", "torch"),
+        ("cs336_systems.attention, cs336_systems.transformer", "torch._dynamo"),
+    ],
     ids=["package", "attention"],
 )
 def test_importing_does_not_import(imports, module):

@@ -126,6 +126,7 @@ def test_options_that_cannot_be_used_are_one_line_and_code_2(flags, tmp_path, la
         (flags(data=tmp_path / "none", out=other), {}, "data must be text files"),
         (flags(data=tmp_path / "binary", out=other), {}, "data must be text in UTF-8"),
         (flags(device="nowhere", out=other), {}, "device must be auto, cuda"),
+        (flags(parallel="ddp", out=other), {}, "parallel 'ddp' needs torchrun"),
         (flags(out=tmp_path / "binary"), {}, "File exists"),
         (flags(out=tmp_path / "binary/run"), {}, "Not a directory"),
         (flags(out=run), {}, "has files: --resume"),

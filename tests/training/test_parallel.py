@@ -16,7 +16,7 @@ import torch
 
 from cs336_systems.training import Trainer, load_run
 from cs336_systems.training import checkpoint as checkpoint_module
-from cs336_systems.training.__main__ import begin, main
+from cs336_systems.training.__main__ import begin
 from cs336_systems.training.checkpoint import checkpoints, newest
 from cs336_systems.training.data import prepare
 from cs336_systems.training.loop import read_metrics
@@ -151,17 +151,3 @@ def test_torchrun_trains_and_resumes(flags, tmp_path, place):
     step = int(newest(out / "checkpoints").stem.removeprefix("step-"))
     assert f"SIGTERM at step {step}; --resume {out} continues" in errors
     assert [row["step"] for row in rows_of(out, "train")] == list(range(1, step + 1))
-
-
-def test_several_processes_without_torchrun_or_the_reverse(flags, tmp_path, capsys, monkeypatch):
-    for variables, parallel, message in (
-        ({}, "ddp", "error: parallel 'ddp' needs torchrun"),
-        ({"WORLD_SIZE": "2", "RANK": "0"}, "none", "error: parallel must be one of 'ddp'"),
-    ):
-        for name in ("WORLD_SIZE", "RANK"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        assert main(flags(out=tmp_path / "run", parallel=parallel)) == 2
-        assert capsys.readouterr().err.startswith(message)
-    assert not (tmp_path / "run").exists()
