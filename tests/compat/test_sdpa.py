@@ -96,19 +96,16 @@ TWO_MASKS = torch.ones(5, 7, dtype=torch.bool).tril(1), torch.linspace(-2, 2, 35
 
 
 @pytest.mark.parametrize("mask", TWO_MASKS)
-@pytest.mark.parametrize("shapes", ["2d", "3d", "5d", "fewer_axes"])
-def test_masks_of_other_shapes(device, shapes, mask):
-    compare(device, torch.float32, SHAPES[shapes], attn_mask=mask.to(device))
+@pytest.mark.parametrize(
+    ("shapes", "impl"), [("2d", "auto"), ("3d", "auto"), ("5d", "auto"), ("fewer_axes", "auto"), ("4d", "flash")]
+)
+def test_masks_with_other_shapes_and_kernels(device, shapes, impl, mask):
+    compare(device, torch.float32, SHAPES[shapes], impl, attn_mask=mask.to(device))
 
 
 def test_a_mask_of_grouped_heads_without_a_batch(device):
     mask = torch.randn(4, 5, 7, dtype=torch.float64, device=device, requires_grad=True)
     compare(device, torch.float64, GROUPED["3d"], attn_mask=mask, enable_gqa=True)
-
-
-@pytest.mark.parametrize("mask", TWO_MASKS)
-def test_kernels_with_a_mask(flash_device, mask):
-    compare(flash_device, torch.float32, SHAPES["4d"], impl="flash", attn_mask=mask.to(flash_device))
 
 
 @pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])

@@ -8,10 +8,16 @@ import torch
 from cs336_systems.parallel import Layout
 from cs336_systems.training import Trainer, TrainingConfig
 from cs336_systems.training.data import prepare
+from cs336_systems.training.loop import read_metrics
 
 SIZES = {"context_length": 16, "d_model": 32, "d_ff": 48, "num_layers": 1, "num_heads": 2}
 INTERVALS = {"log_every": 1, "eval_every": 3, "sample_every": 0, "checkpoint_every": 2}
 SMALL = {**SIZES, **INTERVALS, "steps": 6, "batch_size": 4, "warmup_steps": 2, "eval_sequences": 4, "device": "cpu"}
+
+
+def rows_of(folder, kind="train"):
+    """The rows of a run's metrics, of one kind."""
+    return [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == kind]
 
 
 @pytest.fixture

@@ -17,13 +17,14 @@ import torch
 from cs336_systems.training import Trainer
 from cs336_systems.training.__main__ import main
 from cs336_systems.training.checkpoint import checkpoints, newest
-from cs336_systems.training.loop import read_metrics
+
+from .conftest import rows_of
 
 ROOT = Path(__file__).parents[2]
 
 
 def losses(folder):
-    return {row["step"]: row["loss"] for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"}
+    return {row["step"]: row["loss"] for row in rows_of(folder)}
 
 
 def contents(folder, *, but=""):

@@ -19,9 +19,9 @@ from cs336_systems.training import checkpoint as checkpoint_module
 from cs336_systems.training.__main__ import begin
 from cs336_systems.training.checkpoint import checkpoints, newest
 from cs336_systems.training.data import prepare
-from cs336_systems.training.loop import read_metrics
 
 from ..parallel.processes import free_ports, layout_of, spawn
+from .conftest import rows_of
 
 ROOT = Path(__file__).parents[2]
 MODES = ("ddp", "fsdp", "context", "fsdp+context")
@@ -44,10 +44,6 @@ OPTIONS = {
 def place(request):
     """The type of the device."""
     return request.param
-
-
-def rows_of(folder, kind):
-    return [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == kind]
 
 
 def two_steps_in_each_mode(config, folder):
