@@ -104,16 +104,6 @@ def test_text_that_is_not_utf_8_leaves_no_file(tmp_path):
     assert not list((tmp_path / "run").iterdir())
 
 
-def test_a_folder_with_other_files_is_left_alone(options, tmp_path):
-    prepare(options(), tmp_path / "run")
-    prepare(options(), tmp_path / "run")  # nothing has been trained
-    before = (tmp_path / "run/train.bin").stat().st_mtime_ns
-    (tmp_path / "run/metrics.jsonl").touch()
-    with pytest.raises(ValueError, match=r"out must be a new folder; .*run has files: --resume"):
-        prepare(options(), tmp_path / "run")
-    assert (tmp_path / "run/train.bin").stat().st_mtime_ns == before
-
-
 def test_an_epoch_has_every_window_once_in_a_random_order():
     order = EpochOrder(203, 8, seed=3)
     assert order.windows == 24

@@ -26,34 +26,23 @@ def test_edges_of_the_schedule():
     assert rates == pytest.approx([0.0, 1.0, 0.3])
 
 
-def test_adamw_against_the_formula():
-    """Three updates: the first does not depend on the decay rates of the moments."""
-    model, beta1, beta2 = Transformer(CONFIG), 0.6, 0.9
-    expected = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
-    first, second = ({name: torch.zeros_like(value) for name, value in expected.items()} for _ in range(2))
-    optimizer = adamw(model, 0.01, (beta1, beta2), weight_decay=0.3)
+def test_matrices_decay_and_gains_do_not():
+    model = Transformer(CONFIG)
+    optimizer = adamw(model, 0.01, (0.6, 0.9), weight_decay=0.3)
     assert optimizer.defaults["fused"]
-    for step in (1, 2, 3):
-        for name, parameter in model.named_parameters():
-            parameter.grad = torch.randn_like(parameter)
-            gradient, decay = parameter.grad.double(), 0.0 if "ln" in name else 0.3
-            first[name] = beta1 * first[name] + (1 - beta1) * gradient
-            second[name] = beta2 * second[name] + (1 - beta2) * gradient**2
-            move = first[name] / (1 - beta1**step) / ((second[name] / (1 - beta2**step)).sqrt() + 1e-8)
-            expected[name] = expected[name] * (1 - 0.01 * decay) - 0.01 * move
-        optimizer.step()
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter.detach().double(), expected[name], rtol=1e-5, atol=1e-6)
+    groups = [(group["weight_decay"], {p.ndim for p in group["params"]}) for group in optimizer.param_groups]
+    assert groups == [(0.3, {2}), (0.0, {1})]
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.01, 1e6])
-@pytest.mark.parametrize(("fused", "dtype"), [(True, torch.float32), (True, torch.bfloat16), (False, torch.float32)])
-def test_update_clips_to_the_norm_of_all_gradients(device, max_norm, fused, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_update_clips_to_the_norm_of_all_gradients(device, max_norm, dtype):
     """Against clipping by hand. Two updates: the second depends on both moments."""
     models = [Transformer(CONFIG, device=device, dtype=dtype) for _ in range(2)]
     rounding = {"rtol": 1e-5, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-3}
     models[1].load_state_dict(models[0].state_dict())
-    mine, plain = (torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused) for model in models)
+    mine, plain = (torch.optim.AdamW(model.parameters(), lr=0.01, fused=True) for model in models)
     for _ in range(2):
         gradients = [torch.randn_like(parameter) for parameter in models[0].parameters()]
         norm = torch.stack([gradient.float().square().sum() for gradient in gradients]).sum().sqrt()
