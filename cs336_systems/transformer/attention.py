@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from ..attention import Attention, Implementation
-from .cache import LayerCache
+from .cache import Step
 from .config import check_heads, check_size
 from .layers import Linear, RotaryEmbedding
 
@@ -55,7 +55,7 @@ class MultiHeadAttention(nn.Module):
         self,
         x: Float[Tensor, "batch length d_model"],
         positions: Int[Tensor, "#batch length"] | None = None,
-        cache: LayerCache | None = None,
+        cache: Step | None = None,
     ) -> Float[Tensor, "batch length d_model"]:
         """Attention of each token to itself and earlier ones, in x's dtype, or autocast's.
 

@@ -104,6 +104,7 @@ class Step(NamedTuple):
         lengths: (batch,) lengths of the sequences with these tokens.
         end: the length of all sequences with these tokens, if they are the first tokens or many tokens of sequences of
             one length: `attention` then computes the step. None if `attention_with_cache` does.
+        layer: index of the layer that `attend` is for.
     """
 
     layers: Layers
@@ -112,18 +113,12 @@ class Step(NamedTuple):
     positions: Int[Tensor, "batch new"]
     lengths: Int[Tensor, " batch"]
     end: int | None
+    layer: int = 0
 
     @property
     def batch(self) -> int:
         """Number of sequences."""
         return self.rows.shape[0]
-
-
-class LayerCache(NamedTuple):
-    """A step in one layer of the cache."""
-
-    step: Step
-    layer: int
 
     def attend(
         self,
@@ -143,12 +138,12 @@ class LayerCache(NamedTuple):
         if not isinstance(attend, Attention):
             raise TypeError(f"attend must be an Attention, to use a cache; got {type(attend).__name__}")
         keys, values = self._store(k, v)
-        end = self.step.end
+        end = self.end
         if end == k.shape[2]:
             return attend(q, k, v)
         window, scale, softcap = attend.window, attend.scale, attend.softcap
         if end is None:
-            return attention_with_cache(q, keys, values, self.step.lengths, window=window, scale=scale, softcap=softcap)
+            return attention_with_cache(q, keys, values, self.lengths, window=window, scale=scale, softcap=softcap)
         keys, values = keys[:, :, :end], values[:, :, :end]
         return attention(q, keys, values, causal=True, window=window, scale=scale, softcap=softcap)
 
@@ -156,14 +151,14 @@ class LayerCache(NamedTuple):
         """Write new keys and values to their slots, and return the tensors of all slots."""
         if k.requires_grad or v.requires_grad:
             raise ValueError("cache must be used under torch.no_grad(); got keys or values that require gradients")
-        step, new = self.step, k.shape[2]
-        if self.layer not in step.layers:
-            shape = (*k.shape[:2], step.capacity, k.shape[3])
-            step.layers[self.layer] = k.new_empty(shape), v.new_empty(shape)
-        stored = step.layers[self.layer]
+        new = k.shape[2]
+        if self.layer not in self.layers:
+            shape = (*k.shape[:2], self.capacity, k.shape[3])
+            self.layers[self.layer] = k.new_empty(shape), v.new_empty(shape)
+        stored = self.layers[self.layer]
         for slots, written in zip(stored, (k, v), strict=True):
-            if step.end is not None:
-                slots[:, :, step.end - new : step.end] = written
+            if self.end is not None:
+                slots[:, :, self.end - new : self.end] = written
             else:
-                slots[step.rows, :, step.positions] = written.transpose(1, 2)
+                slots[self.rows, :, self.positions] = written.transpose(1, 2)
         return stored

@@ -18,7 +18,7 @@ from torch.types import Device
 from torch.utils.checkpoint import checkpoint
 
 from .attention import MultiHeadAttention
-from .cache import KVCache, LayerCache, Step
+from .cache import KVCache, Step
 from .config import TransformerConfig, check_size
 from .layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU, linear_std
 from .loss import head_cross_entropy
@@ -54,7 +54,7 @@ class TransformerBlock(nn.Module):
         self,
         x: Float[Tensor, "batch length d_model"],
         positions: Int[Tensor, "#batch length"] | None = None,
-        cache: LayerCache | None = None,
+        cache: Step | None = None,
     ) -> Float[Tensor, "batch length d_model"]:
         """The residual stream after this block; arguments as for `MultiHeadAttention`."""
         x = x + self.attn(self.ln1(x), positions, cache)
@@ -136,7 +136,7 @@ class Transformer(nn.Module):
         x = self.token_embeddings(token_ids)
         if step is not None:
             for layer, block in enumerate(self.layers):
-                x = block(x, step.positions, LayerCache(step, layer))
+                x = block(x, step.positions, step._replace(layer=layer))
         elif self.checkpoint_every is not None and torch.is_grad_enabled():
             for first in range(0, len(self.layers), self.checkpoint_every):
                 blocks = self.layers[first : first + self.checkpoint_every]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,24 +24,19 @@ from .model import Transformer
 WRAPPERS = (COMPILED, "module")
 """Components that torch.compile and DistributedDataParallel add to parameter names."""
 
-# Llama's names and ours.
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
-_LAYER_NAMES = {
-    "input_layernorm": "ln1",
-    "self_attn.q_proj": "attn.q_proj",
-    "self_attn.k_proj": "attn.k_proj",
-    "self_attn.v_proj": "attn.v_proj",
-    "self_attn.o_proj": "attn.output_proj",
-    "post_attention_layernorm": "ln2",
-    "mlp.gate_proj": "ffn.w1",
-    "mlp.down_proj": "ffn.w2",
-    "mlp.up_proj": "ffn.w3",
+_NAMES = {
+    "model.embed_tokens.": "token_embeddings.",
+    "model.norm.": "ln_final.",
+    "model.layers.": "layers.",
+    ".input_layernorm.": ".ln1.",
+    ".post_attention_layernorm.": ".ln2.",
+    ".self_attn.o_proj.": ".attn.output_proj.",
+    ".self_attn.": ".attn.",
+    ".mlp.gate_proj.": ".ffn.w1.",
+    ".mlp.down_proj.": ".ffn.w2.",
+    ".mlp.up_proj.": ".ffn.w3.",
 }
-_MODEL_NAMES = {
-    "model.embed_tokens.weight": "token_embeddings.weight",
-    "model.norm.weight": "ln_final.weight",
-    "lm_head.weight": "lm_head.weight",
-}
+"""Parts of Llama's names, and ours, in the order of their replacement."""
 # Our names and Llama's.
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -118,23 +112,18 @@ def from_llama(tensors: Mapping[str, Tensor], config: TransformerConfig) -> dict
     Args:
         tensors: by their names in the checkpoint. The RoPE tables of old checkpoints are ignored.
         config: of the model, as `llama_config` returns it.
-
-    Raises ValueError if a name is not Llama's.
     """
     state: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        match = _LAYER.fullmatch(name)
-        if name in _MODEL_NAMES:
-            state[_MODEL_NAMES[name]] = tensor
-        elif match is not None and match[2] in _LAYER_NAMES:
-            ours = _LAYER_NAMES[match[2]]
-            if ours in ("attn.q_proj", "attn.k_proj"):
-                tensor = rearrange(
-                    tensor, "(heads two pair) d_model -> (heads pair two) d_model", two=2, pair=config.d_head // 2
-                )
-            state[f"layers.{match[1]}.{ours}.weight"] = tensor
-        elif not name.endswith("rotary_emb.inv_freq"):
-            raise ValueError(f"tensors must have the names of a Llama checkpoint; got {name!r}")
+        if name.endswith("rotary_emb.inv_freq"):
+            continue
+        for theirs, ours in _NAMES.items():
+            name = name.replace(theirs, ours)
+        if name.endswith(("attn.q_proj.weight", "attn.k_proj.weight")):
+            tensor = rearrange(
+                tensor, "(heads two pair) d_model -> (heads pair two) d_model", two=2, pair=config.d_head // 2
+            )
+        state[name] = tensor
     return state
 
 
@@ -153,7 +142,7 @@ def load_llama(
     Raises:
         ImportError: safetensors is not installed.
         ValueError, KeyError, RuntimeError: the folder lacks these files, or they hold another model; see
-            `llama_config`, `from_llama` and `load_weights`.
+            `llama_config` and `load_weights`.
     """
     try:
         from safetensors.torch import load_file
