@@ -4,7 +4,7 @@
 >>> assert_within_budget(evaluate(my_attention, inputs), inputs)
 """
 
-from .budget import TF32_EPS, Finding, assert_within_budget, budget_of, compare, difference
+from .budget import TF32_EPS, Budget, Finding, assert_within_budget, budget_of, compare, difference
 from .evaluation import (
     Asked,
     Attend,
@@ -30,6 +30,7 @@ __all__ = [
     "TF32_EPS",
     "Asked",
     "Attend",
+    "Budget",
     "Features",
     "Finding",
     "Inputs",

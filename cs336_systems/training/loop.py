@@ -142,7 +142,8 @@ class Trainer:
 
     def evaluate(self) -> float:
         """The mean loss of the validation sequences, divided among the processes as in training."""
-        assert self.validation is not None
+        if self.validation is None:
+            raise ValueError("val_fraction must be above 0 for a validation; got 0")
         layout, length, starts = self.layout, self.sizes.context_length, self.validation_starts
         total = torch.zeros((), device=layout.device)
         with self.parallel.evaluating():

@@ -8,9 +8,9 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..attention import Implementation
-from ..attention.validation import IMPLEMENTATIONS
 from ..files import write_text
 
 
@@ -63,8 +63,10 @@ class TransformerConfig:
             raise TypeError(f"tie_embeddings must be a bool; got {self.tie_embeddings!r}")
         if isinstance(self.attn, Implementation):
             object.__setattr__(self, "attn", self.attn.value)
-        if self.attn not in IMPLEMENTATIONS:
-            raise ValueError(f"attn must be one of {', '.join(map(repr, IMPLEMENTATIONS))}; got {self.attn!r}")
+        names = ("auto", *(impl.value for impl in Implementation))
+        if self.attn not in names:
+            error = ValueError if isinstance(self.attn, str) else TypeError
+            raise error(f"attn must be one of {', '.join(map(repr, names))}; got {self.attn!r}")
 
     @property
     def d_head(self) -> int:
@@ -119,9 +121,18 @@ class TransformerConfig:
     def load(cls, path: str | os.PathLike[str]) -> TransformerConfig:
         """Read a config that `save` wrote.
 
-        Raises ValueError if the file holds no JSON, TypeError if keys are not attributes, and what the class raises.
+        Raises:
+            ValueError: the file holds no JSON object, or its keys are not the attributes; the message names them.
+            TypeError, ValueError: a value is invalid for its attribute.
         """
-        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+        values: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError(f"{path} must hold a JSON object; got {type(values).__name__}")
+        names = [field.name for field in dataclasses.fields(cls)]
+        unknown, missing = sorted(set(values) - set(names)), [name for name in names if name not in values]
+        if unknown or missing:
+            raise ValueError(f"{path} must have the keys {', '.join(names)}; got unknown {unknown}, missing {missing}")
+        return cls(**values)
 
     def _matrix_parameters_per_block(self) -> int:
         heads = 2 * self.num_heads + 2 * self.kv_heads  # q and output; k and v

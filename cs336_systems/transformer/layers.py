@@ -13,6 +13,7 @@ from torch.types import Device
 
 from ..kernels.torch_names import CastAware, has_hooks
 from . import swiglu
+from .config import check_positive, check_size
 
 
 def init_truncated_normal(weight: Tensor, std: float) -> None:
@@ -115,6 +116,9 @@ class RotaryEmbedding(CastAware):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_size("d_head", d_head)
+        check_size("context_length", context_length)
+        check_positive("theta", theta)
         if d_head % 2:
             raise ValueError(f"d_head must be even; got {d_head}")
         self.theta = theta

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,19 +25,24 @@ from .model import Transformer
 WRAPPERS = (COMPILED, "module")
 """Components that torch.compile and DistributedDataParallel add to parameter names."""
 
-_NAMES = {
-    "model.embed_tokens.": "token_embeddings.",
-    "model.norm.": "ln_final.",
-    "model.layers.": "layers.",
-    ".input_layernorm.": ".ln1.",
-    ".post_attention_layernorm.": ".ln2.",
-    ".self_attn.o_proj.": ".attn.output_proj.",
-    ".self_attn.": ".attn.",
-    ".mlp.gate_proj.": ".ffn.w1.",
-    ".mlp.down_proj.": ".ffn.w2.",
-    ".mlp.up_proj.": ".ffn.w3.",
+# Llama's names and ours.
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
+_LAYER_NAMES = {
+    "input_layernorm": "ln1",
+    "self_attn.q_proj": "attn.q_proj",
+    "self_attn.k_proj": "attn.k_proj",
+    "self_attn.v_proj": "attn.v_proj",
+    "self_attn.o_proj": "attn.output_proj",
+    "post_attention_layernorm": "ln2",
+    "mlp.gate_proj": "ffn.w1",
+    "mlp.down_proj": "ffn.w2",
+    "mlp.up_proj": "ffn.w3",
 }
-"""Parts of Llama's names, and ours, in the order of their replacement."""
+_MODEL_NAMES = {
+    "model.embed_tokens.weight": "token_embeddings.weight",
+    "model.norm.weight": "ln_final.weight",
+    "lm_head.weight": "lm_head.weight",
+}
 # Our names and Llama's.
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -64,8 +70,8 @@ def load_weights(model: Transformer, state: Mapping[str, Tensor]) -> None:
         state: names as in `cs336_systems.transformer.model`, with or without the components that torch.compile and
             DistributedDataParallel add. For a model with tied embeddings it may hold a head that equals the embedding.
 
-    Raises ValueError if the head does not equal the embedding to which the model ties it, and RuntimeError, as
-    ``load_state_dict`` does, if names are missing or unknown, or shapes differ.
+    Raises ValueError if names are missing or unknown, shapes differ, or the head does not equal the embedding to which
+    the model ties it. The model is then unchanged.
     """
     state = {".".join(x for x in name.split(".") if x not in WRAPPERS): tensor for name, tensor in state.items()}
     if model.lm_head is None and "lm_head.weight" in state:
@@ -74,6 +80,15 @@ def load_weights(model: Transformer, state: Mapping[str, Tensor]) -> None:
             raise ValueError(
                 "lm_head.weight must equal token_embeddings.weight, to which the model ties it; got other values"
             )
+    expected = model.state_dict()
+    unknown, missing = sorted(state.keys() - expected.keys()), sorted(expected.keys() - state.keys())
+    if unknown or missing:
+        raise ValueError(
+            f"state must have the names of the model's parameters; got unknown {unknown}, missing {missing}"
+        )
+    for name, tensor in expected.items():
+        if state[name].shape != tensor.shape:
+            raise ValueError(f"{name} must have shape {tuple(tensor.shape)}; got {tuple(state[name].shape)}")
     model.load_state_dict(state)
 
 
@@ -86,9 +101,12 @@ def llama_config(settings: Mapping[str, Any], **changes: Any) -> TransformerConf
             ``rope_theta`` (or in ``rope_parameters``), ``rms_norm_eps`` and ``tie_word_embeddings``.
         changes: attributes of `TransformerConfig` to change, such as a shorter ``context_length``.
 
-    Raises KeyError if a size is missing, and ValueError if `Transformer` does not implement a setting: biases, another
-    activation, scaled RoPE, a head width other than hidden_size / num_attention_heads.
+    Raises ValueError if a setting is missing, or `Transformer` does not implement it: biases, another activation,
+    scaled RoPE, a head width other than hidden_size / num_attention_heads.
     """
+    missing = [name for name in _SIZES.values() if name not in settings]
+    if missing:
+        raise ValueError(f"settings must have {', '.join(_SIZES.values())}; missing {missing}")
     for name, allowed in _SUPPORTED.items():
         if settings.get(name) not in allowed:
             raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}; got {settings[name]!r}")
@@ -112,18 +130,23 @@ def from_llama(tensors: Mapping[str, Tensor], config: TransformerConfig) -> dict
     Args:
         tensors: by their names in the checkpoint. The RoPE tables of old checkpoints are ignored.
         config: of the model, as `llama_config` returns it.
+
+    Raises ValueError if a name is not Llama's.
     """
     state: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if name.endswith("rotary_emb.inv_freq"):
-            continue
-        for theirs, ours in _NAMES.items():
-            name = name.replace(theirs, ours)
-        if name.endswith(("attn.q_proj.weight", "attn.k_proj.weight")):
-            tensor = rearrange(
-                tensor, "(heads two pair) d_model -> (heads pair two) d_model", two=2, pair=config.d_head // 2
-            )
-        state[name] = tensor
+        match = _LAYER.fullmatch(name)
+        if name in _MODEL_NAMES:
+            state[_MODEL_NAMES[name]] = tensor
+        elif match is not None and match[2] in _LAYER_NAMES:
+            ours = _LAYER_NAMES[match[2]]
+            if ours in ("attn.q_proj", "attn.k_proj"):
+                tensor = rearrange(
+                    tensor, "(heads two pair) d_model -> (heads pair two) d_model", two=2, pair=config.d_head // 2
+                )
+            state[f"layers.{match[1]}.{ours}.weight"] = tensor
+        elif not name.endswith("rotary_emb.inv_freq"):
+            raise ValueError(f"tensors must have the names of a Llama checkpoint; got {name!r}")
     return state
 
 
@@ -141,8 +164,8 @@ def load_llama(
 
     Raises:
         ImportError: safetensors is not installed.
-        ValueError, KeyError, RuntimeError: the folder lacks these files, or they hold another model; see
-            `llama_config` and `load_weights`.
+        ValueError: the folder lacks these files, or they hold another model; see `llama_config`, `from_llama` and
+            `load_weights`.
     """
     try:
         from safetensors.torch import load_file

@@ -133,4 +133,7 @@ def test_validation_is_a_mean_over_its_sequences(begin):
     tokens, targets = sequences(one.validation, one.validation_starts, 16)
     expected = one.model.loss(tokens, targets).item()
     assert (one.evaluate(), two.evaluate()) == pytest.approx((expected, expected), rel=1e-5)
-    begin("none", val_fraction=0.0, steps=1).run()
+    trainer = begin("none", val_fraction=0.0, steps=1)
+    trainer.run()
+    with pytest.raises(ValueError, match="val_fraction must be above 0 for a validation; got 0"):
+        trainer.evaluate()

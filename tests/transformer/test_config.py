@@ -55,6 +55,7 @@ def test_presets_take_changes():
         ({"norm_eps": "small"}, TypeError, "norm_eps must be a float; got 'small' of type str"),
         ({"tie_embeddings": 1}, TypeError, "tie_embeddings must be a bool; got 1"),
         ({"attn": "fast"}, ValueError, "attn must be one of 'auto', .*; got 'fast'"),
+        ({"attn": None}, TypeError, "attn must be one of 'auto', .*; got None"),
     ],
 )
 def test_invalid_attributes(tiny, changes, error, message):
@@ -68,8 +69,21 @@ def test_json_round_trip(tiny, tmp_path):
     assert TransformerConfig.load(path) == config
     assert json.loads(path.read_text()) == dataclasses.asdict(config)
     assert config.attn == "tiled"
-    path.write_text('{"depth": 3}')
-    with pytest.raises(TypeError, match="depth"):
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda values: values | {"depth": 3, "bias": True}, r"got unknown \['bias', 'depth'\], missing \[\]$"),
+        (lambda values: {"d_model": 32}, r"got unknown \[\], missing \['vocab_size', 'context_length', 'd_ff', "),
+        (lambda values: [values], "must hold a JSON object; got list$"),
+        (lambda values: values | {"d_ff": -1}, "^d_ff must be at least 1; got -1$"),
+    ],
+)
+def test_invalid_files(tiny, tmp_path, change, message):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(change(dataclasses.asdict(tiny()))))
+    with pytest.raises(ValueError, match=message):
         TransformerConfig.load(path)
 
 

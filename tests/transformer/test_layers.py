@@ -128,6 +128,7 @@ ROPE = RotaryEmbedding(4, 8)
     ("call", "message"),
     [
         (lambda: RotaryEmbedding(3, 8), "d_head must be even; got 3"),
+        (lambda: RotaryEmbedding(4, 8, theta=-1.0), "theta must be positive and finite; got -1.0"),
         (lambda: MultiHeadAttention(8, 3), "num_heads must divide d_model, 8; got 3"),
         (lambda: MultiHeadAttention(8, 2, attn="fast"), "impl must be one of .*; got 'fast'"),
         (lambda: ROPE(torch.zeros(9, 4)), "x must have a length of at most 8, the context length; got 9"),
