@@ -80,6 +80,15 @@ def test_lengths_beyond_a_tile(flash_device, lengths, name):
     check("flash", inputs, ALONE[name](Maker(sizes_of(shapes), HALF, flash_device)), causal="top_left")
 
 
+@slow
+def test_heads_wider_than_a_tile(flash_device):
+    """A negative scale, which narrower heads take into q's tile, and sums that every slice's programs make."""
+    shapes = Shapes.of(1, q_len=35, k_len=40, d=264, dv=520, q_heads=2, kv_heads=1)
+    make = Maker(sizes_of(shapes), FLOAT, flash_device)
+    features = make.bias("hqk") | make.slopes() | make.sinks() | {"window": (20, 5)}
+    check("flash", make_inputs(shapes, device=flash_device), features, scale=-0.05)
+
+
 @pytest.mark.parametrize("causal", [False, "top_left", "bottom_right", True])
 @pytest.mark.parametrize("lengths", [(7, 10), (10, 7), (8, 8)])
 @pytest.mark.parametrize(("scale", "with_features"), [(None, False), (-0.7, False), (0.3, True)])

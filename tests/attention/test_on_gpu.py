@@ -62,6 +62,11 @@ def test_a_long_sequence(d, causal, dtype):
     check("flash", made(1, q_len=8193, d=d, dtype=dtype), causal=causal)
 
 
+@pytest.mark.parametrize("dtype", [BFLOAT, FLOAT])
+def test_heads_wider_than_a_tile(dtype):
+    check("flash", made(1, q_len=700, k_len=1000, d=576, dv=512, q_heads=4, kv_heads=1, dtype=dtype), causal=True)
+
+
 @each_dtype
 @full_and_causal
 def test_memory_held_for_the_backward(causal, dtype):

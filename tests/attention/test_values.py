@@ -40,7 +40,9 @@ def cases() -> Iterator[tuple[str, Case]]:
     # Every head dimension that kernels pad differently, and values wider and narrower than keys.
     same = [(d, d) for d in (1, 16, 40, 64, 80, 96, 128, 192, 256)]
     # Of the second and third ptxas 12.8 lost the address of a tile (see docs/kernels.md).
-    for d, dv in (*same, (1, 3), (1, 27), (19, 9), (40, 24), (64, 128), (128, 64), (16, 256), (192, 128)):
+    # Wider than a tile: products in slices, and a slice of the results for each program.
+    wide = (576, 512), (300, 270), (24, 513), (257, 8), (1024, 1024)
+    for d, dv in (*same, *wide, (1, 3), (1, 27), (19, 9), (40, 24), (64, 128), (128, 64), (16, 256), (192, 128)):
         yield f"head_dims-{d}x{dv}", Case(Shapes.of(1, q_len=33, k_len=67, d=d, dv=dv), True)
     # Any number of leading axes, and key heads that serve groups of query heads.
     for name, leading, heads, causal in (
@@ -63,6 +65,8 @@ def cases() -> Iterator[tuple[str, Case]]:
         yield f"layout-{layout}-heads", Case(shapes, "top_left", layout=layout)
     for layout in ("length_before_heads", "column_major", "kv_shared_by_heads", "packed"):
         yield f"layout-{layout}-no_heads", Case(Shapes.of(3, q_len=35, k_len=35, d=20), "top_left", layout=layout)
+    for layout in ("length_before_heads", "padded_rows", "column_major", "misaligned"):
+        yield f"layout-{layout}-wide", Case(Shapes.of(2, q_len=20, d=300), layout=layout)
     # Queries that see no key, in some tiles, in part of one, and all of them.
     for name, factor in (("", None), ("-negated", -1.0)):
         yield f"blind-some_tiles{name}", Case(Shapes.of(1, q_len=140, k_len=9, d=16), "bottom_right", factor)
@@ -83,9 +87,16 @@ def cases() -> Iterator[tuple[str, Case]]:
 CASES = dict(cases())
 FAST = {
     *(f"lengths-{sizes}" for sizes in ("1x1-full", "63x129-bottom_right", "129x63-top_left")),
-    *(f"head_dims-{sizes}" for sizes in ("16x16", "40x24", "80x80", "1x27")),
+    *(f"head_dims-{sizes}" for sizes in ("16x16", "40x24", "80x80", "1x27", "24x513")),
     *(f"axes-{name}" for name in ("none", "three_batch_axes", "grouped")),
-    *("scale--0.5", "scale-0.0", "layout-mixed-heads", "layout-packed-no_heads", "layout-misaligned-heads"),
+    *(
+        "scale--0.5",
+        "scale-0.0",
+        "layout-mixed-heads",
+        "layout-packed-no_heads",
+        "layout-misaligned-heads",
+        "layout-column_major-wide",
+    ),
     *("blind-grouped", "blind-no_keys", "empty-queries-top_left", "empty-heads-full"),
 }
 
