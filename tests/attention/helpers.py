@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -87,10 +87,14 @@ def check(
     features: Mapping[str, Any] | None = None,
     *,
     eps: float | None = None,
+    during: AbstractContextManager[None] | None = None,
     **settings: Any,
 ) -> Results:
-    """What `attention` returns and its gradients, which are within the budget; nobody reads memory nobody wrote."""
-    with poisoned_memory():
+    """What `attention` returns and its gradients, which are within the budget; nobody reads memory nobody wrote.
+
+    ``during`` is what the call is made in, and what it is compared with is not.
+    """
+    with during or nullcontext(), poisoned_memory():
         results = evaluate(partial(attention, impl=impl, return_lse=True, **settings), inputs, features)
     assert_within_budget(results, inputs, features=features, eps=eps, **settings)
     return results

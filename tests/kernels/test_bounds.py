@@ -17,14 +17,12 @@ from triton.runtime import interpreter
 from cs336_systems.attention import attention, attention_varlen, attention_with_cache
 from cs336_systems.attention.variants import document, relative_bias
 from cs336_systems.kernels import launching
-from cs336_systems.testing import Shapes, evaluate, make_cache, make_inputs, make_packed, starts_of
+from cs336_systems.testing import Shapes, evaluate, make_cache, make_inputs, make_packed
 
+from ..attention.helpers import FLOAT, HALF, packed_arguments
 from .portable import tiled
 
 pytestmark = pytest.mark.skipif(not launching.INTERPRETED, reason="needs the interpreter")
-
-
-FLOAT, HALF = torch.float32, torch.float16
 
 
 def shaped(*shape):
@@ -58,8 +56,8 @@ class Watch:
         inside = np.zeros(addresses.shape, dtype=bool)
         for start, end in self.storages:
             inside |= (addresses >= start) & (addresses + np.uint64(size) <= end)
-        assert inside.all(), f"{np.count_nonzero(~inside)} of {inside.size} addresses are outside of every tensor"
         self.checked += inside.size
+        assert inside.all(), f"{np.count_nonzero(~inside)} of {inside.size} addresses are outside of every tensor"
 
 
 def tensors_in(value):
@@ -83,25 +81,38 @@ def watch(monkeypatch):
 
     monkeypatch.setattr(interpreter, "_interpreter", watched)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_watched)
-    return watched
+    yield
+    assert watched.checked > 0
 
 
-@pytest.mark.parametrize(
-    ("lengths", "widths", "causal", "dtype"),
-    [
-        ((35, 50), (20, 40), True, HALF),
-        ((50, 35), (40, 20), True, FLOAT),
-        ((35, 50), (16, 16), False, HALF),
-        ((35, 50), (20, 40), False, FLOAT),
+CALLS = [
+    ((35, 50), (20, 40), HALF, lambda: {"causal": True}),
+    ((50, 35), (40, 20), FLOAT, lambda: {"causal": True}),
+    ((35, 50), (16, 16), HALF, dict),
+    ((35, 50), (20, 40), FLOAT, dict),
+    *[
+        ((18, 35), (20, 12), FLOAT, features)
+        for features in (
+            lambda: {"bias": shaped(2, 1, 18, 35)},
+            lambda: {"bias": shaped(2, 1, 1, 35), "causal": True},
+            lambda: {"bias": shaped(18, 1), "window": (5, 3)},
+            lambda: {"mask": torch.randn(2, 1, 18, 35) > 0},
+            lambda: {"alibi_slopes": shaped(2, 2), "causal": True},
+            lambda: {"scores": relative_bias(shaped(1, 52), 17)},
+            lambda: {"sinks": shaped(2), "dropout_p": 0.5, "softcap": 3.0},
+            lambda: {"mask": document(torch.arange(35).expand(2, 35) // 9).with_blocks(18, 35)},
+        )
     ],
-)
-def test_every_address_is_in_a_tensor(flash_device, watch, lengths, widths, causal, dtype):
-    (q_len, k_len), (d, dv) = lengths, widths
-    shapes = Shapes.of(1, q_len=q_len, k_len=k_len, d=d, dv=dv, q_heads=2, kv_heads=1)
-    inputs = make_inputs(shapes, dtype=dtype, device=flash_device)
-    with tiled(16, 16, ahead=causal):
-        evaluate(partial(attention, causal=causal, impl="flash", return_lse=True), inputs)
-    assert watch.checked > 0
+]
+
+
+@pytest.mark.parametrize(("lengths", "widths", "dtype", "features"), CALLS)
+def test_every_address_is_in_a_tensor(flash_device, watch, lengths, widths, dtype, features):
+    (q_len, k_len), (d, dv), given = lengths, widths, features()
+    shapes = Shapes.of(2, q_len=q_len, k_len=k_len, d=d, dv=dv, q_heads=2, kv_heads=1)
+    with tiled(16, 16, ahead=given == {"causal": True}):
+        inputs = make_inputs(shapes, dtype=dtype, device=flash_device)
+        evaluate(partial(attention, impl="flash", return_lse=True), inputs, given)
 
 
 @pytest.mark.parametrize(
@@ -113,33 +124,9 @@ def test_every_address_of_packed_sequences_is_in_a_tensor(flash_device, watch, n
     lengths = [(18, 3), (0, 5), (17, 18), (1, 2)]
     inputs = make_packed(lengths, d=20, dv=12, dtype=dtype, device=flash_device)
     features = {"causal": {"causal": True}, "window": {"window": (5, 3)}, "bias": {"bias": shaped(1, 2, 18, 18)}}
-    starts = [starts_of(column, flash_device) for column in zip(*lengths, strict=True)]
     with tiled(16, 16):
-        attend = partial(attention_varlen, cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], impl="flash")
-        attend = partial(attend, max_seqlen_q=18, max_seqlen_k=18, return_lse=True)
+        attend = partial(attention_varlen, **packed_arguments(lengths, flash_device), impl="flash", return_lse=True)
         evaluate(attend, inputs, features.get(name, {}))
-    assert watch.checked > 0
-
-
-@pytest.mark.parametrize(
-    "features",
-    [
-        lambda: {"bias": shaped(2, 1, 18, 35)},
-        lambda: {"bias": shaped(2, 1, 1, 35), "causal": True},
-        lambda: {"bias": shaped(18, 1), "window": (5, 3)},
-        lambda: {"mask": torch.randn(2, 1, 18, 35) > 0},
-        lambda: {"alibi_slopes": shaped(2, 1), "causal": True},
-        lambda: {"scores": relative_bias(shaped(1, 52), 17)},
-        lambda: {"sinks": shaped(1), "dropout_p": 0.5, "softcap": 3.0},
-        lambda: {"mask": document(torch.arange(35).expand(2, 35) // 9).with_blocks(18, 35)},
-    ],
-)
-def test_every_address_of_captured_tensors_is_in_a_tensor(flash_device, watch, features):
-    shapes = Shapes.of(2, q_len=18, k_len=35, d=20, dv=12, q_heads=1)
-    inputs = make_inputs(shapes, device=flash_device)
-    with tiled(16, 16):
-        evaluate(partial(attention, impl="flash"), inputs, features())
-    assert watch.checked > 0
 
 
 @pytest.mark.parametrize(("new", "window", "dtype"), [(1, None, HALF), (3, None, FLOAT), (3, (9, 0), HALF)])
@@ -148,7 +135,6 @@ def test_every_address_of_a_cache_is_in_a_tensor(flash_device, watch, new, windo
     sizes = {"q_heads": 4, "kv_heads": 2, "d": 20, "dv": 12, "new": new}
     cache = make_cache([70, 3, 0, 65], capacity=70, **sizes, dtype=dtype, device=flash_device)
     attention_with_cache(*cache, window=window, impl="flash")
-    assert watch.checked > 0
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What the tests change in Triton's interpreter changes nothing of what it computes, and of what it refuses."""
+"""What the tests change in Triton's interpreter changes nothing of what it computes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import pytest
 triton = pytest.importorskip("triton")
 
 
-def test_the_faster_interpreter_computes_and_refuses_the_same(printed_by):
+def test_the_faster_interpreter_computes_the_same(printed_by):
     as_it_is, faster = printed_by("interpreted.py")
     assert as_it_is == faster
-    assert len(as_it_is["dtypes"]) >= 10
-    assert len(as_it_is["refused"]) == 5

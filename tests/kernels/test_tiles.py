@@ -1,4 +1,4 @@
-"""Every tiling computes the same, whatever divides whatever."""
+"""Every tiling computes the same, whatever divides whatever, and wherever an edge of the band crosses tiles."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from cs336_systems.attention import attention
+from cs336_systems.kernels import launching
 from cs336_systems.kernels.triton import plans
 from cs336_systems.kernels.triton.tiles import TileConfig
-from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs, poisoned_memory
+from cs336_systems.testing import Shapes, evaluate, make_inputs
 
+from ..attention.helpers import check
 from .portable import portable, tiled
 
 TILES = [(16, 16), (16, 64), (64, 16), (32, 128), (128, 32)]
@@ -36,9 +38,33 @@ def tilings():
 @pytest.mark.parametrize(("tile", "causal", "dtype", "shapes"), [*tilings()])
 def test_results_are_within_the_budget_for_every_tile(flash_device, tile, causal, dtype, shapes):
     inputs = make_inputs(shapes, dtype=dtype, device=flash_device)
-    with tiled(*tile), poisoned_memory():
-        results = evaluate(partial(attention, causal=causal, impl="flash", return_lse=True), inputs)
-    assert_within_budget(results, inputs, causal=causal)
+    check("flash", inputs, causal=causal, during=tiled(*tile))
+
+
+interpreted = pytest.mark.skipif(not launching.INTERPRETED, reason="compiles a kernel for each tile, for nothing")
+SIDES = range(16)
+
+
+def check_band(inputs, causal, window):
+    """With a bias, whose gradient per pair has its own kernel."""
+    bias = torch.randn(inputs.q.shape[-2], inputs.k.shape[-2], requires_grad=True)
+    check("flash", inputs, {"window": window, "bias": bias}, causal=causal, during=tiled(16, 16))
+
+
+@interpreted
+@pytest.mark.parametrize("ahead", SIDES)
+def test_a_diagonal_that_crosses_tiles(flash_device, ahead):
+    inputs = make_inputs(Shapes.of(1, q_len=20, k_len=20 + ahead, d=16), device=flash_device)
+    check_band(inputs, True, None)
+
+
+@interpreted
+@pytest.mark.parametrize("side", SIDES)
+def test_the_sides_of_a_window_that_cross_tiles(flash_device, side):
+    """In 16 bits, where tiles of rows that see all keys are not masked."""
+    inputs = make_inputs(Shapes.of(1, q_len=36, d=16), dtype=torch.float16, device=flash_device)
+    check_band(inputs, False, (side, None))
+    check_band(inputs, False, (None, side))
 
 
 @pytest.mark.parametrize("options", [(1, 1), (2, 3), (4, 1), (4, 4), (8, 1), (8, 2)])
@@ -47,9 +73,7 @@ def test_results_are_within_the_budget_for_every_tile(flash_device, tile, causal
 @pytest.mark.gpu
 def test_results_are_within_the_budget_for_every_pipeline(options, dtype, ahead):
     inputs = make_inputs(Shapes.of(1, q_len=515, k_len=700, d=64, q_heads=2), dtype=dtype, device="cuda")
-    with tiled(64, 32, *options, ahead):
-        results = evaluate(partial(attention, causal=True, impl="flash", return_lse=True), inputs)
-    assert_within_budget(results, inputs, causal=True)
+    check("flash", inputs, causal=True, during=tiled(64, 32, *options, ahead))
 
 
 @pytest.mark.parametrize("changed", ["forward", "dq", "dkdv"])

@@ -236,3 +236,27 @@ def test_a_dout_that_tma_cannot_load_is_copied(calls, shift):
 )
 def test_sections_are_of_equal_size_where_they_can_be(batch_heads, group, length, d, together):
     assert launches.heads_per_section(torch.empty(length, d, device="meta"), batch_heads, group) == together
+
+
+def test_workspaces(monkeypatch):
+    """One is kept for each device and stream while it is large enough; a captured graph gets its own."""
+    is_capturing, stream, cpu = False, 7, torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+    monkeypatch.setattr(backend, "raw_stream", lambda index: stream)
+    monkeypatch.setattr(backend, "_workspaces", {})
+    monkeypatch.setattr(backend, "_new_kept_workspace", backend._new_workspace)
+    first = backend.workspace_for(cpu, 10)
+    assert first[0] == 0
+    assert backend.workspace_for(cpu, first.numel() - 1) is first
+    larger = backend.workspace_for(cpu, first.numel())
+    assert larger.numel() > first.numel()
+    assert larger[0] == 0
+    assert backend.workspace_for(cpu, 10) is larger
+    stream = 8
+    other = backend.workspace_for(cpu, 10)
+    assert other is not larger
+    is_capturing = True
+    captured = backend.workspace_for(cpu, 10)
+    assert captured is not other
+    assert captured.numel() == 11
+    assert captured[0] == 0

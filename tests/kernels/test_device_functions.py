@@ -1,4 +1,4 @@
-"""The ranges of tiles that kernels visit are those of the band, wherever its edges lie."""
+"""Device functions by themselves: which tiles are visited, of which sequence they are, and where elements lie."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from cs336_systems.kernels.lib.reductions import locate_rows
+from cs336_systems.kernels.lib.varlen import Span, sequence_of, slot_of, span_of
 from cs336_systems.kernels.triton.lib.masks import key_ranges, query_ranges, visible
+from cs336_systems.kernels.triton.lib.matrix import matrix, tile_pointers
 from cs336_systems.kernels.versions import compile_options
+from cs336_systems.testing import starts_of
 
 TILES = 3
 LENGTHS = (1, 16, 41)
@@ -104,3 +110,94 @@ def test_ranges_are_those_of_the_band(flash_device, edges, tile, step, kernel):
             check_ranges(ranges, step, length, by_any, by_all, key)
             if of_keys:  # the second range leaves rows of keys unchecked: they all have to exist
                 assert ranges[1][1] <= max(length // step * step, ranges[1][0]), key
+
+
+ROWS = COLUMNS = 16
+FAR = 2**30 + 24  # fits 32 bits; twice this does not
+
+
+@triton.jit(do_not_specialize=["index", "first", "first_row"])
+def distances_kernel(
+    pointer,
+    distances,
+    index,
+    sizes,
+    strides,
+    first,
+    first_row,
+    STRIDE_MULTIPLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Bytes from the tensor's first element to each element of a tile."""
+    source = matrix(pointer, index, sizes, strides, Span(first, 0), (), STRIDE_MULTIPLE)
+    pointers = tile_pointers(source, first_row, ROWS, COLUMNS)
+    offsets = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tl.store(distances + offsets, pointers.to(tl.int64) - pointer.to(tl.int64))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strides"),
+    [
+        pytest.param((7,), (96, 32, 2), id="near"),
+        pytest.param((7,), (FAR, 32, 1), id="batch"),
+        pytest.param((2, 4), (96, FAR, 32, 1), id="heads"),
+        pytest.param((2, 2, 2), (FAR, 640, 96, 32, 1), id="first_of_three_axes"),
+        pytest.param((7,), (96, FAR, 1), id="rows"),
+        pytest.param((7,), (96, 1, FAR), id="columns"),
+        pytest.param((7,), (2**33, 2**32, 2**31), id="strides_beyond_32_bits"),
+        pytest.param((2, 4), (0, 96, 32, 1), id="expanded"),
+    ],
+)
+@pytest.mark.parametrize(("first", "first_row", "multiple"), [(0, 0, 1), (5, 48, 1), (0, 48, 8), (2**20, 0, 8)])
+def test_distances_within_a_tensor(flash_device, sizes, strides, first, first_row, multiple):
+    """Addresses are computed but never loaded from: no tensor need be as large."""
+    x = torch.empty(1, dtype=torch.float16, device=flash_device)
+    index = 6
+    distances = torch.empty(ROWS, COLUMNS, dtype=torch.int64, device=flash_device)
+    distances_kernel[(1,)](
+        x, distances, index, (0, *sizes[1:]), strides, first, first_row, multiple, ROWS, COLUMNS, **compile_options()
+    )
+    where = 0
+    for size, stride in zip(reversed(sizes), reversed(strides[:-2]), strict=True):
+        index, position = divmod(index, size)
+        where += position * stride * multiple
+    rows = (first + first_row + torch.arange(ROWS))[:, None] * strides[-2] * multiple
+    columns = torch.arange(COLUMNS)[None, :] * strides[-1]
+    assert torch.equal(distances.cpu(), 2 * (where + rows + columns))
+
+
+@triton.jit
+def tiles_kernel(starts, num_seqs, length, tiles, TILE: tl.constexpr):
+    """Grid: the tiles. Stores each one's sequence, and the rows of the matrix that it begins and ends with."""
+    tile = tl.program_id(0)
+    sequence = sequence_of(starts, tile, num_seqs, TILE)
+    span = span_of(starts, sequence, num_seqs, length)
+    first = (tile - slot_of(starts, sequence, TILE)) * TILE
+    last = tl.minimum(first + TILE, span.length)
+    tl.store(tiles + 3 * tile, sequence)
+    tl.store(tiles + 3 * tile + 1, span.first + first)
+    tl.store(tiles + 3 * tile + 2, span.first + tl.maximum(last, first))
+
+
+@pytest.mark.parametrize("tile", [64, 128, 192])
+@settings(max_examples=8)
+@given(
+    lengths=st.lists(st.sampled_from([0, 0, 1, 63, 64, 65, 127, 128, 129, 192, 193, 400]), min_size=1, max_size=9),
+    after=st.sampled_from([0, 1, 64, 300]),
+)
+def test_every_row_is_in_one_tile(flash_device, tile, lengths, after):
+    starts, rows = starts_of(lengths, flash_device), sum(lengths) + after
+    count = rows // tile + len(lengths) + 1
+    tiles = torch.zeros(count, 3, dtype=torch.int32, device=flash_device)
+    tiles_kernel[(count,)](starts, len(lengths), rows, tiles, tile, **compile_options())
+    expected = [number for number, length in enumerate([*lengths, after]) for _ in range(length)]
+    found = [-1] * rows
+    for sequence, first, stop in tiles.tolist():
+        for row in range(first, stop):
+            assert found[row] == -1
+            found[row] = sequence
+    assert found == expected
+    sequences, positions = locate_rows(starts, torch.arange(rows, device=flash_device))
+    assert sequences.tolist() == expected
+    assert positions.tolist() == [row for length in (*lengths, after) for row in range(length)]
