@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import io
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.exc import UserError
 from torch.export import Dim
 
-from cs336_systems.attention import attention, attention_varlen
-from cs336_systems.attention.variants import document, relative_bias
-from cs336_systems.attention.variants import window as window_rule
-from cs336_systems.testing import Shapes, make_inputs
-
-from .features import clipped
 from .helpers import COMPILES, EVERY, each_function, named, slow
+from .traced import CALLS, Attend, AttendPacked, assert_alike, module_of, packed_tensors, tensors_for
 
 LENGTH, OTHER = Dim("length", min=2, max=512), Dim("other", min=2, max=512)
-HEADS = 4
 pytestmark = [
     *COMPILES,  # strict export traces as torch.compile does, and remembers so
     pytest.mark.filterwarnings(
@@ -28,62 +20,6 @@ pytestmark = [
         "ignore:The given buffer is not writable:UserWarning",
     ),
 ]
-
-
-class Attend(nn.Module):
-    """A call whose features are parameters by name, settings, tensors, and rules made of both."""
-
-    def __init__(self, parameters: tuple[str, ...] = (), by_distance: str | None = None, **settings: Any) -> None:
-        super().__init__()
-        self.settings, self.by_distance = settings, by_distance
-        self.of_heads = nn.ParameterDict({name: nn.Parameter(torch.rand(HEADS)) for name in parameters})
-        if by_distance:
-            self.rates = nn.Parameter(torch.rand(HEADS, 7))
-
-    def forward(self, q, k, v, bias=None, mask=None, ids=None):
-        features: dict[str, Any] = {name: self.of_heads[name] for name in self.of_heads}
-        features |= {"bias": bias, "mask": mask}
-        if ids is not None:
-            own = document(ids[:, : q.shape[-2]], ids)
-            features["mask"] = own & window_rule(5, 3, k.shape[-2] - q.shape[-2])
-        if self.by_distance == "traced":
-            features["scores"] = clipped(self.rates, 3)
-        elif self.by_distance:
-            distances = torch.arange(1 - q.shape[-2], k.shape[-2], device=q.device)
-            features["scores"] = relative_bias(self.rates[:, distances.clamp(-3, 3) + 3], q.shape[-2] - 1)
-        return attention(q, k, v, **features, **self.settings)
-
-
-EVERYTHING = {"causal": True, "window": (6, 2), "softcap": 1.5, "dropout_p": 0.3, "seed": 7, "return_lse": True}
-CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
-    "causal": ((), (), {"causal": True, "return_lse": True}),
-    "top_left": ((), (), {"causal": "top_left"}),
-    "window": ((), (), {"causal": True, "window": (6, None)}),
-    "window_and_cap": ((), (), {"window": (6, 2), "softcap": 1.5}),
-    "slopes_and_sinks": (("alibi_slopes", "sinks"), (), {"causal": True}),
-    "bias_and_mask": ((), ("bias", "mask"), {}),
-    "rules": ((), ("ids",), {}),
-    "by_distance": ((), (), {"by_distance": "table"}),
-    "traced": ((), (), {"by_distance": "traced"}),
-    "everything": (("alibi_slopes", "sinks"), ("bias", "mask"), EVERYTHING),
-}
-"""Parameters, further tensors, settings."""
-
-
-def module_of(name, impl, device):
-    parameters, further, settings = CALLS[name]
-    return Attend(parameters, impl=impl, **settings).to(device), further
-
-
-def tensors_for(q_len, k_len, device, further=()):
-    """Arguments by name."""
-    made = make_inputs(Shapes.of(2, q_len=q_len, k_len=k_len, d=16, dv=8, q_heads=HEADS, kv_heads=2), device=device)
-    every = {
-        "bias": torch.randn(HEADS, q_len, k_len, device=device),
-        "mask": torch.rand(2, 1, 1, k_len, device=device) < 0.7,
-        "ids": (torch.arange(k_len, device=device) // 4)[None],
-    }
-    return {"q": made.q, "k": made.k, "v": made.v} | {name: every[name] for name in further}
 
 
 def exported(module, tensors, further=None, strict=False, lengths=(LENGTH, OTHER), **axes):
@@ -102,21 +38,6 @@ def exported(module, tensors, further=None, strict=False, lengths=(LENGTH, OTHER
     torch.export.save(program, file)
     file.seek(0)
     return torch.export.load(file).module()
-
-
-def gradients(module, own, tensors):
-    leaves = {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in tensors.items()}
-    results = module(**leaves)
-    results = results if isinstance(results, tuple) else (results,)
-    torch.manual_seed(5)
-    wanted = [x for x in (*leaves.values(), *own) if x.requires_grad]
-    return torch.autograd.grad(results, wanted, [torch.randn_like(x) for x in results])
-
-
-def assert_alike(program, module, tensors):
-    torch.testing.assert_close(program(**tensors), module(**tensors))
-    expected = gradients(module, module.parameters(), tensors)
-    torch.testing.assert_close(gradients(program, program.parameters(), tensors), expected)
 
 
 OF_FLASH = ("top_left", "window", "slopes_and_sinks", "bias_and_mask", "rules", "everything")
@@ -149,28 +70,14 @@ def test_one_length_for_queries_and_keys(impl, device):
         torch.testing.assert_close(program(**tensors), module(**tensors))
 
 
-class AttendPacked(nn.Module):
-    """Packed sequences."""
-
-    def __init__(self, impl: str) -> None:
-        super().__init__()
-        self.impl = impl
-
-    def forward(self, q, k, v, starts):
-        return attention_varlen(q, k, v, starts, impl=self.impl, causal=True, window=(4, None), softcap=2.0)
-
-
 @pytest.mark.parametrize("impl", named(EVERY, ["tiled"]))
 def test_packed_sequences(impl, device):
-    def tensors(lengths):
-        starts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
-        made = make_inputs(Shapes.of(sum(lengths), q_len=HEADS, d=16), device=device)
-        return {"q": made.q, "k": made.k, "v": made.v, "starts": starts}
-
-    module, starts = AttendPacked(impl), {0: Dim("sequences", min=3, max=64)}
-    program = exported(module, tensors([3, 6]), (), **{name: {0: LENGTH} for name in "qkv"}, starts=starts)
-    for lengths in ([3, 6], [20, 1, 7]):
-        assert_alike(program, module, tensors(lengths))
+    module, of_k = AttendPacked(impl).to(device), {0: OTHER}
+    sequences = {0: Dim("sequences", min=3, max=64)}
+    dynamic = {"q": {0: LENGTH}, "k": of_k, "v": of_k, "starts": sequences, "k_starts": sequences}
+    program = exported(module, packed_tensors([(3, 5), (6, 4)], device), (), **dynamic)
+    for lengths in ([(3, 5), (6, 4)], [(20, 2), (1, 9), (7, 30)]):
+        assert_alike(program, module, packed_tensors(lengths, device))
 
 
 @each_function
@@ -210,6 +117,4 @@ def test_a_program_is_compiled(flash_device):
     module, further = module_of("everything", "flash", flash_device)
     program = exported(module, tensors_for(7, 12, flash_device, further), further)
     compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
-    tensors = tensors_for(9, 14, flash_device, further)
-    expected = gradients(module, module.parameters(), tensors)
-    torch.testing.assert_close(gradients(compiled, program.parameters(), tensors), expected)
+    assert_alike(compiled, module, tensors_for(9, 14, flash_device, further))
