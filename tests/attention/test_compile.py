@@ -12,7 +12,7 @@ from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_i
 
 from .features import Maker
 from .helpers import COMPILES, EVERY, FLOAT, HALF, assert_same, compiled_once, named, one_graph, sizes_of, slow
-from .traced import CALLS, AttendPacked, assert_alike, module_of, packed_tensors, tensors_for
+from .traced import CALLS, FAR_WINDOWS, AttendPacked, assert_alike, module_of, packed_tensors, tensors_for
 
 SHAPES = Shapes.of(2, q_len=5, k_len=9, d=16, dv=8, q_heads=4, kv_heads=2)
 pytestmark = COMPILES
@@ -61,15 +61,17 @@ def test_code_generated_from_the_graph(impl, settings, lengths, device):
         assert_within_budget(results, inputs, causal=settings.get("causal", False), features=features)
 
 
+FAST_DYNAMIC = [("tiled", name) for name in ("causal", *FAR_WINDOWS)]
 DYNAMIC = [
     *[(impl, "causal") for impl in ("flash", "tiled", "naive")],
     *[("flash", name) for name in ("by_distance", "everything")],
     ("auto", "top_left"),
+    *[(impl, name) for impl in EVERY for name in FAR_WINDOWS],
 ]
 
 
 @pytest.mark.parametrize(
-    ("impl", "name"), [pytest.param(*call, marks=[slow] * (call != ("tiled", "causal"))) for call in DYNAMIC]
+    ("impl", "name"), [pytest.param(*call, marks=[slow] * (call not in FAST_DYNAMIC)) for call in DYNAMIC]
 )
 def test_one_graph_for_all_sizes(impl, device, name):
     """Batch, heads and lengths vary and nothing is compiled again; also with the last query at the last key."""

@@ -10,7 +10,7 @@ from torch._dynamo.exc import UserError
 from torch.export import Dim
 
 from .helpers import COMPILES, EVERY, each_function, named, slow
-from .traced import CALLS, Attend, AttendPacked, assert_alike, module_of, packed_tensors, tensors_for
+from .traced import CALLS, FAR_WINDOWS, Attend, AttendPacked, assert_alike, module_of, packed_tensors, tensors_for
 
 LENGTH, OTHER = Dim("length", min=2, max=512), Dim("other", min=2, max=512)
 pytestmark = [
@@ -40,15 +40,15 @@ def exported(module, tensors, further=None, strict=False, lengths=(LENGTH, OTHER
     return torch.export.load(file).module()
 
 
-OF_FLASH = ("top_left", "window", "slopes_and_sinks", "bias_and_mask", "rules", "everything")
+OF_FLASH = ("top_left", "window", *FAR_WINDOWS, "slopes_and_sinks", "bias_and_mask", "rules", "everything")
 WAYS = [
     *[("tiled", name, False) for name in CALLS],
     *[("flash", name, False) for name in OF_FLASH],
-    *[("naive", name, False) for name in ("causal", "by_distance", "traced", "everything")],
+    *[("naive", name, False) for name in ("causal", *FAR_WINDOWS, "by_distance", "traced", "everything")],
     *[(impl, "everything", True) for impl in EVERY],
     ("tiled", "rules", True),
 ]
-FAST = [("tiled", "window", False), ("tiled", "everything", False)]
+FAST = [("tiled", name, False) for name in ("window", *FAR_WINDOWS, "everything")]
 
 
 @pytest.mark.parametrize(("impl", "name", "strict"), [pytest.param(*x, marks=[slow] * (x not in FAST)) for x in WAYS])

@@ -35,11 +35,6 @@ ALONE = {
     "dropout": lambda make: DROPPED,
 }
 TOGETHER = {
-    "window_sinks_cap": lambda make: {"window": (20, None), "softcap": 2.0} | make.sinks(),
-    "alibi_documents_sinks": lambda make: make.slopes() | make.documents() | make.sinks(),
-    "bias_mask_dropout": lambda make: make.bias("hqk") | make.mask("qk") | DROPPED,
-    "rules_prefixes_sinks": lambda make: make.rules() | make.prefixes() | make.sinks(),
-    "cap_alibi_bias_rules": lambda make: {"softcap": 1.5} | make.slopes() | make.bias("qk") | make.rules(),
     "distances_window_bias_dropout": lambda make: (
         {"window": (25, None)} | make.distances("bhd", 2, 1) | make.bias("hqk") | DROPPED
     ),

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from cs336_systems.attention import Attention, attention_varlen
+from cs336_systems.attention.validation import FAR
 from cs336_systems.attention.variants import document, prefix, relative_bias
 from cs336_systems.attention.variants import window as window_rule
 from cs336_systems.testing import Shapes, make_inputs, make_packed
@@ -55,6 +56,8 @@ CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
     "top_left": ((), (), {"causal": "top_left"}),
     "window": ((), (), {"causal": True, "window": (6, None)}),
     "window_and_cap": ((), (), {"window": (6, 2), "softcap": 1.5}),
+    "far_window": ((), (), {"causal": True, "window": (2**63, None)}),
+    "far_sides": ((), (), {"window": (2, FAR)}),
     "slopes_and_sinks": (("alibi_slopes", "sinks"), (), {"causal": True}),
     "bias_and_mask": ((), ("bias", "mask"), {}),
     "rules": ((), ("ids",), {"scores": "bent"}),
@@ -63,6 +66,7 @@ CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
     "everything": (("alibi_slopes", "sinks"), ("bias", "mask"), EVERYTHING),
 }
 """Parameters, further tensors, settings."""
+FAR_WINDOWS = ("far_window", "far_sides")
 
 
 def module_of(name, impl, device):

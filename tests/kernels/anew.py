@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
 from types import ModuleType
+
+import pytest
 
 
 def loaded_anew(module: ModuleType) -> ModuleType:
@@ -15,3 +19,14 @@ def loaded_anew(module: ModuleType) -> ModuleType:
     anew = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(anew)
     return anew
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *names: str, module: ModuleType) -> ModuleType:
+    """A second copy of a module, made where these names are missing; the rest of the test has them again."""
+    with monkeypatch.context() as changed:
+        for name in names:
+            owner, _, path = name.partition(":")
+            *owners, last = path.split(".")
+            with contextlib.suppress(ImportError, AttributeError):
+                changed.delattr(functools.reduce(getattr, owners, importlib.import_module(owner)), last)
+        return loaded_anew(module)

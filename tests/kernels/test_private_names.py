@@ -1,4 +1,4 @@
-"""Private names of torch stand in two modules, those of calls and those of measurements, which change with torch."""
+"""Private names of torch and of Triton stand in a few modules, which change with them, and in no others."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ OVERRIDDEN = {
     for name in dir(owner)
 }
 PATH = re.compile(r"(torch|triton)([.:]\w+)*[.:]_[a-z]\w*([.:]\w+)*")
+OF_TRITON = re.compile(
+    r"triton\._C|triton\.backends\.nvidia|language\.core|gluon\._|language\._core|_reinterpret|async_copy_global"
+    r"|async_copy_shared|create_async_tma|thread_barrier|_aggregate\b|utils\.launch|co_freevars"
+    r"|triton\.(compiler|backends|runtime)|arg_names|\.params\b|is_constexpr|is_gluon|backends/nvidia"
+)
 MOVING = re.compile(r"torch\.fx\.experimental|torch\.[\w.]*\bconfig\.patch|\b_(dynamo|inductor|functorch|pytree)\b")
 
 
@@ -30,17 +35,18 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name != "_" and name not in OF_PYTHON
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    """Every module, by its path."""
+def modules() -> Iterator[tuple[str, str]]:
+    """The paths and texts of all modules."""
     for folder in ("kernels", "cs336_systems", "benchmarks", "tools"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             name = str(path.relative_to(ROOT))
-            if not name.startswith("cs336_systems/kernels") and name not in NAMES:
-                yield name, ast.parse(path.read_text(encoding="utf-8"))
+            if not name.startswith("cs336_systems/kernels"):
+                yield name, path.read_text(encoding="utf-8")
 
 
-def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def private_names(text: str) -> Iterator[tuple[int, str]]:
     """Where a module uses a private name that is not its own, and which."""
+    tree = ast.parse(text)
     own = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
     own |= {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     own |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -79,7 +85,14 @@ def _names_at(node: ast.AST, own: set[str], texts: set[int]) -> Iterator[str]:
 
 
 def test_no_other_module_has_a_private_name_of_torch():
-    assert not [f"{path}:{line}: {name}" for path, tree in modules() for line, name in private_names(tree)]
+    others = [(path, text) for path, text in modules() if path not in NAMES]
+    assert not [f"{path}:{line}: {name}" for path, text in others for line, name in private_names(text)]
+
+
+def test_no_other_module_has_a_private_name_of_triton():
+    others = [(path, text) for path, text in modules() if path != "kernels/versions.py"]
+    lines = [(f"{path}: {line}", line) for path, text in others for line in text.splitlines()]
+    assert not [place for place, line in lines if OF_TRITON.search(line)]
 
 
 PRIVATE = [
@@ -111,4 +124,4 @@ OTHERS = [
 
 @pytest.mark.parametrize(("code", "found"), [*[(x, True) for x in PRIVATE], *[(x, False) for x in OTHERS]])
 def test_private_names_and_no_others_are_found(code, found):
-    assert bool([*private_names(ast.parse(code))]) == found
+    assert bool([*private_names(code)]) == found

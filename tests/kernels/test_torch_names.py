@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import pickle
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -22,18 +21,11 @@ from cs336_systems.profiling import torch_names as measuring_names
 from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs
 from cs336_systems.transformer import RotaryEmbedding, SwiGLU, decoder, layers
 
+from . import anew
 from .anew import loaded_anew
 from .conftest import ROOT, environment
 
-
-def without(monkeypatch, *names, module=torch_names):
-    """A module of names as a torch without these names has it, which the rest of the test has again."""
-    with monkeypatch.context() as changed:
-        for name in names:
-            owner, _, path = name.partition(":")
-            *owners, last = path.split(".")
-            changed.delattr(functools.reduce(getattr, owners, importlib.import_module(owner)), last)
-        return loaded_anew(module)
+without = partial(anew.without, module=torch_names)
 
 
 @pytest.mark.parametrize("name", [None, *torch_names.needed])
@@ -70,8 +62,8 @@ def test_calls_are_right_with_an_unknown_version():
 def assert_right(impl, device):
     """Results and gradients of a call, and results where no gradient is wanted."""
     inputs = make_inputs(Shapes.of(1, q_len=9, d=16, q_heads=2, kv_heads=1), device=device)
-    call = functools.partial(attention, causal=True, impl=impl)
-    assert_within_budget(evaluate(functools.partial(call, return_lse=True), inputs), inputs, causal=True)
+    call = partial(attention, causal=True, impl=impl)
+    assert_within_budget(evaluate(partial(call, return_lse=True), inputs), inputs, causal=True)
     with torch.no_grad():
         expected = attention(*inputs[:3], causal=True, impl="naive")
         torch.testing.assert_close(call(*inputs[:3]), expected, rtol=1e-5, atol=1e-5)
@@ -96,7 +88,7 @@ def test_without_modes_and_levels_calls_are_dispatched_and_transforms_known(monk
         assert op.transforming()
         return attention(x, x, x, causal=True, impl=impl).square().sum()
 
-    found, expected = (torch.vmap(torch.func.grad(functools.partial(loss, impl=each)))(x) for each in (impl, "naive"))
+    found, expected = (torch.vmap(torch.func.grad(partial(loss, impl=each)))(x) for each in (impl, "naive"))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert not op.transforming()
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +10,9 @@ import triton
 
 from cs336_systems.kernels import torch_names, versions
 
-from .anew import loaded_anew
+from .anew import without
 
 pytestmark = pytest.mark.every_triton
-
-ROOT = Path(__file__).parents[2]
 
 
 def reason_with_one_warning(module, match):
@@ -40,15 +35,7 @@ def test_an_unknown_version_is_a_reason(monkeypatch, package):
 
 @pytest.mark.parametrize("names", versions.needed, ids=lambda names: names[0].rpartition(":")[2])
 def test_a_missing_name_of_triton_is_a_reason(monkeypatch, names):
-    for name in names:
-        module, _, path = name.partition(":")
-        *owners, last = path.split(".")
-        try:
-            owner = functools.reduce(getattr, owners, importlib.import_module(module))
-        except (ImportError, AttributeError):
-            continue
-        monkeypatch.delattr(owner, last, raising=False)
-    module = loaded_anew(versions)
+    module = without(monkeypatch, *names, module=versions)
     assert module.missing
     assert names[0] in reason_with_one_warning(module, f"lacks .*{re.escape(names[0])}")
 
@@ -99,23 +86,3 @@ def test_registers_are_allocated_as_ptxas_does_by_itself(monkeypatch, version, g
     assert options.get("ptx_options") == ("--regAllocOptLevel=4 --verbose" if given else None)
     asked = {"enable_fp_fusion": False, **versions.default_ptx_options()}
     assert versions.compile_options(asked) == {"enable_fp_fusion": False, "ptx_options": "--verbose"}
-
-
-PRIVATE = re.compile(
-    r"triton\._C|triton\.backends\.nvidia|language\.core|gluon\._|language\._core|_reinterpret|async_copy_global"
-    r"|async_copy_shared|create_async_tma|thread_barrier|_aggregate\b|utils\.launch|co_freevars"
-    r"|triton\.(compiler|backends|runtime)|arg_names|\.params\b|is_constexpr|is_gluon|backends/nvidia"
-)
-
-
-def test_no_other_module_has_a_private_name_of_triton():
-    """Only one module has to change with Triton."""
-    found = [
-        f"{path.relative_to(ROOT)}:{number}"
-        for folder in ("kernels", "cs336_systems", "benchmarks", "tools")
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        if path.name != "versions.py" and "cs336_systems/kernels" not in str(path)
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if PRIVATE.search(line)
-    ]
-    assert not found
