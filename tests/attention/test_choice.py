@@ -74,13 +74,9 @@ CPU_CALLS = {
     "longer_keys": ({"q_len": 3, "k_len": 7}, {"causal": True}, SDPA),
     "wide_double": ({"dtype": DOUBLE, "d": 300, "dv": 300}, {}, SDPA),
     "log_sum_exp": ({}, {"return_lse": True}, TILED),
-    "window": ({}, {"window": (1, 0)}, TILED),
-    "softcap": ({}, {"softcap": 2.0}, TILED),
     "blind_rows": ({"q_len": 7, "k_len": 3}, {"causal": True}, TILED),
     "no_blind_rows": ({"q_len": 7, "k_len": 3}, {"causal": "top_left"}, SDPA),
     "no_keys": ({"k_len": 0}, {}, TILED),
-    "no_queries": ({"q_len": 0}, {}, TILED),
-    "no_batch": ({"leading": (0, 3)}, {}, TILED),
 }
 
 

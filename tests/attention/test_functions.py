@@ -140,18 +140,6 @@ def test_results_are_laid_out_as_what_they_belong_to(impl, device, layout):
 
 
 @each_function
-def test_gradients_reach_a_tensor_that_was_expanded(impl, device):
-    """As keys shared by a batch are: the gradients of all copies add up."""
-    inputs = make_inputs(Shapes.of(3, q_len=9, d=16, q_heads=2), dtype=HALF, device=device)
-    shared = inputs.k[:1].detach().requires_grad_()
-    out = attention(inputs.q, shared.expand(3, -1, -1, -1), inputs.v, impl=impl)
-    (gradient,) = torch.autograd.grad(out, shared, inputs.dout)
-    repeated = inputs._replace(k=shared.detach().expand(3, -1, -1, -1))
-    expected = evaluate(partial(attention, impl=impl), repeated)["dk"].sum(0, keepdim=True)
-    torch.testing.assert_close(gradient, expected)
-
-
-@each_function
 def test_one_tensor_as_query_key_and_value(impl, device):
     x, dout = torch.randn(2, 9, 16, device=device, requires_grad=True), torch.randn(2, 9, 16, device=device)
     (gradient,) = torch.autograd.grad(attention(x, x, x, causal=True, impl=impl), x, dout)

@@ -8,15 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.functional import pad
 
 from cs336_systems.attention import attention
 from cs336_systems.attention.rules import score_rule
 from cs336_systems.attention.variants import bias, relative_bias, softcap
 from cs336_systems.kernels.language import at, tanh
-from cs336_systems.kernels.lib.reductions import diagonal_sums
-from cs336_systems.kernels.triton.mod_gradients import place_distances as placed
-from cs336_systems.kernels.triton.mod_gradients import sum_bands as sums_of_bands
 from cs336_systems.kernels.triton.tiles import TileConfig, pin
 from cs336_systems.testing import Shapes, evaluate, make_inputs
 
@@ -30,27 +26,6 @@ pytestmark = COMPILES[:1]
 def table(shapes, *leading, before=0, after=0, device="cpu"):
     length = shapes.q[-2] + shapes.k[-2] - 1 + before + after
     return torch.randn(*leading, length, device=device).requires_grad_()
-
-
-@pytest.mark.parametrize("size", [(1, 1), (1, 5), (5, 1), (4, 7), (7, 4)])
-def test_sums_of_diagonals(size):
-    tiles = torch.randn(2, 3, *size, dtype=torch.float64)
-    sums = [tiles.diagonal(offset, -2, -1).sum(-1) for offset in range(1 - size[0], size[1])]
-    torch.testing.assert_close(diagonal_sums(tiles), torch.stack(sums, -1))
-
-
-@pytest.mark.parametrize("lengths", [(1, 1), (3, 9), (8, 8), (9, 4), (4, 13), (17, 3)])
-def test_sums_of_bands_are_those_of_all_pairs(lengths):
-    """Tiles of 4, the last ones of which are partly beyond the ends, where there is nothing."""
-    pairs = torch.randn(2, *lengths, dtype=torch.float64)
-    rows, columns = (-(-length // 4) for length in lengths)
-    whole = pad(pairs, (0, columns * 4 - lengths[1], 0, rows * 4 - lengths[0]))
-    tiles = whole.unflatten(-1, (columns, 4)).unflatten(-3, (rows, 4)).transpose(-2, -3)
-    bands = torch.stack([tiles.diagonal(band, 1, 2).sum(-1) for band in range(1 - rows, columns)], 1)
-    sums = sums_of_bands(pad(diagonal_sums(bands), (1, 0)).unflatten(-1, (2, 4)), *lengths)
-    torch.testing.assert_close(sums, diagonal_sums(pairs))
-    wide = placed(sums, lengths[0] + 1, lengths[0], sum(lengths) + 4)
-    torch.testing.assert_close(wide, pad(diagonal_sums(pairs), (2, 3)))
 
 
 @pytest.mark.parametrize("impl", named([*EVERY, "compiled"], EVERY))

@@ -1,19 +1,19 @@
 """Compile the kernels for Hopper without one, and print what the compiler made of each as JSON.
 
-Run as a program of its own, because kernels defined under TRITON_INTERPRET cannot be compiled:
+Run as a program of its own, because kernels defined under TRITON_INTERPRET cannot be compiled. Its cases are a list of
+objects whose fields are the arguments of `compile_one`:
 
-    python tests/kernels/sm90/compile_hopper.py --passes forward backward
+    python tests/kernels/sm90/compile_hopper.py '[{"name": "forward", "head_dim": 64, "band": "causal"}]'
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -22,12 +22,11 @@ import torch
 
 from cs336_systems.kernels.call import NO_AUX, Aux, Call, Options
 from cs336_systems.kernels.inspection import Report, compile_for, rows_of
-from cs336_systems.kernels.sm90 import launches, tiles
+from cs336_systems.kernels.sm90 import launches
 from cs336_systems.kernels.sm90.backward import backward_kernel
 from cs336_systems.kernels.sm90.forward import forward_kernel
 
 BANDS = {"none": (None, None), "causal": (None, 0), "window": (100, 0)}
-PLAIN = {"band": "causal", "dtype": torch.bfloat16}
 SMS = 8
 """Few multiprocessors, so that CTAs claim several tiles."""
 
@@ -50,14 +49,14 @@ def compile_one(
     name: str,
     head_dim: int,
     band: str,
-    dtype: torch.dtype,
+    dtype: str = "bfloat16",
     softcap: float | None = None,
     length: int = 8192,
     is_packed: bool = False,
     deterministic: bool = False,
 ) -> tuple[dict[str, Any], Report]:
     """Which kernel it is, and the report on it."""
-    call = call_of(head_dim, band, dtype, softcap, length, is_packed, deterministic)
+    call = call_of(head_dim, band, getattr(torch, dtype), softcap, length, is_packed, deterministic)
     workspace = empty(1, dtype=torch.int32)
     if name == "forward":
         launch = launches.forward_launch(call, call.q, empty(*call.q.shape[:-1]), workspace, SMS)
@@ -72,7 +71,7 @@ def compile_one(
         "pass": name,
         "head_dim": head_dim,
         "band": band,
-        "dtype": str(dtype),
+        "dtype": dtype,
         "softcap": softcap,
         "packed": is_packed,
         "exponentials": exponentials,  # of a thread, for a tile
@@ -106,36 +105,9 @@ def details_of(report: Report) -> dict[str, int]:
     }
 
 
-def cases_of(name: str) -> Iterator[dict[str, Any]]:
-    """What is compiled of a pass, as `compile_one` takes it."""
-    usual = {"name": name, "dtype": torch.bfloat16}
-    for head_dim in tiles.HEAD_DIMS:
-        causal = usual | {"head_dim": head_dim, "band": "causal"}
-        yield from (causal, causal | {"band": "none"}, causal | {"softcap": 5.0}, causal | {"is_packed": True})
-    of_128 = usual | {"head_dim": 128}
-    yield from (of_128 | {"band": "window"}, of_128 | {"band": "causal", "dtype": torch.float16})
-    if name == "backward":
-        yield of_128 | {"band": "window", "deterministic": True}
-        return
-    yield usual | {"head_dim": 64, "band": "none", "length": tiles.SHORT_LENGTH}
-    for head_dim in sorted({columns + tail for columns, tail, _ in tiles.FORWARD_SPLIT}):
-        yield from (usual | {"head_dim": head_dim, "band": band} for band in ("none", "causal"))
-    yield from (usual | {"head_dim": head_dim, "band": "causal", "is_packed": True} for head_dim in (80, 192))
-
-
 def main(arguments: Iterable[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--passes", nargs="+", choices=("forward", "backward"), default=["forward", "backward"])
-    parser.add_argument("--head-dims", nargs="+", type=int, help="all, unless given")
-    parser.add_argument("--cases", choices=("plain", "others"), help="causal masks in bfloat16 alone, or all but those")
-    options = parser.parse_args([*arguments])
-    compiled = [
-        compile_one(**case)
-        for name in options.passes
-        for case in cases_of(name)
-        if case["head_dim"] in (options.head_dims or [case["head_dim"]])
-        if options.cases in (None, "plain" if case == case | PLAIN and len(case) == 4 else "others")
-    ]
+    [cases] = arguments
+    compiled = [compile_one(**case) for case in json.loads(cases)]
     rows = rows_of(compiled)
     print(json.dumps([row | details_of(report) for row, (_, report) in zip(rows, compiled, strict=True)]))
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 
 import pytest
 
-from cs336_systems.kernels.sm90.tiles import BACKWARD, FORWARD_SPLIT, HEAD_DIMS
+from cs336_systems.kernels.sm90.tiles import BACKWARD, FORWARD_SPLIT, HEAD_DIMS, SHORT_LENGTH
 from cs336_systems.kernels.versions import why_not_gluon
 
 SHARED_MEMORY = 227 * 1024
@@ -70,6 +71,21 @@ every_triton = [pytest.mark.every_triton, pytest.mark.slow]
 TAILS = {columns + tail for columns, tail, _ in FORWARD_SPLIT}
 
 
+def cases_of(name, dim):
+    """The usual case of a pass and a head dimension, and all others, as `compile_hopper.compile_one` takes them."""
+    usual = {"name": name, "head_dim": dim}
+    causal, unmasked, window = (usual | {"band": band} for band in ("causal", "none", "window"))
+    packed = causal | {"is_packed": True}
+    others = [unmasked, causal | {"softcap": 5.0}, packed]
+    if dim in TAILS:
+        others = [unmasked, *[packed] * (dim in (80, 192))]
+    elif dim == 128:
+        others += [window, causal | {"dtype": "float16"}, *[window | {"deterministic": True}] * (name == "backward")]
+    elif (name, dim) == ("forward", 64):
+        others.append(unmasked | {"length": SHORT_LENGTH})
+    return {"plain": [causal], "others": others}
+
+
 @for_a_known_triton
 @pytest.mark.parametrize(
     ("passes", "dims", "cases"),
@@ -83,8 +99,9 @@ TAILS = {columns + tail for columns, tail, _ in FORWARD_SPLIT}
     ],
 )
 def test_kernels_compile(compiled_by, passes, dims, cases):
-    asked = ["--passes", *passes.split(), "--head-dims", *map(str, dims)]
-    rows = compiled_by("sm90.compile_hopper", *asked, *["--cases", cases] * (" " not in cases))
+    made = [cases_of(name, dim) for name in passes.split() for dim in dims]
+    asked = [case for both in made for kind in cases.split() for case in both[kind]]
+    rows = compiled_by("sm90.compile_hopper", json.dumps(asked))
     assert {(row["pass"], row["head_dim"]) for row in rows} == {*itertools.product(passes.split(), dims)}
     found = [*problems(rows)]
     assert not found, "\n".join(found)
@@ -95,7 +112,7 @@ def test_every_head_dimension_is_compiled():
 
 
 def test_problems_are_found():
-    row = {"pass": "forward", "head_dim": 128, "band": "none", "dtype": "torch.bfloat16", "softcap": None}
+    row = {"pass": "forward", "head_dim": 128, "band": "none", "dtype": "bfloat16", "softcap": None}
     row |= {"packed": False, "spilled": 0, "shared": 1024, "lowest_barrier": SHARED_MEMORY, "multiplies": True}
     row |= {"stores": True, "unset_reads": [], "warnings": [], "exponentials": 64}
     row |= {"exponentials_beside_a_product": 64, "spills_beside_a_product": 0}
