@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.benchmark import Timer
 
 from cs336_systems.attention import attention
 
@@ -124,6 +123,8 @@ def milliseconds(call: Callable[[], Any], device: str, warmup: float, rep: float
         from triton.testing import do_bench
 
         return float(do_bench(call, warmup=warmup, rep=rep, return_mode="median"))
+    from torch.utils.benchmark import Timer  # asks for GPUs
+
     timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
     timer.blocked_autorange(min_run_time=warmup * 1e-3)
     return timer.blocked_autorange(min_run_time=rep * 1e-3).median * 1e3

@@ -75,9 +75,7 @@ def start_of_process() -> dict[str, object]:
         "parent": os.getppid(),
         "variable": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "set for imports": "TORCH_WARM_POOL" in os.environ,
-        # Without a driver, CUDA builds of torch take a fork to be bad when the compiler is imported.
-        "no GPU used": not torch.cuda.is_initialized()
-        and not (torch.cuda._is_in_bad_fork() and torch.cuda.is_available()),
+        "no GPU used": not torch.cuda.is_initialized() and not torch.cuda._is_in_bad_fork(),
         "threads of the server": len(os.listdir(f"/proc/{os.getppid()}/task")),
     }
 
