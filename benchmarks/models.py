@@ -32,7 +32,7 @@ FORWARD, FORWARD_BACKWARD, STEP = MODES = ("forward", "forward+backward", "step"
 """The forward alone, under ``no_grad``; forward and backward; or both and the optimizer's update."""
 PHASES = ("forward", "backward", "optimizer")
 PHASES_OF = {FORWARD: PHASES[:1], FORWARD_BACKWARD: PHASES[:2], STEP: PHASES}
-"""By mode."""
+"""The phases of a step in each mode."""
 TORCH, CUDNN, LLAMA = "torch", "torch-cudnn", "llama"
 PROVIDERS = {
     "auto": "this library's Transformer with the implementation of attention that it chooses",

@@ -123,7 +123,7 @@ def milliseconds(call: Callable[[], Any], device: str, warmup: float, rep: float
         from triton.testing import do_bench
 
         return float(do_bench(call, warmup=warmup, rep=rep, return_mode="median"))
-    from torch.utils.benchmark import Timer  # asks for GPUs
+    from torch.utils.benchmark import Timer  # the import asks for GPUs, after which no fork of a process can use one
 
     timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
     timer.blocked_autorange(min_run_time=warmup * 1e-3)

@@ -1,7 +1,7 @@
 """Compile the kernels for Hopper without one, and print what the compiler made of each as JSON.
 
-Run as a program of its own, because kernels defined under TRITON_INTERPRET cannot be compiled. Its cases are a list of
-objects whose fields are the arguments of `compile_one`:
+Run in a separate process, because kernels defined under TRITON_INTERPRET cannot be compiled. The argument is a list of
+cases, whose fields are the arguments of `compile_one`:
 
     python tests/kernels/sm90/compile_hopper.py '[{"name": "forward", "head_dim": 64, "band": "causal"}]'
 """
