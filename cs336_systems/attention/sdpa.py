@@ -15,12 +15,12 @@ from ..kernels.torch_names import must_dispatch
 from .pairs import Pairs, seen_pairs
 
 ANY_SCALE = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-ANY_ADDRESS = [SDPBackend.FLASH_ATTENTION, *ANY_SCALE]
+NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, *ANY_SCALE]
 LEAST_SCALE = 2.0**-126
 """The least positive number that is normal in float32."""
 MOST_SCALE = 2.0**10
 """Above, the rounding of large scores could make the weights of torch's backward on a CPU infinite."""
-_CUDNN_ALIGNMENT = 16
+_ALIGNMENT = 16
 """Bytes."""
 
 
@@ -46,6 +46,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
         q4, k4, v4 = q[:, None], k[:, None], v[:, None]
     elif q.ndim > 4:
         q4, k4, v4 = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
+    on_cuda = q.device.type == "cuda"
+    if on_cuda:
+        q4, k4, v4 = map(_aligned, (q4, k4, v4))
     q_len, k_len = q.shape[-2], k.shape[-2]
     mask = None
     is_causal = options.window_right is not None
@@ -72,6 +75,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
             scale=options.scale,
             **grouped,
         )
+    if on_cuda and out.requires_grad and not must_dispatch(q, k, v):
+        out.register_hook(_aligned)
     return out if q.ndim == 4 else out.reshape(*q.shape[:-1], v.shape[-1])
 
 
@@ -79,24 +84,28 @@ def _right_backends(q: Tensor, k: Tensor, v: Tensor, scale: float) -> AbstractCo
     """Inside, torch does not choose a kernel that returns wrong numbers for these inputs.
 
     Seen with torch 2.13 and 2.15 on a CPU: causal flash returns NaN for scales below 0, and for those that are 0 in
-    float32; with torch 2.13 its gradients are NaN for scales of 1e10 and above. Seen with torch 2.11 and cuDNN 9.19 on
-    an H200, in 16 bits: flash returns NaN for scales of 0 and below; cuDNN wrong numbers where an address or a stride
-    is no multiple of 16 bytes, and it raises where rows share memory.
+    float32; with torch 2.13 its gradients are NaN for scales of 1e10 and above. Seen with torch 2.11 on an H200, in 16
+    bits: flash returns NaN for scales of 0 and below. For cuDNN see `_aligned`.
     """
     half_on_cuda = q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16)
     on_cpu = q.device.type == "cpu"
     if (scale < LEAST_SCALE and (half_on_cuda or on_cpu)) or (scale > MOST_SCALE and on_cpu):
         return sdpa_kernel(ANY_SCALE)
-    if not half_on_cuda:
-        return nullcontext()
-    # Tensors of a graph, or of a transform, have no addresses.
-    if must_dispatch(q, k, v) or not all(_is_plain(x) for x in (q, k, v)):
-        return sdpa_kernel(ANY_ADDRESS)
-    return nullcontext()
+    return sdpa_kernel(NOT_CUDNN) if half_on_cuda and must_dispatch(q, k, v) else nullcontext()
 
 
-def _is_plain(x: Tensor) -> bool:
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a contiguous copy where its rows are not contiguous or do not begin at multiples of 16 bytes.
+
+    Seen with torch 2.11 on an H100 and an H200 for other rows: cuDNN 9.19 returns wrong numbers in 16 bits, and raises
+    where rows share memory; the memory-efficient kernel raises in float32, or reads a misaligned address, after which
+    the process can no longer use the GPU.
+    """
     *strides, last = x.stride()
     size = x.element_size()
-    aligned = all(stride * size % _CUDNN_ALIGNMENT == 0 for stride in strides) and x.data_ptr() % _CUDNN_ALIGNMENT == 0
-    return last == 1 and strides[-1] > 0 and aligned
+    rows = last == 1 and strides[-1] > 0 and all(stride * size % _ALIGNMENT == 0 for stride in strides)
+    # torch itself does not choose these kernels for head dimensions whose rows have another size.
+    # Tensors of a graph, or of a transform, have no addresses.
+    if (rows or x.is_contiguous()) and (must_dispatch(x) or x.data_ptr() % _ALIGNMENT == 0):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
