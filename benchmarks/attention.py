@@ -51,7 +51,7 @@ PRESETS = {
 """Flags by the name of a sweep: `cpu` and `quick` are the defaults without and with a GPU, `paper` is the sweep of the
 FlashAttention papers, and the others are those of Stanford's CS336."""
 _USUAL = "--preset --lengths --head-dims --dtypes --masks --passes --batch --tokens --heads --channels --kv-heads --rep"
-_USUAL += " --peers --providers all --rounds 5 --warmup 5 --max-seconds 1 --no-tf32"
+_USUAL += " --peers --providers all --rounds 7 --most-rounds --warmup 5 --max-seconds 1 --no-tf32"
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -212,9 +212,10 @@ class CaseRun:
 
     def _row(self, name: str, which: Pass) -> Row:
         comparison, options = self.comparisons[which], self.options
-        columns = comparison.columns(name, BASELINE)
-        over_naive, median = columns.pop("speedup"), columns["median_ms"]
+        columns = comparison.columns(name)
+        median = columns["median_ms"]
         reference = reference_name(self.problem.dtype, options.device)
+        first = self.first.get((name, which), dict.fromkeys(FIRST_COLUMNS))
         difference, source = self.differences.get((name, which != "forward"), (None, None))
         row: Row = {
             "preset": options.preset,
@@ -222,10 +223,11 @@ class CaseRun:
             "pass": which,
             **columns,
             "tflops": median and teraflops_per_second(self.problem.flops(which), median),
-            "speedup_over_naive": over_naive,
+            **comparison.speedup_columns("speedup_over_naive", name, BASELINE),
             "reference": reference,
-            "speedup_over_reference": comparison.speedup(name, reference),
-            **self.first.get((name, which), dict.fromkeys(FIRST_COLUMNS)),
+            **comparison.speedup_columns("speedup_over_reference", name, reference),
+            **first,
+            "host_bound": median and (first["host_ms"] or 0.0) > median,
             "difference": None if difference is None or math.isinf(difference) else difference,
             "difference_from": source,
             "tf32": options.tf32,

@@ -140,10 +140,10 @@ def measure(case: TreeCase, context: Context) -> list[Row]:
     comparison.interleave(calls, timing_method(options))
     rows = []
     for name in options.trees:
-        columns = comparison.columns(name, first)
-        over_first, median = columns.pop("speedup"), columns["median_ms"]
-        tflops = median and teraflops_per_second(case.flops, median)
-        rows.append({"tree": name, **columns, "tflops": tflops, "over_first": over_first})
+        columns = comparison.columns(name)
+        tflops = columns["median_ms"] and teraflops_per_second(case.flops, columns["median_ms"])
+        over_first = comparison.speedup_columns("over_first", name, first)
+        rows.append({"tree": name, **columns, "tflops": tflops, **over_first})
     return rows
 
 
@@ -151,8 +151,11 @@ def tables(frame: pd.DataFrame) -> str:
     """TFLOP/s of each checkout, and its speed-up over the first one, for each case."""
     titles = frame[["provider", "which", "dtype", "mask"]].agg(" ".join, axis="columns")
     titles += " d " + frame["head_dim"].astype(str) + " length " + frame["length"].astype(str)
-    pairs = zip(frame["tflops"], frame["over_first"], strict=True)
-    cells = [None if pd.isna(rate) else f"{number(rate)} ({ratio:.3f})" for rate, ratio in pairs]
+    pairs = zip(*(frame[name] for name in ("tflops", "over_first", "over_first_low", "over_first_high")), strict=True)
+    cells = [
+        None if pd.isna(rate) else f"{number(rate)} ({ratio:.3f}, {low:.3f} to {high:.3f})"
+        for rate, ratio, low, high in pairs
+    ]
     name = "TFLOP/s (over the first)"
     return matrix(frame.assign(**{name: titles, "cell": cells}), [name], "tree", "cell")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -93,15 +94,18 @@ class Comparison:
         """Whether every attempt and round of the provider so far was without a failure."""
         return self.outcomes.get(provider, Outcome()).status is Status.OK
 
-    def speedup(self, provider: str, baseline: str) -> float | None:
-        """How many times faster than the baseline, the median ratio within rounds; None if either has no time."""
-        times, other = self.times.get(provider), self.times.get(baseline)
-        return times.speedup_over(other) if times and other else None
+    def columns(self, provider: str) -> Row:
+        """The provider's status, reason and times."""
+        return self.outcomes[provider].columns | time_columns(self.times.get(provider))
 
-    def columns(self, provider: str, baseline: str | None = None) -> Row:
-        """The provider's status, reason and times; with ``baseline`` also its `speedup`."""
-        row = self.outcomes[provider].columns | time_columns(self.times.get(provider))
-        return row if baseline is None else row | {"speedup": self.speedup(provider, baseline)}
+    def speedup_columns(self, name: str, provider: str, baseline: str) -> Row:
+        """How many times faster than the baseline, and the interval of that, as ``name``, ``name_low``, ``name_high``.
+
+        It is the median of the ratios within rounds, and its 95 % confidence interval; None if either has no time.
+        """
+        times, other = self.times.get(provider), self.times.get(baseline)
+        found = (times.speedup_over(other), *times.speedup_interval(other)) if times and other else (None,) * 3
+        return dict(zip((name, f"{name}_low", f"{name}_high"), found, strict=True))
 
     def skip_if_slow(self, provider: str, milliseconds: float, max_seconds: float) -> bool:
         """Make the provider's outcome `skipped` if one call takes too long; whether it is."""
@@ -126,6 +130,7 @@ class Comparison:
 _PLAUSIBLE_DIFFERENCE = {"bfloat16": 4e-2, "float16": 5e-3, "float32": 1e-4, "tf32": 5e-3}
 _MORE_IN_GRADIENTS = 2.0
 _PLAUSIBLE_SPREAD = 2.0
+_MOST_ROUNDS = 25
 
 
 def plausible_difference(dtype: str, *, gradients: bool, tf32: bool = False) -> float:
@@ -145,18 +150,32 @@ def relative_difference(tensors: Sequence[Tensor], expected: Sequence[Tensor]) -
 
 
 def time_columns(times: RoundTimes | None) -> Row:
-    """The columns of a time: statistics over its rounds, and the time of each; all None without one."""
-    names = ("rounds", "median_ms", "min_ms", "max_ms", "mean_ms", "std_ms", "round_ms")
+    """The columns of a time: statistics over its rounds, and the time of each; all None without one.
+
+    `low_ms` and `high_ms` are the 95 % confidence interval of the median; `precise` says whether it is narrow.
+    """
     if times is None:
-        return dict.fromkeys(names)
-    each = times.milliseconds
-    values = (len(each), times.median, times.minimum, times.maximum, times.mean, times.standard_deviation, [*each])
-    return dict(zip(names, values, strict=True))
+        return dict.fromkeys(time_columns(RoundTimes((0.0,))))
+    (low, high), each = times.interval, times.milliseconds
+    return {
+        "rounds": len(each),
+        "median_ms": times.median,
+        "low_ms": low,
+        "high_ms": high,
+        "precise": times.is_precise,
+        "min_ms": times.minimum,
+        "max_ms": times.maximum,
+        "mean_ms": times.mean,
+        "std_ms": times.standard_deviation,
+        "round_ms": [*each],
+    }
 
 
 def timing_method(options: argparse.Namespace) -> TimingMethod:
-    """How measurements are made, from --rounds, --warmup and --rep."""
-    return TimingMethod(options.rounds, warmup_ms=options.warmup, repetitions_ms=options.rep)
+    """How measurements are made, from --rounds, --most-rounds, --warmup and --rep."""
+    most = getattr(options, "most_rounds", 1) or (_MOST_ROUNDS if options.device.type == "cuda" else 1)
+    method = TimingMethod(options.rounds, warmup_ms=options.warmup, repetitions_ms=options.rep)
+    return dataclasses.replace(method, most_rounds=max(options.rounds, most))
 
 
 def ran_out_of_memory(columns: Row, rows: Sequence[Row], *grows: str) -> Outcome | None:
@@ -174,9 +193,9 @@ def ran_out_of_memory(columns: Row, rows: Sequence[Row], *grows: str) -> Outcome
 
 
 def doubts(row: Row, device: str) -> list[str]:
-    """Why a row's time may mislead: a rate above the device's peak, scattered rounds, or a host-bound call.
+    """Why a row's time may mislead: a rate above the device's peak, or scattered rounds.
 
-    Of the row are read: `median_ms`, `min_ms`, `max_ms`, `tflops`, `dtype`, `tf32`, and if it has it `host_ms`.
+    Of the row are read: `median_ms`, `min_ms`, `max_ms`, `tflops`, `dtype` and `tf32`.
     """
     if row["median_ms"] is None:
         return []
@@ -184,6 +203,4 @@ def doubts(row: Row, device: str) -> list[str]:
     spread = row["max_ms"] / row["min_ms"]
     if spread > _PLAUSIBLE_SPREAD:
         found.append(f"the slowest round took {spread:.1f} times the fastest: something else may have run")
-    if (row.get("host_ms") or 0.0) > row["median_ms"]:
-        found.append("host-bound: the call takes the host longer than the device")
     return [text for text in found if text]

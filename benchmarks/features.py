@@ -39,6 +39,7 @@ from benchmarks.comparison import plausible_difference, relative_difference, tim
 from benchmarks.feature_cases import FEATURES, Feature, Sizes
 from benchmarks.feature_providers import OURS, PEERS, bind
 from benchmarks.harness import Case, Comparison, Context, Row
+from benchmarks.intervals import with_interval
 from benchmarks.isolation import map_isolated
 from benchmarks.tables import markdown, number
 from cs336_systems.profiling.timing import call_milliseconds, measure_ms, synchronize
@@ -125,9 +126,8 @@ def measure(case: FeatureCase, context: Context) -> list[Row]:
         comparison.interleave(calls, method)
     rows = []
     for name in names:
-        over_plain = comparison.speedup(name, PLAIN if PLAIN in names else ours)
-        ratios = {"speedup_of_first": comparison.speedup(ours, name) if name != ours else None}
-        ratios["of_plain"] = over_plain and 1 / over_plain
+        ratios = comparison.speedup_columns("speedup_of_first", ours, name)
+        ratios |= comparison.speedup_columns("of_plain", PLAIN if PLAIN in names else ours, name)
         rows.append({"provider": name, **comparison.columns(name), **ratios, **first[name], **shared})
     return rows
 
@@ -167,10 +167,15 @@ def tables(frame: pd.DataFrame) -> str:
             dict(zip(sizes, key, strict=True))
             | {"visible, %": f"{100 * first['visible']:.3g}"}
             | {f"{name}, ms": number(medians.get(name)) for name in names}
-            | {"over the best peer, ×": number(rows["speedup_of_first"].get(best)), "best peer": number(best)}
-            | {"of plain causal, ×": number(first["of_plain"]), "peak, MiB": number(first["peak_mib"])}
+            | {"over the best peer, ×": _ratio(rows, best, "speedup_of_first"), "best peer": number(best)}
+            | {"of plain causal, ×": _ratio(rows, names[0], "of_plain"), "peak, MiB": number(first["peak_mib"])}
         )
     return markdown(pd.DataFrame(lines))
+
+
+def _ratio(rows: pd.DataFrame, provider: str | None, column: str) -> str:
+    ends = (f"{column}{end}" for end in ("", "_low", "_high"))
+    return with_interval(*(None if provider is None else rows[end].get(provider) for end in ends))
 
 
 PROGRAM = harness.Program(
@@ -183,7 +188,9 @@ PROGRAM = harness.Program(
 )
 
 
-_USUAL = "--passes forward backward --tokens 16384 --rounds 5 --warmup 5 --max-seconds 0.5 --no-tf32 --peers"
+_USUAL = (
+    "--passes forward backward --tokens 16384 --rounds 7 --most-rounds --warmup 5 --max-seconds 0.5 --no-tf32 --peers"
+)
 _ON_A_GPU = (
     f"--providers flash {' '.join(PEERS)} --dtypes bf16 --lengths --head-dims 64 128 --batch --heads 16 --rep 15"
 )

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import datetime
 import functools
+import json
 import re
 import sys
 import time
@@ -24,16 +25,19 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.comparison import Comparison, Context, DeviceLostError, ran_out_of_memory, timing_method
+from benchmarks.intervals import pooled
 from benchmarks.isolation import Finished, run_isolated, termination_as_interruption
-from benchmarks.results import CSV, Outcome, Row, RowStore, Status, error, outcome_of
+from benchmarks.results import CSV, JSON, Outcome, Row, RowStore, Status, error, outcome_of
 from benchmarks.tables import markdown, page, summary
+from cs336_systems.files import write_text
 from cs336_systems.profiling.environment import Environment, collect_environment
 
 __all__ = ["Case", "Comparison", "Context", "Outcome", "Program", "Row", "Status", "Sweep", "run"]
 __all__ += ["ran_out_of_memory", "timing_method"]
 _START_SECONDS = 300.0
-STAMP = ("case_s", "device", "torch", "triton", "cuda", "driver", "seed", "commit", "dirty", "date")
-"""The last columns of every row: the seconds that its case took, and what it was measured with."""
+STAMP = ("visit", "case_s", "device", "torch", "triton", "cuda", "driver", "seed", "commit", "dirty", "date")
+"""The last columns of every row: which of --visits it is of, the seconds that its case took, and what it was measured
+with."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +105,10 @@ class Sweep(Generic[CaseT]):
         settings |= {"device": environment.device, "torch": environment.torch, "triton": environment.triton}
         self._store = RowStore(self.folder, settings, resume=options.resume)
         environment.write(self.folder / "environment.json")
-        stored = sum(case.name in self._store for case in cases)
-        self._progress = tqdm(total=len(cases), initial=stored, unit="case", disable=None)
+        self.visit = 1
+        visits = range(1, options.visits + 1)
+        stored = sum(_visited(case, visit) in self._store for visit in visits for case in cases)
+        self._progress = tqdm(total=len(cases) * len(visits), initial=stored, unit="case", disable=None)
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -110,34 +116,39 @@ class Sweep(Generic[CaseT]):
         return pd.DataFrame(self._store.rows)
 
     def rows(self, case: CaseT) -> list[Row]:
-        """The rows of a case, measured now unless they are stored."""
-        if case.name not in self._store:
-            self._progress.set_description(case.name)
+        """The rows of a case in this visit, measured now unless they are stored."""
+        visited = _visited(case, self.visit)
+        if visited not in self._store:
+            self._progress.set_description(visited)
             begin = time.monotonic()
             measured = self._measure(case)
-            last = {"case_s": round(time.monotonic() - begin, 1), "seed": self.options.seed} | vars(self.environment)
+            last = {"visit": self.visit, "case_s": round(time.monotonic() - begin, 1), "seed": self.options.seed}
+            last |= vars(self.environment)
             stamp = {name: last[name] for name in STAMP}
             rows = [{"case": case.name, **case.columns, **row, **stamp} for row in measured]
-            self._store.append(case.name, rows)
-            self.note(f"{case.name}: {summary(rows)}")
+            self._store.append(visited, rows)
+            self.note(f"{visited}: {summary(rows)}")
             self._progress.update()
-        return self._store[case.name]
+        return self._store[visited]
 
     def note(self, text: str) -> None:
         """Print a line that stays above the progress bar."""
         self._progress.write(text, file=sys.stderr)
 
     def write(self) -> None:
-        """Write tables.md and draw the plots, from all rows."""
+        """Write results.json, with the rows as results.csv has them, and tables.md, and draw the plots."""
         self._progress.close()
-        frame, program = self.frame, self.program
-        if frame.empty:
+        if self.frame.empty:
             return
+        write_text(self.folder / JSON, json.dumps(self._store.rows, indent=1) + "\n")
+        frame, program = pooled(self.frame), self.program
         notes = [note.format(**vars(self.options)) for note in program.notes]
         if "tf32" in program.settings:
             notes.append(f"float32 products {'may' if self.options.tf32 else 'do not'} use TF32")
         missing = getattr(self.options, "missing", {})
         notes += [f"not measured: {name} ({reason})" for name, reason in missing.items()]
+        if self.options.visits > 1:
+            notes.append(f"{self.options.visits} visits: the median of theirs, in the widest of their intervals")
         text = page(program.title, self.environment, notes, program.tables(frame), frame)
         (self.folder / "tables.md").write_text(text, encoding="utf-8")
         if self.options.plots and program.plots is not None:
@@ -158,6 +169,11 @@ class Sweep(Generic[CaseT]):
             on_step=lambda provider, text: self._progress.set_postfix_str(f"{provider} {text}"),
         )
         return [error(finished.failure).columns] if finished.failure else finished.result
+
+
+def _visited(case: Case, visit: int) -> str:
+    """A case in one of the visits, in one line: what --resume recognises."""
+    return case.name if visit == 1 else f"{case.name} visit={visit}"
 
 
 def run_excluding(function: Callable[..., Any], *arguments: Any, context: Context, **how: Any) -> Finished:
@@ -242,7 +258,8 @@ def run(
     sweep.note(f"results: {sweep.folder}")
     try:
         with termination_as_interruption():
-            drive(sweep, chosen)
+            for sweep.visit in range(1, options.visits + 1):
+                drive(sweep, chosen)
     except KeyboardInterrupt:
         sweep.note(f"interrupted; the same command with --out {sweep.folder} --resume continues")
         return 130
@@ -257,4 +274,4 @@ def redraw(program: Program[Any], folder: Path) -> None:
         raise ValueError(f"--redraw must name a benchmark with plots; {program.name} has none")
     if not (folder / CSV).exists():
         raise ValueError(f"--redraw must name a folder with a {CSV}; got {folder}")
-    program.plots(pd.read_csv(folder / CSV), folder)
+    program.plots(pooled(pd.read_csv(folder / CSV)), folder)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from benchmarks import flags
 from benchmarks.harness import Case, Comparison, Context, Program, Row, run
+from benchmarks.intervals import with_interval
 from benchmarks.results import outcome_of
 from benchmarks.tables import markdown
 from cs336_systems.attention import attention
@@ -85,13 +86,19 @@ def measure(case: HostCase, context: Context) -> list[Row]:
             if call is not None:
                 times[name] = functools.partial(host_milliseconds, call, options.calls, device=options.device)
     comparison.interleave(times, TimingMethod(options.rounds, pause_ms=5.0))
-    return [{"provider": name, **_microseconds(comparison.columns(name, REFERENCE))} for name in options.providers]
+    return [
+        {
+            "provider": name,
+            **_microseconds(comparison.columns(name)),
+            **comparison.speedup_columns("over_torch", REFERENCE, name),
+        }
+        for name in options.providers
+    ]
 
 
 def _microseconds(row: Row) -> Row:
-    speedup = row.pop("speedup")
-    row |= {f"{name}_us": row[f"{name}_ms"] and row[f"{name}_ms"] * 1e3 for name in ("median", "min", "max")}
-    return row | {"over_torch": speedup and 1 / speedup}
+    names = ("median", "low", "high", "min", "max")
+    return row | {f"{name}_us": row[f"{name}_ms"] and row[f"{name}_ms"] * 1e3 for name in names}
 
 
 def tables(frame: pd.DataFrame) -> str:
@@ -101,7 +108,9 @@ def tables(frame: pd.DataFrame) -> str:
         columns: dict[str, Any] = {}
         for which, title in PASSES.items():
             found = rows[rows["which"] == which].set_index("provider")
-            columns |= {f"{title}, µs": found["median_us"], f"{title}, of torch's": found["over_torch"]}
+            ratios = zip(*(found[f"over_torch{end}"] for end in ("", "_low", "_high")), strict=True)
+            columns[f"{title}, µs"] = found["median_us"]
+            columns[f"{title}, of torch's"] = pd.Series([with_interval(*each) for each in ratios], found.index)
         table = pd.DataFrame(columns, rows["provider"].unique()).dropna(axis="columns", how="all")
         dtype, mask, *shape = sizes
         text = markdown(table.rename_axis("provider").reset_index())

@@ -10,6 +10,7 @@ import dataclasses
 import importlib.util
 import itertools
 import re
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ import pandas as pd
 
 from benchmarks import flags
 from benchmarks.harness import Case, Outcome, Program, Row, Sweep, ran_out_of_memory, run
+from benchmarks.intervals import quotient, with_interval
 from benchmarks.tables import markdown, number
 from cs336_systems.attention import Implementation
 from cs336_systems.profiling.flops import teraflops_per_second
@@ -44,6 +46,7 @@ PROVIDERS = {
 """What --providers can name."""
 NOT_COMPILED, BLOCKS, WHOLE = COMPILE = ("none", "blocks", "whole")
 """What torch.compile compiles: nothing, each block separately, or the whole model."""
+BEFORE = " before"
 SIZES = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")
 AXES = ("model", "batch", "length", "provider", "dtype", "compile", "mode", "warmup_steps")
 """The columns that identify a case in tables."""
@@ -230,22 +233,32 @@ def paired(
 ) -> str:
     """A table of rows next to those that differ in ``axis`` alone, which is ``baseline`` there; "" without any.
 
-    A cell is `before → after (ratio)`, the ratio being before / after. ``figures`` are titles by column.
+    A cell is `before → after (before / after)`, with the interval of the ratio. The last line has the geometric means
+    of the ratios. ``figures`` are titles by column.
     """
     frame = frame[frame["status"] == "ok"]
     others = [name for name in axes if name != axis]
     before = frame[frame[axis] == baseline]
-    pairs = frame[frame[axis] != baseline].merge(before, on=others, suffixes=("", " before"))
+    pairs = frame[frame[axis] != baseline].merge(before, on=others, suffixes=("", BEFORE))
     if pairs.empty:
         return ""
     shown = pairs[[*varying(pairs, others), axis]].rename(columns={axis: f"{axis}: {baseline} →"})
+    last = dict.fromkeys(shown, "") | {shown.columns[0]: "geometric mean"}
+    rows = pairs.to_dict("records")
     for column, title in figures.items():
-        shown[title] = [*map(arrow, pairs[f"{column} before"], pairs[column])]
-    return markdown(shown)
+        ratios = [quotient(_before(row), row, column) for row in rows]
+        cells = zip(rows, ratios, strict=True)
+        shown[title] = [ABSENT if ratio is None else _arrow(row, column, ratio) for row, ratio in cells]
+        known = [ratio for ratio in ratios if ratio is not None and min(ratio) > 0]
+        means = [statistics.geometric_mean(ends) for ends in zip(*known, strict=True)]
+        last[title] = f"{with_interval(*means)}×" if means else ABSENT
+    return markdown(pd.concat([shown, pd.DataFrame([last])]) if len(rows) > 1 else shown)
 
 
-def arrow(before: float, after: float) -> str:
-    """`before → after (ratio)`, or a dash if one of them is missing."""
-    if pd.isna(before) or pd.isna(after) or not after:
-        return ABSENT
-    return f"{number(float(before))} → {number(float(after))} ({number(float(before / after))}×)"
+def _before(row: Row) -> Row:
+    return {name.removesuffix(BEFORE): value for name, value in row.items() if name.endswith(BEFORE)}
+
+
+def _arrow(row: Row, column: str, ratio: tuple[float, float, float]) -> str:
+    before, after = (number(float(row[name])) for name in (column + BEFORE, column))
+    return f"{before} → {after} ({with_interval(*ratio)}×)"

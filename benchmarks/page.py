@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import re
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from markdown_it.token import Token
 from markdown_it.utils import OptionsDict
 from markupsafe import Markup
 
+from benchmarks.intervals import with_interval
 from benchmarks.results import CSV, Status
 from benchmarks.tables import bullets, markdown, sections
 from cs336_systems.files import write_text
@@ -68,10 +69,11 @@ def overview(parts: Sequence[Path]) -> str:
 def speedups(part: Path) -> pd.DataFrame:
     """The geometric mean of each column of speed-ups over the rows of a provider and pass, and how many rows it has."""
     frame, lines = _rows(part), []
-    for column in (name for name in frame if name.startswith("speedup")):
+    for column in (name for name in frame if name.startswith("speedup") and not name.endswith(("_low", "_high"))):
         by = [name for name in ("provider", "pass", "which") if name in frame] or ["status"]
         for key, rows in frame[frame[column] > 0].groupby(by, sort=False):
-            mean = math.exp(rows[column].map(math.log).mean())
+            ends = [rows.get(f"{column}{end}", rows[column]) for end in ("", "_low", "_high")]
+            mean = with_interval(*(statistics.geometric_mean(each) for each in ends))
             lines.append([part.name, " ".join(key), column.replace("_", " "), mean, len(rows)])
     return pd.DataFrame(lines, columns=["part", "of", "speed-up", "geometric mean, ×", "rows"])
 

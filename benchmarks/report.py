@@ -163,6 +163,7 @@ def command_of(part: Part, options: argparse.Namespace) -> list[str]:
     """The command of a part. It continues with the rows that its folder has if --resume is given."""
     command = [sys.executable, str(PROGRAMS / f"{part.program}.py"), *part.arguments]
     command += ["--device", str(options.device), "--seed", str(options.seed), "--out", str(options.out / part.name)]
+    command += ["--visits", str(options.visits)] if options.visits > 1 else []
     command += ["--commit", options.commit] if options.commit else []
     return command + ["--resume"] * options.resume + ["--no-plots"] * (not options.plots)
 

@@ -23,7 +23,7 @@ from cs336_systems.profiling.memory import MIB, is_out_of_memory
 Row = dict[str, Any]
 """One line of results.csv: JSON values by column."""
 
-JOURNAL, SETTINGS, CSV = "journal.jsonl", "settings.json", "results.csv"
+JOURNAL, SETTINGS, CSV, JSON = "journal.jsonl", "settings.json", "results.csv", "results.json"
 _LONGEST_REASON = 300
 
 

@@ -29,7 +29,7 @@ LEARNING_RATE = 1e-4
 
 
 def step_columns(times: RoundTimes, prefix: str = "") -> Row:
-    """The columns of a time over steps: statistics, the coefficient of variation, and the time of each step."""
+    """The columns of `time_columns` over steps, with the coefficient of variation, and the time of each step."""
     columns = time_columns(times) | {"cv": times.coefficient_of_variation}
     columns["steps_ms"] = columns.pop("round_ms")
     del columns["rounds"]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pandas as pd
 
+from benchmarks.intervals import LEGEND, marks, with_interval
 from benchmarks.results import Row, Status
 from cs336_systems.profiling.environment import Environment
 from cs336_systems.profiling.report import ABSENT, format_number, markdown_table
@@ -57,11 +58,18 @@ def with_columns(frame: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
 def matrix(frame: pd.DataFrame, index: Sequence[str], columns: str, value: str) -> str:
     """A Markdown table with a line for each ``index`` and a column for each value of ``columns``.
 
-    A cell is ``value``, or the row's status where there is no value and the status is not `ok`. Lines and columns come
-    in the order of the rows; of several rows for one cell, the last counts.
+    A cell is ``value``, with its interval if it has one and with the row's `marks` if it is a time or made of times, or
+    the row's status where there is no value and the status is not `ok`. Lines and columns come in the order of the
+    rows; of several rows for one cell, the last counts.
     """
     failed = frame[value].isna() & (frame["status"] != Status.OK.value)
-    rows = frame.assign(cell=frame[value].map(number).mask(failed, frame["status"]))
+    cells = frame[value].map(number)
+    if f"{value}_low" in frame:
+        ends = zip(*(frame[name] for name in (value, f"{value}_low", f"{value}_high")), strict=True)
+        cells = pd.Series([with_interval(*each) for each in ends], frame.index)
+    if value in ("median_ms", "tflops") or f"{value}_low" in frame:
+        cells += marks(frame).mask(frame[value].isna(), "")
+    rows = frame.assign(cell=cells.mask(failed, frame["status"]))
     cells = rows.drop_duplicates([*index, columns], keep="last").set_index([*index, columns])["cell"]
     titles = {name: name if isinstance(name, str) else f"{columns} {name}" for name in rows[columns]}
     lines = cells.unstack(sort=False).fillna(ABSENT).rename(columns=titles)
@@ -77,7 +85,7 @@ def page(title: str, environment: Environment, notes: Sequence[str], tables: str
     commits = list(dict.fromkeys(frame["commit"].dropna())) if "commit" in frame else []
     if len(commits) > 1:
         parts.append(f"The rows were measured at several commits: {', '.join(commits)}.")
-    parts.append(tables)
+    parts += [tables, bullets([f"{sign} {text}" for sign, text in LEGEND.items() if sign in tables])]
     rows = frame.to_dict("records")
     warnings = [f"{_subject(row)}: {row['warning']}" for row in rows if _text(row.get("warning"))]
     reasons = [f"{_subject(row)}: {row['status']}: {row['reason']}" for row in rows if row["status"] != Status.OK.value]

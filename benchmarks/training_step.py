@@ -22,16 +22,19 @@ import pandas as pd
 
 from benchmarks import flags, harness, models, transformer
 from benchmarks.attention_providers import KERNELS, KERNELS_LABEL
+from benchmarks.intervals import marks, quotient, with_interval
 from benchmarks.models import AXES, LLAMA, TORCH, varying
-from benchmarks.tables import bullets, markdown, plot_lines, sections, with_columns
+from benchmarks.tables import bullets, markdown, number, plot_lines, sections, with_columns
 
 COMPARED = (LLAMA, TORCH)
 """The providers that others are compared with."""
 _SAME_LOSS = 0.02
+_TIME = ["median_ms", "low_ms", "high_ms"]
 _WORK = ["model", "batch", "length", "dtype"]
 
 
-_USUAL = "--batch --providers flash torch torch-cudnn naive llama --dtypes bf16 --warmup-steps 3 --steps 10 --tf32"
+_USUAL = "--batch --providers flash torch torch-cudnn naive llama --dtypes bf16 --warmup-steps 3 --tf32"
+_USUAL += " --steps 10 --most-steps"
 _ON_A_GPU = "--models small medium large 2.7B --lengths 512 1024 4096 16384 --tokens 16384 --compile whole"
 _WITHOUT = "--models tiny --lengths 128 --tokens 512 --compile none"
 
@@ -47,14 +50,16 @@ def with_speedups(frame: pd.DataFrame) -> pd.DataFrame:
 
     Compiled in the same way where there is such a row, otherwise in another.
     """
-    frame = with_columns(frame, ["median_ms", "first_loss"])
+    frame, ends = with_columns(frame, [*_TIME, "first_loss"]), ("", "_low", "_high")
     same = [name for name in AXES if name != "provider"]
     for name in COMPARED:
         base = frame[(frame["provider"] == name) & frame["median_ms"].notna()]
-        exact = frame[same].merge(base.drop_duplicates(same), "left")["median_ms"]
-        loose = frame[_WORK].merge(base.drop_duplicates(_WORK, keep="last"), "left")["median_ms"]
-        speedup = exact.fillna(loose).to_numpy() / frame["median_ms"]
-        frame = frame.assign(**{f"over_{name}": speedup.where(frame["provider"] != name)})
+        exact = frame[same].merge(base.drop_duplicates(same), "left")[_TIME]
+        loose = frame[_WORK].merge(base.drop_duplicates(_WORK, keep="last"), "left")[_TIME]
+        pairs = zip(exact.fillna(loose).to_dict("records"), frame.to_dict("records"), strict=True)
+        found = [None if row["provider"] == name else quotient(base, row, "median_ms") for base, row in pairs]
+        for index, end in enumerate(ends):
+            frame[f"over_{name}{end}"] = [None if ratio is None else ratio[index] for ratio in found]
     return frame
 
 
@@ -74,6 +79,10 @@ def tables(frame: pd.DataFrame) -> str:
     """One table of all rows, and warnings."""
     frame = with_speedups(frame)
     figures = ["median_ms", "std_ms", "min_ms", "host_ms", "tokens_per_second", "mfu", "mfu_causal", "peak_mib"]
+    for name in COMPARED:
+        ends = zip(*(frame[f"over_{name}{end}"] for end in ("", "_low", "_high")), strict=True)
+        frame[f"over_{name}"] = [with_interval(*each) for each in ends]
+    frame["median_ms"] = frame["median_ms"].map(number) + marks(frame)
     figures += ["compile_s", *(f"over_{name}" for name in COMPARED), "status"]
     axes = list(dict.fromkeys([*varying(frame), "provider"]))
     providers = [f"`{name}`: {models.PROVIDERS[name]}" for name in dict.fromkeys(frame["provider"])]

@@ -12,7 +12,6 @@ docs/measuring/steps.md says what is measured, how, and what the columns mean.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,23 +25,26 @@ from torch import Tensor
 
 from benchmarks import flags, harness, models
 from benchmarks.harness import Context, Row
+from benchmarks.intervals import marks, quotient, with_interval
 from benchmarks.models import AXES, FORWARD, FORWARD_BACKWARD, NOT_COMPILED, PHASES, ModelCase, paired, varying
 from benchmarks.results import mebibytes
 from benchmarks.steps import finite_loss, make_step, step_columns
-from benchmarks.tables import markdown, number, plot_bars, plot_lines, sections, with_columns
+from benchmarks.tables import markdown, plot_bars, plot_lines, sections, with_columns
 from cs336_systems.profiling.environment import device_name
 from cs336_systems.profiling.flops import device_peak, implausible_rate, teraflops_per_second
 from cs336_systems.profiling.report import ABSENT
 from cs336_systems.profiling.steps import StepTimes, time_steps
+from cs336_systems.profiling.timing import RoundTimes
 from cs336_systems.profiling.torch_names import compiler_counters
 
-PREFIXES = {**{phase: f"{phase}_" for phase in PHASES}, "step": ""}
-"""By what has a time, the prefix of its columns: the columns of the whole step have none."""
-STATISTICS = ("mean_ms", "std_ms", "min_ms", "max_ms", "median_ms", "cv")
-_HOST_BOUND = 0.95
+PREFIXES = {**{phase: f"{phase}_" for phase in (*PHASES, "both")}, "step": ""}
+"""By what has a time, the prefix of its columns; the whole step's have none, and `both` is forward and backward."""
+_MORE_STEPS = 10
+STATISTICS = ("median_ms", "low_ms", "high_ms", "mean_ms", "std_ms", "min_ms", "max_ms", "cv")
 
 
-_USUAL = "--batches 4 --providers auto --dtypes fp32 bf16 --compile none --modes forward step --steps 10 --no-tf32"
+_USUAL = "--batches 4 --providers auto --dtypes fp32 bf16 --compile none --modes forward step --no-tf32"
+_USUAL += " --steps 10 --most-steps"
 _ON_A_GPU = "--models small --lengths 128 256 512 1024 --warmup-steps 5"
 _WITHOUT = "--models tiny --lengths 32 64 --warmup-steps 1"
 
@@ -62,6 +64,8 @@ def measure(case: ModelCase, context: Context) -> Row:
     step, _ = make_step(case, options.device, options.seed)
     losses: list[Tensor] = []
     how: dict[str, Any] = {"device": options.device, "steps": options.steps, "warmup": case.warmup_steps}
+    most = options.most_steps or (_MORE_STEPS if options.device.type == "cuda" else 1) * options.steps
+    how["most_steps"] = max(options.steps, most)
     between = step.model.zero_grad if case.mode == FORWARD_BACKWARD else None
     times = time_steps(step.phases(case.mode, losses), between=between, **how)
     row = time_columns(times) | compilation_columns(case, times)
@@ -70,9 +74,17 @@ def measure(case: ModelCase, context: Context) -> Row:
 
 
 def time_columns(times: StepTimes) -> Row:
-    """The times of the step and its phases, the host's least time of a step, and the allocator's figures."""
-    row = step_columns(times.step) | {"host_ms": min(times.host_ms)}
-    for phase, rounds in times.phases.items():
+    """The times of the step, its phases, and forward and backward together; the clock's, and the allocator's figures.
+
+    `host_ms` is the host's least time of a step.
+    """
+    row = step_columns(times.step)
+    row |= {"clock_ms": times.clock_ms, "host_ms": min(times.host_ms), "host_bound": times.is_host_bound}
+    phases = dict(times.phases)
+    if "backward" in phases:
+        each = (phases[name].milliseconds for name in ("forward", "backward"))
+        phases["both"] = RoundTimes(tuple(map(sum, zip(*each, strict=True))))
+    for phase, rounds in phases.items():
         row |= step_columns(rounds, PREFIXES[phase])
     memory = times.memory
     sizes = {"allocated_mib": memory.allocated_bytes, "reserved_mib": memory.reserved_bytes}
@@ -112,8 +124,6 @@ def rates_of(case: ModelCase, row: Row, device: str) -> Row:
             warnings += [f"{name}: {implausible}"] if implausible else []
     if row["last_loss"] is None:
         warnings.append("the last loss is not finite: gradients are not scaled")
-    if row["peak_mib"] is not None and row["host_ms"] >= _HOST_BOUND * row["median_ms"]:
-        warnings.append("host-bound: the device waits for the host")
     known = device_peak(device)
     peak = None if known is None else known.rate(case.dtype, tf32=case.tf32)
     columns = models.rate_columns(case.config, case.tokens, case.mode, row["median_ms"], peak)
@@ -142,14 +152,15 @@ def tables(frame: pd.DataFrame) -> str:
     """All rows, and the tables that follow from them."""
     frame = with_derived(frame)
     memory = ["allocated_mib", "reserved_mib", "peak_mib"]
-    times = {f"{name}, ms": [with_deviation(row, name) for row in frame.to_dict("records")] for name in PREFIXES}
+    times = {f"{name}, ms": [interval(row, name) for row in frame.to_dict("records")] for name in PREFIXES}
+    times["step, ms"] = times["step, ms"] + marks(frame)
     rest = frame[["tokens_per_second", "step_tflops", "mfu", *memory, "status"]]
     whole = frame[[*varying(frame), "parameters"]].assign(**times).join(rest)
     figures = {"forward_median_ms": "forward, ms", "backward_median_ms": "backward, ms"}
-    figures |= {"both_ms": "both, ms", "median_ms": "step, ms", "peak_mib": "peak, MiB"}
+    figures |= {"both_median_ms": "both, ms", "median_ms": "step, ms", "peak_mib": "peak, MiB"}
     return sections(
         {
-            "All rows: median ± standard deviation": markdown(whole),
+            "All rows: medians, with their 95 % confidence intervals": markdown(whole),
             "(forward + backward) / forward": ratios(frame),
             "float32 and other dtypes": paired(frame, "dtype", "float32", figures),
             "Eager and compiled": paired(frame, "compile", NOT_COMPILED, figures),
@@ -161,45 +172,46 @@ def tables(frame: pd.DataFrame) -> str:
 
 
 def with_derived(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows with all columns of times, with ``both_ms``, and with TF32 named as a dtype."""
+    """The rows with all columns of times, and with TF32 named as a dtype."""
     columns = [f"{prefix}{name}" for prefix in PREFIXES.values() for name in (*STATISTICS, "steps_ms")]
     others = ["first_step_ms", "tokens_per_second", "step_tflops", "mfu", "allocated_mib", "reserved_mib", "peak_mib"]
     frame = with_columns(frame, columns + others)
     tf32 = (frame["dtype"] == "float32") & frame["tf32"]
-    both = [both_ms(row) for row in frame.to_dict("records")]
-    return frame.assign(dtype=frame["dtype"].mask(tf32, "float32 (TF32)"), both_ms=both)
+    return frame.assign(dtype=frame["dtype"].mask(tf32, "float32 (TF32)"))
 
 
-def both_ms(row: Row) -> float | None:
-    """The median over the steps of forward and backward together; None without a backward."""
-    each = row["forward_steps_ms"], row["backward_steps_ms"]
-    return statistics.median(map(sum, zip(*each, strict=True))) if all(isinstance(x, list) for x in each) else None
-
-
-def with_deviation(row: Row, name: str) -> str:
-    """`12.3 ± 0.4`, or a dash."""
-    median, deviation = (row[f"{PREFIXES[name]}{column}"] for column in ("median_ms", "std_ms"))
-    return ABSENT if pd.isna(median) else f"{number(float(median))} ± {number(float(deviation))}"
+def interval(row: Row, name: str) -> str:
+    """`12.3 (12.1 to 12.6)`, or a dash."""
+    return with_interval(*(row[f"{PREFIXES[name]}{column}_ms"] for column in ("median", "low", "high")))
 
 
 def ratios(frame: pd.DataFrame) -> str:
     """Forward and backward over the forward of the same steps, and over a forward under ``no_grad``; "" without any."""
     frame, same = frame[frame["status"] == "ok"], [name for name in AXES if name != "mode"]
-    trained = frame[frame["both_ms"].notna()].drop_duplicates(same)
+    trained = frame[frame["both_median_ms"].notna()].drop_duplicates(same)
     if trained.empty:
         return ""
-    alone = frame[frame["mode"] == FORWARD][[*same, "median_ms"]]
+    alone = frame[frame["mode"] == FORWARD][[*same, "median_ms", "low_ms", "high_ms"]]
     pairs = trained.merge(alone, "left", same, suffixes=("", "_no_grad"))
     shown = pairs[varying(pairs)].assign(
         **{
             "forward, no_grad, ms": pairs["median_ms_no_grad"],
             "forward, ms": pairs["forward_median_ms"],
-            "both, ms": pairs["both_ms"],
-            "both / no_grad": pairs["both_ms"] / pairs["median_ms_no_grad"],
-            "both / forward": pairs["both_ms"] / pairs["forward_median_ms"],
+            "both, ms": pairs["both_median_ms"],
+            "both / no_grad": [_over(row, "{}_ms_no_grad") for row in pairs.to_dict("records")],
+            "both / forward": [_over(row, "forward_{}_ms") for row in pairs.to_dict("records")],
         }
     )
     return markdown(shown)
+
+
+def _over(row: Row, below: str) -> str:
+    """Forward and backward over the time with these columns, and the interval of that."""
+    both, other = (
+        {f"{end}_ms": row[name.format(end)] for end in ("median", "low", "high")} for name in ("both_{}_ms", below)
+    )
+    found = quotient(both, other, "median_ms")
+    return ABSENT if found is None else with_interval(*found)
 
 
 def warm_up(frame: pd.DataFrame) -> str:

@@ -127,7 +127,8 @@ def time_candidates(
         comparison.attempt(name, "start", lambda: None)  # an excluded one fails
     comparison.interleave({name: functools.partial(measure_one, *pair) for name, pair in named.items()}, method)
     return [
-        {"mask": mask, **vars_of(config, row), **comparison.columns(name, f"{configs[0]} {mask}")}
+        {"mask": mask, **vars_of(config, row), **comparison.columns(name)}
+        | comparison.speedup_columns("speedup", name, f"{configs[0]} {mask}")
         for name, (config, mask) in named.items()
     ]
 

@@ -20,6 +20,7 @@ from .memory import collection_paused
 from .timing import Clock, RoundTimes, call_milliseconds, synchronize
 
 Phase = Callable[[], object]
+_HOST_BOUND = 0.95
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,9 @@ class StepTimes:
         step: the sum of the phases of each timed step.
         warmup_ms: wall-clock time of each warm-up step, synchronized before and after.
         memory: in the timed steps.
-        host_ms: wall-clock time that each timed step takes the host, which may run ahead of the device. If the least
-            of them is the step's time, the device waits for the host.
+        host_ms: wall-clock time that each timed step takes the host, which may run ahead of the device.
+        clock_ms: wall-clock time of a step on average, with what is called between steps, from an idle device to an
+            idle one.
     """
 
     phases: Mapping[str, RoundTimes]
@@ -55,6 +57,12 @@ class StepTimes:
     warmup_ms: tuple[float, ...]
     memory: AllocatorStats
     host_ms: tuple[float, ...]
+    clock_ms: float
+
+    @property
+    def is_host_bound(self) -> bool:
+        """Whether the device waits for the host: a step takes the host, at its fastest, about as long as the device."""
+        return self.memory.allocated_bytes is not None and min(self.host_ms) >= _HOST_BOUND * self.step.median
 
     @property
     def first_ms(self) -> float:
@@ -67,6 +75,7 @@ def time_steps(
     *,
     device: torch.device | str,
     steps: int = 10,
+    most_steps: int | None = None,
     warmup: int = 0,
     between: Phase | None = None,
 ) -> StepTimes:
@@ -76,6 +85,8 @@ def time_steps(
         phases: by name, what a step calls, in order.
         device: where they run.
         steps: timed steps, at least 1.
+        most_steps: up to so many, by default no more, ``steps`` more are timed, after one that is not, while the median
+            of a step is not precise (`RoundTimes.is_precise`).
         warmup: steps before the timed ones.
         between: called before each step, untimed, such as ``model.zero_grad``.
 
@@ -83,31 +94,48 @@ def time_steps(
     """
     if not phases:
         raise ValueError("phases must have at least one function; got none")
-    for name, number, least in (("steps", steps, 1), ("warmup", warmup, 0)):
+    most_steps = steps if most_steps is None else most_steps
+    for name, number, least in (("steps", steps, 1), ("warmup", warmup, 0), ("most_steps", most_steps, steps)):
         if number < least:
             raise ValueError(f"{name} must be at least {least}; got {number}")
     device, functions = torch.device(device), tuple(phases.values())
     before_step = between or (lambda: None)
 
-    def warmup_step() -> float:
+    def synchronized_step() -> float:
         before_step()
         return call_milliseconds(lambda: [function() for function in functions], device)
 
     # CUDA events are recorded in a stream of the current device.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        warmup_ms = tuple(warmup_step() for _ in range(warmup))
+        warmup_ms = tuple(synchronized_step() for _ in range(warmup))
         synchronize(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        clock = Clock(device)
-        with collection_paused():
-            host_ms = tuple(_timed_step(functions, clock, before_step) for _ in range(steps))
-            intervals = clock.intervals()
+        rounds, host_ms, elapsed_ms = _consecutive(functions, before_step, device, steps)
+        while len(rounds) + steps <= most_steps and not RoundTimes(tuple(map(sum, rounds))).is_precise:
+            synchronized_step()
+            more = _consecutive(functions, before_step, device, steps)
+            rounds, host_ms, elapsed_ms = rounds + more[0], host_ms + more[1], elapsed_ms + more[2]
         memory = _allocator_stats(device)
-    # After the phases of a step comes the interval until the next step.
-    rounds = [intervals[begin : begin + len(functions)] for begin in range(0, len(intervals), len(functions) + 1)]
     times = {name: RoundTimes(column) for name, column in zip(phases, zip(*rounds, strict=True), strict=True)}
-    return StepTimes(times, RoundTimes(tuple(map(sum, rounds))), warmup_ms, memory, host_ms)
+    step = RoundTimes(tuple(map(sum, rounds)))
+    return StepTimes(times, step, warmup_ms, memory, tuple(host_ms), elapsed_ms / len(rounds))
+
+
+def _consecutive(
+    functions: tuple[Phase, ...], before_step: Phase, device: torch.device, steps: int
+) -> tuple[list[tuple[float, ...]], list[float], float]:
+    """The milliseconds of the phases of each step, those of each step on the host, and those of all steps."""
+    clock = Clock(device)
+    with collection_paused():
+        begin = perf_counter()
+        host_ms = [_timed_step(functions, clock, before_step) for _ in range(steps)]
+        synchronize(device)
+        elapsed_ms = 1e3 * (perf_counter() - begin)
+    intervals = clock.intervals()
+    # After the phases of a step comes the interval until the next step.
+    starts = range(0, len(intervals), len(functions) + 1)
+    return [intervals[start : start + len(functions)] for start in starts], host_ms, elapsed_ms
 
 
 def _timed_step(functions: tuple[Phase, ...], clock: Clock, before_step: Phase) -> float:

@@ -2,19 +2,21 @@
 
 A device's clocks fall under load, so what is measured first, or after a pause, reads faster than the same code after
 minutes of work. Here every function is measured once a round, the order rotates from round to round, each measurement
-is short and comes after the same pause, and ratios are taken within a round, between neighbours in time.
+is short and comes after the same pause, and ratios are taken within a round, between neighbours in time. A median
+has a confidence interval, and rounds are repeated until it is narrow.
 
     times = compare({"softmax": lambda: x.softmax(-1), "sigmoid": lambda: x.sigmoid()}, device=x.device)
-    times["softmax"].median, times["sigmoid"].speedup_over(times["softmax"])
+    times["softmax"].median, times["softmax"].interval, times["sigmoid"].speedup_over(times["softmax"])
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,19 +24,29 @@ import torch
 
 from .memory import collection_paused, without_frames
 
+PRECISION = 0.02
+"""A median is precise if its confidence interval is within this share of it, above and below."""
+_OUTSIDE = 0.025  # the probability on either side of a confidence interval of 95 %
+
 
 @dataclass(frozen=True)
 class TimingMethod:
-    """How long and how often to measure: times in milliseconds for one measurement, of which each round makes one."""
+    """How long and how often to measure: times in milliseconds for one measurement, of which each round makes one.
+
+    After ``rounds`` come more, up to ``most_rounds`` (by default none), while a median is not precise.
+    """
 
     rounds: int = 5
     warmup_ms: float = 5.0
     repetitions_ms: float = 15.0
     pause_ms: float = 30.0
+    most_rounds: int | None = None
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
             raise ValueError(f"rounds must be at least 1; got {self.rounds}")
+        if self.most_rounds is not None and self.most_rounds < self.rounds:
+            raise ValueError(f"most_rounds must be at least the {self.rounds} rounds; got {self.most_rounds}")
         for name in ("warmup_ms", "repetitions_ms", "pause_ms"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative; got {getattr(self, name)}")
@@ -76,15 +88,45 @@ class RoundTimes:
         """The standard deviation over the mean; 0 if all rounds took no time."""
         return self.standard_deviation / self.mean if self.mean else 0.0
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % confidence interval of the median; see `median_interval`."""
+        return median_interval(self.milliseconds)
+
+    @property
+    def is_precise(self) -> bool:
+        """Whether the interval is within `PRECISION` of the median."""
+        return all(abs(end - self.median) <= PRECISION * self.median for end in self.interval)
+
     def speedup_over(self, baseline: RoundTimes) -> float:
         """How many times faster than ``baseline``: the median of the ratios within each round.
 
         Raises ValueError if the two were not measured in the same number of rounds.
         """
+        return statistics.median(self._ratios(baseline))
+
+    def speedup_interval(self, baseline: RoundTimes) -> tuple[float, float]:
+        """The 95 % confidence interval of `speedup_over`, which raises the same."""
+        return median_interval(self._ratios(baseline))
+
+    def _ratios(self, baseline: RoundTimes) -> list[float]:
         ours, theirs = self.milliseconds, baseline.milliseconds
         if len(theirs) != len(ours):
             raise ValueError(f"baseline must have the same {len(ours)} rounds; got {len(theirs)}")
-        return statistics.median(before / after for before, after in zip(theirs, ours, strict=True))
+        return [before / after for before, after in zip(theirs, ours, strict=True)]
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The narrowest pair of the values, as far from either end, that holds the true median with 95 % probability.
+
+    The number of values below the true median is binomial with probability 1/2, whatever the distribution (Conover,
+    "Practical Nonparametric Statistics", section 3.2). Fewer than six values cannot hold it so surely: of these the
+    pair is the least and the greatest, whose probability is 1 - 2^(1 - n).
+    """
+    ordered, below, outside = sorted(values), 0, 0.5 ** len(values)
+    while outside + (more := math.comb(len(values), below + 1) * 0.5 ** len(values)) <= _OUTSIDE:
+        below, outside = below + 1, outside + more
+    return ordered[below], ordered[-1 - below]
 
 
 class Clock:
@@ -197,6 +239,8 @@ def interleave(
 ) -> dict[str, RoundTimes]:
     """Make every measurement once a round, in an order that rotates, each after the same pause.
 
+    All have the same number of rounds: as many as the least precise of them needs.
+
     Args:
         measurements: by name, functions that measure once and return milliseconds.
         on_error: called with a measurement that raises, which is left out of later rounds and of the result. Without
@@ -205,7 +249,9 @@ def interleave(
     """
     names = list(measurements)
     times: dict[str, list[float]] = {name: [] for name in names}
-    for round_index in range(method.rounds):
+    for round_index in range(method.most_rounds or method.rounds):
+        if round_index >= method.rounds and all(RoundTimes(tuple(rounds)).is_precise for rounds in times.values()):
+            break
         first = round_index % max(1, len(names))
         for name in names[first:] + names[:first]:
             if name not in times:

@@ -35,7 +35,7 @@ def changed(case: ModelCase = CASE, **changes):
 
 def context(out: Path | None = None, rows=(), **options):
     """The context of a measuring function."""
-    fixed = {"device": CPU, "seed": 0, "steps": 2, "tf32": False, "out": out, "plots": False}
+    fixed = {"device": CPU, "seed": 0, "steps": 2, "most_steps": None, "tf32": False, "out": out, "plots": False}
     return Context(argparse.Namespace(**fixed | options), rows)
 
 

@@ -70,7 +70,10 @@ def test_two_checkouts_side_by_side(quick, tmp_path, monkeypatch, capsys):
     assert frame["over_first"].tolist()[:2] == [1, 2]
     assert f"{trees[2]}: prepare: ValueError: wrong" in frame["reason"][2]
     line = next(line for line in tables(frame).splitlines() if "| naive forward float32 causal d 16 length 64 " in line)
-    assert [cell.strip().partition(" ")[2] for cell in line.split("|")[2:4]] == ["(1.000)", "(2.000)"]
+    assert [cell.strip().partition(" ")[2] for cell in line.split("|")[2:4]] == [
+        "(1.000, 1.000 to 1.000)",
+        "(2.000, 2.000 to 2.000)",
+    ]
     assert "| error |" in " ".join(line.split())
     assert line in capsys.readouterr().out
 

@@ -194,12 +194,17 @@ def test_the_table_names_the_fastest_peer():
     def row(name, median, speedup=None):
         sizes = {"feature": "sinks", "which": "forward", "dtype": "bfloat16", "head_dim": 64, "batch": 1, "length": 8}
         figures = {"median_ms": median, "speedup_of_first": speedup, "of_plain": 1.25, "visible": 0.5, "peak_mib": None}
+        figures |= {
+            "speedup_of_first_low": speedup and speedup - 0.5,
+            "speedup_of_first_high": speedup and speedup + 0.5,
+        }
+        figures |= {"of_plain_low": 1.2, "of_plain_high": 1.3}
         return {**sizes, "provider": name, **figures}
 
     rows = [row("flash", 2.0), row("flex", 6.0, 3.0), row("fa4", 4.0, 2.0), row("torch", None), row(PLAIN, 1.6)]
     line = tables(pd.DataFrame(rows)).splitlines()[-1]
     cells = [cell.strip() for cell in line.split("|")[1:-1]]
-    assert cells[6:] == ["50", "2.00", "6.00", "4.00", "–", "2.00", "fa4", "1.25", "–"]
+    assert cells[6:] == ["50", "2.00", "6.00", "4.00", "–", "2.00 (1.50 to 2.50)", "fa4", "1.25 (1.20 to 1.30)", "–"]
     assert tables(pd.DataFrame([{"feature": "sinks", "status": "oom"}])) == ""
 
 

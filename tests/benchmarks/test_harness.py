@@ -96,6 +96,19 @@ def test_a_folder_with_rows_is_continued_only_on_request(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("here")
+def test_cases_are_visited_in_turns_and_are_one_line_of_the_tables(tmp_path):
+    assert harness.run(PROGRAM, options("--out", tmp_path, "--visits", 2), CASES[:2]) == 0
+    assert harness.run(PROGRAM, options("--out", tmp_path, "--visits", 3, "--resume"), CASES[:2]) == 0
+    rows = rows_in(tmp_path)
+    assert [(row["number"], row["visit"]) for row in rows] == [(n, visit) for visit in (1, 2, 3) for n in (2, 3)]
+    assert [row["case"] for row in rows] == ["number=2", "number=3"] * 3
+    assert json.loads((tmp_path / "results.json").read_text()) == rows
+    text = (tmp_path / "tables.md").read_text()
+    assert (text.count("| number=2 "), text.count("| number=3 ")) == (1, 1)
+    assert "- 3 visits: the median of theirs, in the widest of their intervals" in text
+
+
+@pytest.mark.usefixtures("here")
 def test_filter_and_dry_run_measure_what_they_say_and_nothing_else(tmp_path, capsys):
     folder = tmp_path / "new"
     program = dataclasses.replace(PROGRAM, memory=lambda case, options: case.number * 2**30 or None)
@@ -168,7 +181,10 @@ def compare(case: Square, context: Context) -> list[harness.Row]:
     for name in names:
         comparison.attempt(name, "first call", fail(name))
     comparison.interleave({name: fail(name) for name in names}, METHOD)
-    return [{"provider": name, **comparison.columns(name, "naive")} for name in names]
+    return [
+        {"provider": name, **comparison.columns(name), **comparison.speedup_columns("speedup", name, "naive")}
+        for name in names
+    ]
 
 
 def test_a_provider_that_ends_the_process_is_excluded_and_the_others_are_measured(tmp_path):
@@ -179,7 +195,7 @@ def test_a_provider_that_ends_the_process_is_excluded_and_the_others_are_measure
     assert {name: row["status"] for name, row in rows.items()} == statuses
     assert rows["crash"]["reason"] == "the process ended with status 7, at: crash first call"
     assert "the device does not respond" in rows["lost"]["reason"]
-    assert rows["fast"]["speedup"] == 2.0
+    assert [rows["fast"][f"speedup{end}"] for end in ("", "_low", "_high")] == [2.0] * 3
     assert rows["fast"]["round_ms"] == [2.0, 2.0]
     assert rows["oom"]["speedup"] is None
 
@@ -206,7 +222,17 @@ def test_a_device_that_does_not_respond_is_lost(monkeypatch):
 
 def test_time_columns():
     columns = time_columns(RoundTimes((1.0, 3.0, 2.0)))
-    values = {"rounds": 3, "median_ms": 2.0, "min_ms": 1.0, "max_ms": 3.0, "mean_ms": 2.0, "std_ms": 1.0}
+    values = {
+        "rounds": 3,
+        "median_ms": 2.0,
+        "low_ms": 1.0,
+        "high_ms": 3.0,
+        "precise": False,
+        "min_ms": 1.0,
+        "max_ms": 3.0,
+        "mean_ms": 2.0,
+        "std_ms": 1.0,
+    }
     assert columns == values | {"round_ms": [1.0, 3.0, 2.0]}
     assert time_columns(None) == dict.fromkeys(columns)
 

@@ -36,11 +36,12 @@ def test_every_provider_that_can_is_compared_with_torch(monkeypatch, tmp_path):
 def test_ratios_are_above_one_when_slower():
     rows = [
         {"provider": name, "which": "forward", "median_us": 1e3 * ms, "over_torch": ms / 2.0, "status": "ok"}
+        | {"over_torch_low": ms / 2.5, "over_torch_high": ms / 1.5}
         for name, ms in (("torch", 2.0), ("naive", 3.0))
     ]
     sizes = {"dtype": "float32", "mask": "full", "batch": 1, "heads": 2, "length": 16, "head_dim": 8}
     text = host_overhead.tables(pd.DataFrame([row | sizes for row in rows]))
-    assert [cell.strip() for cell in text.splitlines()[-1].split("|")[1:-1]] == ["naive", "3000", "1.50"]
+    assert [cell.strip() for cell in text.splitlines()[-1].split("|")[1:-1]] == ["naive", "3000", "1.50 (1.20 to 2.00)"]
 
 
 @pytest.mark.parametrize("which", ["forward", "recorded", "backward"])

@@ -93,7 +93,7 @@ def test_what_cannot_be_divided(monkeypatch):
 
 def test_figures_of_a_group():
     def times(steps, first, host, peak):
-        return StepTimes({}, RoundTimes(steps), first, AllocatorStats(None, None, peak), host)
+        return StepTimes({}, RoundTimes(steps), first, AllocatorStats(None, None, peak), host, 1.0)
 
     one, other = times((1.0, 5.0), (10.0,), (0.5, 0.6), 100), times((3.0, 2.0), (30.0,), (0.7, 0.9), 50)
     row = scaling_process.group_columns([(one, [2.0, 1.0]), (other, [4.0, 3.0])])

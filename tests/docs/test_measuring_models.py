@@ -60,7 +60,10 @@ def test_columns_exist_and_are_described(tmp_path):
         assert row["status"] == "ok", row
         columns = {*row, *fields.columns}
         text = named(page(name), "column")
-        described = {*text, *(prefix + column for prefix in ("forward_", "backward_", "optimizer_") for column in text)}
+        described = {
+            *text,
+            *(prefix + column for prefix in ("forward_", "backward_", "optimizer_", "both_") for column in text),
+        }
         described |= {f"share_{kind.replace(' ', '_')}" for kind in CLASSES} | {f"{top}_share" for top in text}
         found = {re.sub(r"^(peak|largest): .*", r"\1: CATEGORY", column) for column in columns} - {"status", "reason"}
         assert found - described - set(named(page("steps"), "column")) == set(), name

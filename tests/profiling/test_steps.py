@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from cs336_systems.profiling import steps, timing
-from cs336_systems.profiling.steps import AllocatorStats, time_steps
+from cs336_systems.profiling.steps import AllocatorStats, StepTimes, time_steps
+from cs336_systems.profiling.timing import RoundTimes
 
 
 @pytest.fixture
@@ -84,11 +85,41 @@ def test_steps_before_the_timed_ones_take_the_cold_start(clock):
     assert first.first_ms == pytest.approx(500)
 
 
+@pytest.mark.parametrize(("scattered", "most", "count"), [(0.0, 30, 4), (1.0, 30, 12), (1.0, None, 4), (9.0, 11, 8)])
+def test_steps_are_repeated_until_the_median_is_precise(clock, scattered, most, count):
+    """Of twelve steps the interval leaves out two at either end."""
+
+    def milliseconds(number):
+        return 10.0 + (scattered if number in (2, 3) or (scattered > 1 and number % 2) else 0.0)
+
+    phases = {"one": clock.taking("one", milliseconds), "other": clock.taking("other", lambda number: 5.0)}
+    times = time_steps(phases, device="cpu", steps=4, most_steps=most)
+    assert [len(each.milliseconds) for each in (times.step, *times.phases.values())] == [count] * 3
+    assert len(times.host_ms) == count
+    assert len(clock.calls) == 2 * (count + count // 4 - 1)  # before four more comes one that is not timed
+
+
+def test_the_clock_counts_what_comes_between_steps_too(clock, monkeypatch):
+    monkeypatch.setattr(steps, "perf_counter", lambda: clock.now)
+    phases = {"only": clock.taking("only", lambda number: 2.0)}
+    times = time_steps(phases, device="cpu", steps=3, between=clock.taking("between", lambda number: 1.0))
+    assert (times.step.median, times.clock_ms) == (pytest.approx(2), pytest.approx(3))
+
+
+def test_a_device_that_waits_for_the_host():
+    def bound(*host_ms, allocated=1):
+        memory = AllocatorStats(allocated)
+        return StepTimes({}, RoundTimes((9.0, 10.0, 11.0)), (), memory, host_ms, 10.0).is_host_bound
+
+    assert [bound(9.4, 20.0), bound(9.6, 20.0), bound(9.6, allocated=None)] == [False, True, False]
+
+
 @pytest.mark.parametrize(
     ("phases", "arguments", "message"),
     [
         ({}, {}, "phases must have at least one function; got none"),
         ({"only": print}, {"steps": 0}, "steps must be at least 1; got 0"),
+        ({"only": print}, {"steps": 3, "most_steps": 2}, "most_steps must be at least 3; got 2"),
         ({"only": print}, {"warmup": -1}, "warmup must be at least 0; got -1"),
     ],
 )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import random
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cs336_systems.profiling import timing
-from cs336_systems.profiling.timing import RoundTimes, TimingMethod, compare, interleave, measure_ms
+from cs336_systems.profiling.timing import RoundTimes, TimingMethod, compare, interleave, measure_ms, median_interval
 
 QUICK = TimingMethod(rounds=2, warmup_ms=0, repetitions_ms=0, pause_ms=0)
 
@@ -27,11 +31,47 @@ def test_the_speedup_is_the_median_of_ratios_within_rounds():
     assert baseline.speedup_over(baseline) == 1.0
 
 
+def test_an_interval_holds_the_median_as_often_as_it_says():
+    """Of values with any distribution, here one with a long tail."""
+    generator = random.Random(0)
+    assert [median_interval(range(n)) for n in (1, 5, 6, 8, 9, 20, 25)] == [
+        *((0, 0), (0, 4), (0, 5), (0, 7), (1, 7), (5, 14), (7, 17))
+    ]
+    for rounds, least in ((6, 0.95), (9, 0.95), (25, 0.95)):
+        samples = [[generator.expovariate(math.log(2)) for _ in range(rounds)] for _ in range(4000)]
+        held = sum(low <= 1.0 <= high for low, high in map(median_interval, samples)) / len(samples)
+        assert least - 0.01 <= held <= 0.98
+
+
+def test_a_ratio_has_an_interval_of_its_own():
+    ours, baseline = RoundTimes((1.0, 2.0, 4.0)), RoundTimes((3.0, 6.0, 10.0))
+    assert (ours.interval, ours.speedup_interval(baseline)) == ((1.0, 4.0), (2.5, 3.0))
+    assert [RoundTimes(times).is_precise for times in ((1.0, 1.015, 0.985), (1.0, 1.03, 1.0), (1.0, 0.97, 1.0))] == [
+        *(True, False, False)
+    ]
+
+
+def test_rounds_are_repeated_until_every_median_is_precise():
+    def measured(method, scattered):
+        values = {"exact": itertools.repeat(1.0), "scattered": iter(scattered)}
+        times = interleave({name: partial(next, each) for name, each in values.items()}, method=method)
+        assert len(times["exact"].milliseconds) == len(times["scattered"].milliseconds)
+        return len(times["exact"].milliseconds)
+
+    once = [1.0, 1.0, 1.5, *[1.0] * 20]
+    method = TimingMethod(rounds=3, most_rounds=12, pause_ms=0)
+    assert measured(method, once) == 9  # of nine values the interval leaves out the least and the greatest
+    assert measured(method, itertools.cycle([1.0, 2.0])) == 12
+    assert measured(method, itertools.repeat(1.0)) == 3
+    assert measured(TimingMethod(rounds=3, pause_ms=0), once) == 3
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: RoundTimes((1.0, 2.0)).speedup_over(RoundTimes((1.0,))), "the same 2 rounds; got 1"),
         (lambda: RoundTimes(()), "at least one round"),
+        (lambda: TimingMethod(rounds=3, most_rounds=2), "most_rounds must be at least the 3 rounds; got 2"),
         (lambda: TimingMethod(rounds=0), "rounds must be at least 1; got 0"),
         *(
             (lambda name=name: TimingMethod(**{name: -0.1}), f"{name} must not be negative; got -0.1")

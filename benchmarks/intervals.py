@@ -1,0 +1,92 @@
+"""How sure figures are: marks of cells, ratios with their intervals, and the rows of several visits taken together."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pandas as pd
+
+from benchmarks.results import Status
+from cs336_systems.profiling.report import ABSENT, format_number
+from cs336_systems.profiling.timing import PRECISION
+
+HOST_BOUND, IMPRECISE = "†", "‡"
+LEGEND = {
+    HOST_BOUND: "the device waits for the host, whose time this is",
+    IMPRECISE: f"the 95 % confidence interval of the median goes beyond ±{PRECISION:.0%} of it",
+}
+_COMBINED: dict[str, Callable[[list[float]], float]] = {"low": min, "min": min, "high": max, "max": max}
+
+
+def marks(frame: pd.DataFrame) -> pd.Series[str]:
+    """For each row, the signs of `LEGEND` that its time has."""
+    host_bound, precise = (frame.get(name, pd.Series(index=frame.index)) for name in ("host_bound", "precise"))
+    return (host_bound == True).map({True: HOST_BOUND, False: ""}) + (  # noqa: E712
+        (precise == False).map({True: IMPRECISE, False: ""})  # noqa: E712
+    )
+
+
+def with_interval(value: Any, low: Any, high: Any) -> str:
+    """`1.23 (1.20 to 1.26)`, the value alone without an interval, or a dash without a value."""
+    if pd.isna(value):
+        return ABSENT
+    text = format_number(float(value))
+    if pd.isna(low) or pd.isna(high) or low == high:
+        return text
+    return f"{text} ({format_number(float(low))} to {format_number(float(high))})"
+
+
+def quotient(above: Mapping[str, Any], below: Mapping[str, Any], column: str) -> tuple[float, float, float] | None:
+    """A row's figure over that of another row, and the interval of that; None if one is missing.
+
+    The two were not measured in the same rounds, so the interval is the widest that those of both medians allow. A
+    figure that is no time has none of its own.
+    """
+    values = []
+    for row in (above, below):
+        names = [column.replace("median_ms", f"{name}_ms") for name in ("median", "low", "high")]
+        values.append([row.get(name, row[column]) for name in names])
+    (median, low, high), (other, other_low, other_high) = values
+    if any(map(pd.isna, (median, low, high, other, other_low, other_high))) or not min(other, other_low):
+        return None
+    return median / other, low / other_high, high / other_low
+
+
+def pooled(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row for all visits of a case, with the median of each figure and the widest of its intervals.
+
+    A visit that failed is the row of its case.
+    """
+    if "visit" not in frame or frame["visit"].nunique() < 2:
+        return frame
+    order = frame.groupby(["case", "visit"], sort=False).cumcount()
+    together = [_together(rows) for _, rows in frame.groupby(["case", order], sort=False)]
+    return pd.DataFrame(together, columns=frame.columns)
+
+
+def _together(rows: pd.DataFrame) -> dict[str, Any]:
+    failed = rows[rows["status"] != Status.OK.value]
+    if len(failed):
+        return failed.iloc[0].to_dict()
+    row: dict[str, Any] = {name: _combined(name, list(rows[name])) for name in rows}
+    for name in filter(lambda name: name.endswith("precise"), row):
+        median, low, high = (row.get(name.replace("precise", f"{end}_ms")) for end in ("median", "low", "high"))
+        if median is not None and low is not None and high is not None:
+            row[name] = max(median - low, high - median) <= PRECISION * median
+    return row
+
+
+def _combined(name: str, values: list[Any]) -> Any:
+    """One value of a column for all visits."""
+    lists = [value for value in values if isinstance(value, list)]
+    if lists:
+        return [item for each in lists for item in each]
+    known = [value for value in values if not pd.isna(value)]
+    if not known or isinstance(known[0], str):
+        return known[0] if known else None
+    if isinstance(known[0], bool):
+        return any(known)
+    words = name.removesuffix("_ms").removesuffix("_us").split("_")
+    return known[0] if len(set(known)) == 1 else _COMBINED.get(words[-1], statistics.median)(known)
