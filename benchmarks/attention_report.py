@@ -56,6 +56,8 @@ def sections(frame: pd.DataFrame) -> Iterator[tuple[Metric, str, pd.DataFrame]]:
 
 def tables(frame: pd.DataFrame) -> str:
     """Lengths × head dimensions of each metric, and the memory account, for each dtype and mask."""
+    if "provider" not in frame:
+        return ""  # no case could be measured at all
     frame = frame.dropna(subset=["provider"])  # a case that could not be measured at all has none
     parts = []
     for (dtype, mask), group in frame.groupby(["dtype", "mask"], sort=False):
@@ -152,6 +154,8 @@ def run_perf_report(benchmarks: Sequence[dict[str, Any]], rows_of: Callable[...,
 
 def plots(frame: pd.DataFrame, folder: Path) -> None:
     """Draw every metric against length into ``folder``/plots with `triton.testing.perf_report`, and rooflines."""
+    if "provider" not in frame:
+        return
     frame = frame.dropna(subset=["provider"])
     draw_rooflines(frame, folder)
     import matplotlib

@@ -10,6 +10,7 @@ parser with ``add_argument``.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -25,27 +26,39 @@ DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MASKS = ("causal", "full")
 
 
-def positive(text: str) -> int:
-    """A whole number of at least 1. Raises argparse.ArgumentTypeError for anything else."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1; got {text!r}")
+def count(text: str, least: int = 0) -> int:
+    """A whole number of at least ``least``. Raises argparse.ArgumentTypeError for anything else."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}; got {text!r}")
     return int(text)
 
 
-def count(text: str) -> int:
-    """A whole number of at least 0. Raises argparse.ArgumentTypeError for anything else."""
-    return 0 if text == "0" else positive(text)
+def positive(text: str) -> int:
+    """A whole number of at least 1. Raises argparse.ArgumentTypeError for anything else."""
+    return count(text, 1)
 
 
 def seconds(text: str) -> float:
     """A positive number of seconds. Raises argparse.ArgumentTypeError for anything else."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
+    value = _number(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"expected a positive number of seconds; got {text!r}")
     return value
+
+
+def milliseconds(text: str) -> float:
+    """A number of milliseconds, 0 or more. Raises argparse.ArgumentTypeError for anything else."""
+    value = _number(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of milliseconds, 0 or more; got {text!r}")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def dtype(text: str) -> str:
@@ -116,8 +129,8 @@ _SINGLE: dict[str, tuple[Callable[[str], Any], str, str]] = {
         "N",
         "up to so many, until every median is known within 2 %% (default: 25 on a GPU)",
     ),
-    "warmup": (float, "MS", "milliseconds of calls before each measurement"),
-    "rep": (float, "MS", "milliseconds of timed calls in each measurement"),
+    "warmup": (milliseconds, "MS", "milliseconds of calls before each measurement"),
+    "rep": (milliseconds, "MS", "milliseconds of timed calls in each measurement"),
     "max_seconds": (seconds, "S", "skip what takes longer than this in a single call"),
     "jobs": (count, "N", "processes that compile at the same time"),
     "peers": (folder, "FOLDER", "where other libraries were installed with `pip install --target FOLDER`"),

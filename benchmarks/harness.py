@@ -230,7 +230,7 @@ def run(
     cases: Sequence[CaseT],
     drive: Callable[[Sweep[CaseT], list[CaseT]], object] = lambda sweep, cases: [*map(sweep.rows, cases)],
 ) -> int:
-    """Run a benchmark; the exit status is 0, 2 for invalid input, or 130 when interrupted.
+    """Run a benchmark; the exit status is 0, 1 if every row is an error, 2 for invalid input, or 130 when interrupted.
 
     Args:
         options: as `flags.parse` returns them.
@@ -265,7 +265,7 @@ def run(
         return 130
     finally:
         sweep.write()
-    return 0
+    return int((sweep.frame["status"] == Status.ERROR.value).all())
 
 
 def redraw(program: Program[Any], folder: Path) -> None:

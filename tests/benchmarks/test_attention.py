@@ -117,6 +117,13 @@ def test_tables_have_the_memory_account_beside_what_was_measured():
     assert "Memory account" not in tables(pd.DataFrame([ROW | {"held_mib": 1.0, "heads": 8, "kv_heads": 2}]))
 
 
+def test_there_are_no_tables_and_plots_of_cases_that_could_not_be_measured(tmp_path):
+    frame = pd.DataFrame([{"case": "a", "status": "error", "reason": "crashed"}])
+    assert tables(frame) == ""
+    plots(frame, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_rooflines_are_drawn_where_the_peak_is_known(tmp_path):
     pytest.importorskip("matplotlib")
     moved = 8 * 64 * 4 * (4 * 1024 + 4 * 1024)

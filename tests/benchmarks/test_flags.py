@@ -47,6 +47,9 @@ def test_every_flag_can_be_made():
         (["--lengths", ","], "--lengths must have at least one value"),
         (["--dtypes", "int8"], "expected one of bfloat16, float16, float32; got 'int8'"),
         (["--filter", "("], "expected a regular expression, but missing )"),
+        (["--seed", "-1"], "expected a whole number of at least 0; got '-1'"),
+        (["--rep", "-1"], "expected a number of milliseconds, 0 or more; got '-1'"),
+        (["--rep", "nan"], "expected a number of milliseconds, 0 or more; got 'nan'"),
         (["--timeout", "-1"], "expected a positive number of seconds; got '-1'"),
         (["--peers", "/nowhere"], "expected a folder that exists; got '/nowhere'"),
         (["--device", "toaster"], "--device must be auto, cuda"),
@@ -55,7 +58,7 @@ def test_every_flag_can_be_made():
 )
 def test_invalid_arguments_end_the_program(capsys, arguments, message):
     with pytest.raises(SystemExit) as ended:
-        parse("--lengths 1 --dtypes fp32 --peers", *arguments)
+        parse("--lengths 1 --dtypes fp32 --peers --rep", *arguments)
     assert ended.value.code == 2
     assert message in " ".join(capsys.readouterr().err.split())
 

@@ -95,6 +95,11 @@ def test_a_folder_with_rows_is_continued_only_on_request(tmp_path, capsys):
     assert len(rows_in(tmp_path)) == 3
 
 
+def test_a_run_of_errors_alone_fails(tmp_path):
+    assert harness.run(PROGRAM, options("--out", tmp_path), [Square(66)]) == 1
+    assert harness.run(PROGRAM, options("--out", tmp_path, "--resume"), [Square(66), Square(2)]) == 0
+
+
 @pytest.mark.usefixtures("here")
 def test_cases_are_visited_in_turns_and_are_one_line_of_the_tables(tmp_path):
     assert harness.run(PROGRAM, options("--out", tmp_path, "--visits", 2), CASES[:2]) == 0
