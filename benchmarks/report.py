@@ -35,108 +35,12 @@ from benchmarks import flags
 from benchmarks.harness import default_folder
 from benchmarks.isolation import termination_as_interruption
 from benchmarks.page import LOG, OUTCOME, write_page
+from benchmarks.report_presets import PRESETS, Part, parts_of
 from benchmarks.results import JOURNAL
 from cs336_systems.files import write_text
 
 PROGRAMS = Path(__file__).resolve().parent
 OK, FAILED, TIMED_OUT, INTERRUPTED, NOT_STARTED = "ok", "failed", "timed out", "interrupted", "not started"
-
-_QUICK_GPU = """
-precision
-attention --preset quick --lengths 1024 4096 --head-dims 64
-transformer --models small --lengths 512 --modes forward step --compile none whole
-transformer-warmup = transformer --models small --lengths 512 --modes step --warmup-steps 0 5
-breakdown --models small --lengths 512
-memory --models small --lengths 512
-training_step --models small --lengths 1024 --providers flash torch
-generation --models small --batches 1 --lengths 512 --modes eager graph
-host_overhead
-leaderboard
-"""
-_QUICK_CPU = """
-precision --dtypes fp32 bf16 --lengths 128
-attention --preset course --lengths 128 256 --head-dims 32 --dtypes fp32 --rounds 3 --providers naive tiled torch-math
-transformer --models tiny --lengths 64 --modes step --steps 3 --warmup-steps 0 1
-breakdown --models tiny --lengths 64 --steps 3 --warmup-steps 1
-memory --models tiny --lengths 64 128 --modes forward step --recompute-every 2 --steps 1
-training_step --models tiny --lengths 64 --tokens 128 --compile none --steps 3 --providers flash torch naive
-generation --layers 2 --lengths 32 --steps 2
-host_overhead --lengths 64 --heads 2 --calls 5 --rounds 3
-leaderboard
-"""
-_YEAR_GPU = """
-{passes}
-transformer-backward = transformer --suite {year} --models {models} --lengths 512 --modes forward+backward
-transformer-warmup = transformer --suite {year} --models small --lengths 512 --warmup-steps 0 1 2 5
-transformer-compile = transformer --models {small_models} --compile none whole
-attention --preset course
-attention-causal = attention --preset course-causal {causal}
-breakdown --suite {year} --models {breakdown} --lengths 128 512 1024
-{memory}
-precision
-training_step --suite {year} --models {breakdown} --lengths 1024 --compile blocks
-generation
-host_overhead
-leaderboard
-"""
-_YEAR_CPU = """
-transformer --suite {year} --models small --lengths 128 --batches 1 --steps 3 --dtypes fp32 --modes forward step
-transformer-warmup = transformer --models tiny --lengths 64 --steps 5 --warmup-steps 0 1 2 5
-transformer-compile = transformer --models 4-256-256-4-8 --compile none whole --steps 3
-attention --preset course --lengths 256 1024 --head-dims 16 64 --dtypes fp32
-breakdown --suite {year} --models small --lengths 128
-memory --suite {year} --models small --lengths 128
-precision
-training_step
-generation
-host_overhead
-leaderboard
-"""
-_MORE_GPU = """
-transformer-2026 = transformer --suite 2026 --models xl 10B --lengths 512 1024
-transformer-wide = transformer --models wide --lengths 512
-attention-paper = attention --preset paper
-generation-attention = generation --attention
-"""
-_MORE_CPU = """
-attention-causal = attention --preset course-causal --lengths 128 512 --head-dims 64
-generation-attention = generation --attention
-"""
-_LONG = "--lengths 128 512 2048 8192 32768 65536 --providers naive flash sdpa --rounds 3"
-
-
-def _year(year: str, models: str, breakdown: str, memory: str, causal: str = _LONG) -> tuple[str, str]:
-    """The parts of a year of the course, with a GPU and without one."""
-    # A part for each model, a few minutes each, for several GPUs to share.
-    each = "--lengths 128 256 512 1024 --modes forward step --compile none blocks"
-    passes = [f"transformer-{m} = transformer --suite {year} --models {m} {each}" for m in models.split()]
-    each = "--lengths 128 256 512 --modes forward step"
-    of_memory = [f"memory-{m} = memory --suite {year} --models {m} {each}" for m in memory.split()]
-    values = {"year": year, "models": models, "breakdown": breakdown, "causal": causal}
-    values |= {"small_models": "4-256-256-4-8 4-512-512-6-8 8-256-768-6-12 8-512-768-12-12"}
-    gpu = _YEAR_GPU.format(passes="\n".join(passes), memory="\n".join(of_memory), **values)
-    return gpu, _YEAR_CPU.format(year=year)
-
-
-_OF_2025 = ("2025", "small medium large xl 2.7B", "small medium large", "small 2.7B")
-PRESETS = {
-    "quick": (_QUICK_GPU, _QUICK_CPU),
-    "2025": _year(*_OF_2025),
-    "2026": _year("2026", "small medium large xl 10B", "small large xl", "small xl"),
-    "full": tuple(a + b for a, b in zip(_year(*_OF_2025, causal=""), (_MORE_GPU, _MORE_CPU), strict=True)),
-}
-"""Parts by the name of a preset, with a GPU and without one: `quick` takes a few minutes, a year has the tables of
-Stanford's CS336, and `full` is 2025, the models of 2026 that it lacks, and the other sweeps of attention. A line is the
-program and its flags, and before them the name of the part if it is not the program's."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """One run of a program. ``name`` is that of its folder."""
-
-    name: str
-    program: str
-    arguments: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -147,16 +51,6 @@ class Outcome:
     reason: str = ""
     seconds: float | None = None
     arguments: tuple[str, ...] = ()
-
-
-def parts_of(preset: str, *, gpu: bool) -> list[Part]:
-    """The parts of a preset."""
-    parts = []
-    for line in filter(None, PRESETS[preset][0 if gpu else 1].splitlines()):
-        before, _, after = line.rpartition(" = ")
-        program, *arguments = after.split()
-        parts.append(Part(before or program, program, tuple(arguments)))
-    return parts
 
 
 def command_of(part: Part, options: argparse.Namespace) -> list[str]:

@@ -215,14 +215,17 @@ def _over(row: Row, below: str) -> str:
 
 
 def warm_up(frame: pd.DataFrame) -> str:
-    """Rows that differ in the number of warm-up steps alone, with the ratio of the mean to the warmest; else ""."""
+    """Rows that differ in the number of warm-up steps alone, with the ratio of the mean to the warmest; else "".
+
+    The total is that of the timed steps.
+    """
     frame = frame[frame["status"] == "ok"].sort_values("warmup_steps", kind="stable")
     groups = frame.groupby([name for name in AXES if name != "warmup_steps"], sort=False)
-    frame = frame.assign(ratio=frame["mean_ms"] / groups["mean_ms"].transform("last"))
+    ratio, total = frame["mean_ms"] / groups["mean_ms"].transform("last"), frame["steps_ms"].map(sum)
+    frame = frame.assign(**{"mean over the warmest's": ratio, "total_ms": total})
     several = frame[groups["mean_ms"].transform("size") > 1].sort_values([*AXES], kind="stable")
-    figures = ["first_step_ms", "mean_ms", "std_ms", "median_ms", "max_ms", "cv", "ratio"]
-    shown = several[[*varying(several), *figures]].rename(columns={"ratio": "mean over the warmest's"})
-    return "" if several.empty else markdown(shown)
+    figures = ["first_step_ms", "total_ms", "mean_ms", "std_ms", "median_ms", "max_ms", "cv", "mean over the warmest's"]
+    return "" if several.empty else markdown(several[[*varying(several), *figures]])
 
 
 def phase_statistics(frame: pd.DataFrame) -> str:

@@ -51,6 +51,7 @@ if options.status:
     print("the last line", file=sys.stderr)
     sys.exit(int(options.status))
 """
+MODELS = ("transformer", "breakdown", "memory")
 PARTS = "good\nfailing = good --status 3\nslow = good --seconds 60\nabsent"
 SCRIPT = """
 import sys
@@ -98,12 +99,26 @@ def test_parts_have_distinct_names_and_known_programs(preset, gpu):
     assert {part.program for part in parts} == set(programs.split())
 
 
-def test_every_pass_of_a_years_models_is_measured_eager_and_compiled():
-    parts = {part.name: " ".join(part.arguments) for part in parts_of("2025", gpu=True)}
-    for name in ("small", "medium", "large", "xl", "2.7B"):
-        assert parts[f"transformer-{name}"] == (
-            f"--suite 2025 --models {name} --lengths 128 256 512 1024 --modes forward step --compile none blocks"
-        )
+def test_every_model_of_a_year_is_measured_with_naive_attention_in_all_ways():
+    """At every length, cold and warm, compiled, in both dtypes, and kernel by kernel."""
+    parts = {part.name: vars(options_of(part)) for part in parts_of("2025", gpu=True) if part.program in MODELS}
+    models, lengths = ["small", "medium", "large", "xl", "2.7B"], [128, 256, 512, 1024]
+    for name in models:
+        passes, kernels = parts[f"transformer-{name}"], parts[f"breakdown-{name}"]
+        assert all((part["models"], part["lengths"]) == ([name], lengths) for part in (passes, kernels))
+        assert all(part["dtypes"] == ["float32", "bfloat16"] and not part["tf32"] for part in (passes, kernels))
+        assert (passes["modes"], passes["providers"]) == (["forward", "step"], ["naive", "flash"])
+        assert (kernels["modes"], kernels["providers"]) == (["forward", "forward+backward", "step"], ["naive"])
+    cold, compiled = parts["transformer-warmup"], parts["transformer-compile"]
+    assert all((part["models"], part["providers"][0]) == (models, "naive") for part in (cold, compiled))
+    assert (cold["lengths"], cold["warmup_steps"], cold["most_steps"]) == (lengths, [0, 1, 2, 5], cold["steps"])
+    assert (compiled["compile"], compiled["modes"]) == (["none", "whole"], ["forward", "step"])
+    assert parts["memory-2.7B"]["modes"] == ["forward", "forward+backward", "step"]
+
+
+def options_of(part):
+    parser = importlib.import_module(f"benchmarks.{part.program}").make_parser(["--device", "cuda"])
+    return parser.parse_args(part.arguments)
 
 
 @pytest.mark.parametrize("program", sorted({part.program for name in PRESETS for part in parts_of(name, gpu=True)}))
