@@ -38,16 +38,18 @@ def with_interval(value: Any, low: Any, high: Any) -> str:
     return f"{text} ({format_number(float(low))} to {format_number(float(high))})"
 
 
-def quotient(above: Mapping[str, Any], below: Mapping[str, Any], column: str) -> tuple[float, float, float] | None:
-    """A row's figure over that of another row, and the interval of that; None if one is missing.
+def quotient(
+    above: Mapping[str, Any], below: Mapping[str, Any], column: str, column_below: str | None = None
+) -> tuple[float, float, float] | None:
+    """A row's figure over that of another row, or in another column; and its interval. None if one is missing.
 
     The two were not measured in the same rounds, so the interval is the widest that those of both medians allow. A
     figure that is no time has none of its own.
     """
     values = []
-    for row in (above, below):
-        names = [column.replace("median_ms", f"{name}_ms") for name in ("median", "low", "high")]
-        values.append([row.get(name, row[column]) for name in names])
+    for row, name in ((above, column), (below, column_below or column)):
+        ends = [name.replace("median_ms", f"{end}_ms") for end in ("median", "low", "high")]
+        values.append([row.get(end, row.get(name)) for end in ends])
     (median, low, high), (other, other_low, other_high) = values
     if any(map(pd.isna, (median, low, high, other, other_low, other_high))) or not min(other, other_low):
         return None

@@ -1,4 +1,4 @@
-"""The page of a report: the tables and plots in the folders of its parts, as Markdown and as one file of HTML."""
+"""The pages of a report: one for each question, from the rows in the folders of its parts, as Markdown and as HTML."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import base64
 import json
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,50 +18,102 @@ from markdown_it.token import Token
 from markdown_it.utils import OptionsDict
 from markupsafe import Markup
 
-from benchmarks.intervals import with_interval
+from benchmarks.intervals import LEGEND, pooled, with_interval
+from benchmarks.questions import QUESTIONS, Question
 from benchmarks.results import CSV, Status
 from benchmarks.tables import bullets, markdown, sections
 from cs336_systems.files import write_text
 
-MARKDOWN, HTML, TEMPLATE = "report.md", "report.html", "page.html"
+INDEX, TEMPLATE, ANSWERS = "report", "page.html", "answers"
 OUTCOME, LOG, TABLES, ENVIRONMENT = "outcome.json", "log.txt", "tables.md", "environment.json"
 _FACTS = ("device", "torch", "triton", "cuda", "driver", "python", "commit", "dirty", "date")
 _FILES = (".csv", ".html", ".json", ".gz", ".pickle")
+_LISTS = ("round_ms", "steps_ms", "warmup_ms")
 
 
-def write_page(folder: Path) -> list[Path]:
-    """Write report.md and report.html of the folders in a folder that have results or an outcome; both paths.
+def write_pages(folder: Path) -> list[Path]:
+    """Write the pages of a report, each as Markdown and as HTML: one for each question, one for each other part.
 
-    Raises ValueError if there is no such folder.
+    report.md and report.html, the first of the paths returned, say what was run and lead to the others. Beside the page
+    of a question are its rows, as CSV and JSON. Raises ValueError if the folder has no folder with results or an
+    outcome.
     """
     known = (OUTCOME, TABLES, CSV)
     parts = [path for path in sorted(folder.glob("*/")) if any((path / name).exists() for name in known)]
     if not parts:
         raise ValueError(f"{folder} must have folders with one of {', '.join(known)}; it has none")
-    text = "\n\n".join([f"# Benchmarks: {folder.resolve().name}", overview(parts), *map(section, parts)]) + "\n"
-    write_text(folder / MARKDOWN, text)
-    write_text(folder / HTML, as_html(text, folder))
-    return [folder / MARKDOWN, folder / HTML]
+    pages = {}
+    for question in QUESTIONS:
+        asked = [part for part in parts if question.asks_for(part.name) and (part / CSV).exists()]
+        if asked and (text := answer(question, asked, folder)):
+            pages[question.name] = question.title, text
+    covered = {
+        part for part in parts for question in QUESTIONS if question.name in pages and question.asks_for(part.name)
+    }
+    pages |= {part.name: (part.name, section(part)) for part in parts if part not in covered}
+    index = {INDEX: (f"Benchmarks: {folder.resolve().name}", overview(parts, {name: pages[name][0] for name in pages}))}
+    paths = []
+    for name, (title, text) in (index | pages).items():
+        back = "" if name == INDEX else f"\n[All pages]({INDEX}.md)\n"
+        text = f"# {title}\n\n{text}\n{back}"
+        write_text(folder / f"{name}.md", text)
+        write_text(folder / f"{name}.html", as_html(text, folder))
+        paths += [folder / f"{name}.md", folder / f"{name}.html"]
+    return paths
 
 
-def overview(parts: Sequence[Path]) -> str:
-    """What was run, its environment and commands, and the speed-ups of each part."""
-    ran, environments, commands = [], [], []
+def answer(question: Question, parts: Sequence[Path], folder: Path) -> str:
+    """The answer that a person wrote, if there is one, the tables and plots, and what was measured how.
+
+    The rows are written beside it. It is "" if they have no figure that answers the question.
+    """
+    rows = pd.concat([pooled(pd.read_csv(part / CSV)).assign(part=part.name) for part in parts])
+    tables = sections(question.tables(rows))
+    if not tables:
+        return ""
+    legend = bullets([f"{sign} {text}" for sign, text in LEGEND.items() if sign in tables])
+    plots = [next((part / name for part in parts if (part / name).exists()), None) for name in question.plots]
+    shown = "\n\n".join(f"![{_caption(path)}]({path.relative_to(folder)})" for path in plots if path)
+    single = rows.drop(columns=[name for name in rows if name in _LISTS or name.endswith("_steps_ms")])
+    write_text(folder / f"{question.name}.csv", single.to_csv(index=False))
+    write_text(folder / f"{question.name}.json", single.to_json(orient="records", indent=1) + "\n")
+    files = f"Rows: [{question.name}.csv]({question.name}.csv), [{question.name}.json]({question.name}.json)"
+    path = folder / ANSWERS / f"{question.name}.md"
+    written = path.read_text(encoding="utf-8").strip() if path.exists() else ""
+    return "\n\n".join(filter(None, [written, tables, legend, shown, f"## Measured\n\n{measured(parts)}", files]))
+
+
+def _caption(path: Path) -> str:
+    """What a plot shows and of which part, for example `median ms forward, of attention`."""
+    part = path.parent.parent if path.parent.name == "plots" else path.parent
+    return f"{path.stem.replace('-', ' ')}, of {part.name}"
+
+
+def measured(parts: Sequence[Path]) -> str:
+    """With what each part was measured, and its command."""
+    environments = [
+        {"part": part.name, **{name: _json(part / ENVIRONMENT).get(name) for name in _FACTS}} for part in parts
+    ]
+    commands = [(part.name, _json(part / ENVIRONMENT).get("command")) for part in parts]
+    listed = bullets([f"{name}: `{command}`" for name, command in commands if command])
+    return f"{markdown(pd.DataFrame(environments))}\n\n{listed}"
+
+
+def overview(parts: Sequence[Path], titles: Mapping[str, str]) -> str:
+    """The pages, what was run and with what, and the speed-ups of each part."""
+    ran = []
     for part in parts:
-        outcome, environment, rows = _json(part / OUTCOME), _json(part / ENVIRONMENT), _rows(part)
+        outcome, rows = _json(part / OUTCOME), _rows(part)
         line = {name: outcome.get(name) for name in ("status", "reason", "seconds")}
         ok = f"{sum(rows['status'] == Status.OK.value)} of {len(rows)}" if len(rows) else None
         ran.append({"part": part.name, **line, "rows with figures": ok})
-        environments.append({"part": part.name, **{name: environment.get(name) for name in _FACTS}})
-        if environment.get("command"):
-            commands.append(f"{part.name}: `{environment['command']}`")
-    measured = [table for table in map(speedups, parts) if len(table)]
-    return sections(
+    found = [table for table in map(speedups, parts) if len(table)]
+    links = bullets([f"[{title}]({name}.md)" for name, title in titles.items()])
+    return f"{links}\n\n" + sections(
         {
             "Parts": markdown(pd.DataFrame(ran)),
-            "Environment": markdown(pd.DataFrame(environments)),
-            "Commands": bullets(commands),
-            "Speed-ups": markdown(pd.concat(measured)) if measured else "",
+            "Speed-ups": markdown(pd.concat(found)) if found else "",
+            "Measured": measured(parts),
         }
     )
 
@@ -79,18 +131,17 @@ def speedups(part: Path) -> pd.DataFrame:
 
 
 def section(part: Path) -> str:
-    """A part: its plots, its tables without title and environment, and its files."""
+    """A part that answers no question: its plots, its tables without title and environment, and its files."""
     outcome = _json(part / OUTCOME)
-    texts = [f"## {part.name}"]
-    if outcome.get("reason"):
-        texts.append(f"**{outcome['status']}: {outcome['reason']}**")
+    texts = [f"**{outcome['status']}: {outcome['reason']}**"] if outcome.get("reason") else []
     plots = sorted(part.rglob("*.png"))
-    texts.append("\n".join(f"![{part.name}: {path.stem}]({path.relative_to(part.parent)})" for path in plots))
+    texts.append("\n".join(f"![{_caption(path)}]({path.relative_to(part.parent)})" for path in plots))
     if (part / TABLES).exists():
         blocks = (part / TABLES).read_text(encoding="utf-8").strip().split("\n\n")
         if blocks[0].startswith("# "):
             blocks = blocks[2 if blocks[1:] and blocks[1].startswith("- device: ") else 1 :]
-        texts.append(re.sub(r"^(?=#+ )", "#", "\n\n".join(blocks), flags=re.MULTILINE))
+        texts.append("\n\n".join(blocks))
+    texts.append(f"## Measured\n\n{measured([part])}")
     files = sorted(p for p in part.rglob("*") if p.suffix in _FILES or p.name == LOG)
     if files:
         texts.append("Files: " + ", ".join(f"[{p.relative_to(part)}]({p.relative_to(part.parent)})" for p in files))
@@ -113,6 +164,9 @@ def as_html(text: str, folder: Path) -> str:
     converter.add_render_rule("table_close", lambda *_: "</table></div>\n")
     tokens, contents = converter.parse(text), []
     for index, token in enumerate(tokens):
+        for child in token.children or ():
+            if child.type == "link_open":  # from page to page
+                child.attrSet("href", re.sub(r"^([^/]+)\.md$", r"\1.html", str(child.attrGet("href"))))
         inline = tokens[min(index + 1, len(tokens) - 1)]
         if token.type == "heading_open":
             token.attrSet("id", f"section-{index}")

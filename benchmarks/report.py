@@ -1,14 +1,15 @@
-"""Many benchmarks, and one page of their tables and plots.
+"""Many benchmarks, and pages of their tables and plots.
 
     python benchmarks/report.py                                   # `quick`: a few minutes, with a GPU or without one
     python benchmarks/report.py --preset 2025 --dry-run           # the commands, and the cases of each
     python benchmarks/report.py --preset 2025 --out results/2025 --stop-after 600
     python benchmarks/report.py --preset 2025 --out results/2025 --stop-after 600 --resume    # until all is measured
-    python benchmarks/report.py --redraw results/2025             # make the page again
+    python benchmarks/report.py --redraw results/2025             # make the pages again
 
 A part of a preset is a run of a benchmark, in a process, with a folder in --out. One that fails or exceeds --timeout
-has that status on the page, and the others go on. Several reports may work on one --out, each with a --filter and a
-GPU. The page is report.html, which needs no other file and no network, and report.md.
+has that status on the first page, and the others go on. Several reports may work on one --out, each with a --filter
+and a GPU. There is a page for each question of the course, with its table and plots, as HTML and as Markdown;
+report.html leads to them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if not __package__:
 from benchmarks import flags
 from benchmarks.harness import default_folder
 from benchmarks.isolation import termination_as_interruption
-from benchmarks.page import LOG, OUTCOME, write_page
+from benchmarks.page import LOG, OUTCOME, write_pages
 from benchmarks.report_presets import PRESETS, Part, parts_of
 from benchmarks.results import JOURNAL
 from cs336_systems.files import write_text
@@ -104,7 +105,7 @@ def run_all(parts: Sequence[Part], options: argparse.Namespace) -> list[Outcome]
             write_outcome(folder, Outcome(INTERRUPTED, "the report ended, or the part still runs", arguments=asked))
             outcome = run_part(command_of(part, options), folder, options.timeout)
             write_outcome(folder, dataclasses.replace(outcome, arguments=asked))
-            write_page(options.out)
+            write_pages(options.out)
         outcomes.append(outcome)
         print(f"[{number}/{len(parts)}] {part.name}: {outcome.status} {outcome.reason}", file=sys.stderr, flush=True)
     return outcomes
@@ -157,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out = options.out or default_folder("report", str(options.device))
     try:
         if options.redraw is not None:
-            print(*(f"wrote {path}" for path in write_page(options.redraw)), sep="\n")
+            print(*(f"wrote {path}" for path in write_pages(options.redraw)[:2]), sep="\n")
             return 0
         parts = chosen_parts(options)
     except ValueError as error:
@@ -177,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"interrupted; the same command with --out {options.out} --resume continues", file=sys.stderr)
         return 130
     finally:
-        print(*(f"wrote {path}" for path in write_page(options.out)), sep="\n")
+        print(*(f"wrote {path}" for path in write_pages(options.out)[:2]), sep="\n")
     return int(any(outcome.status in (FAILED, TIMED_OUT) for outcome in outcomes))
 
 

@@ -23,7 +23,8 @@ leaderboard
 _QUICK_CPU = """
 precision --dtypes fp32 bf16 --lengths 128
 attention --preset course --lengths 128 256 --head-dims 32 --dtypes fp32 --rounds 3 --providers naive tiled torch-math
-transformer --models tiny --lengths 64 --modes step --steps 3 --warmup-steps 0 1
+transformer --models tiny --lengths 64 --providers naive --modes forward step --steps 5
+transformer-warmup = transformer --models tiny --lengths 64 --providers naive --modes step --steps 5 --warmup-steps 0 1
 breakdown --models tiny --lengths 64 --steps 3 --warmup-steps 1
 memory --models tiny --lengths 64 128 --modes forward step --recompute-every 2 --steps 1
 training_step --models tiny --lengths 64 --tokens 128 --compile none --steps 3 --providers flash torch naive

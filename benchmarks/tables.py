@@ -55,21 +55,28 @@ def with_columns(frame: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
     return frame.reindex(columns=list(dict.fromkeys([*frame.columns, *names])))
 
 
+def figures(frame: pd.DataFrame, column: str) -> pd.Series[str]:
+    """A cell for each row: its figure, or its status where it has no figure and the status is not `ok`.
+
+    A figure has its interval if there is one, and the row's `marks` if it is a time or made of times.
+    """
+    failed = frame[column].isna() & (frame["status"] != Status.OK.value)
+    cells = frame[column].map(number)
+    if f"{column}_low" in frame:
+        ends = zip(*(frame[name] for name in (column, f"{column}_low", f"{column}_high")), strict=True)
+        cells = pd.Series([with_interval(*each) for each in ends], frame.index)
+    if column.endswith(("median_ms", "tflops")) or f"{column}_low" in frame:
+        cells += marks(frame).mask(frame[column].isna(), "")
+    return cells.mask(failed, frame["status"])
+
+
 def matrix(frame: pd.DataFrame, index: Sequence[str], columns: str, value: str) -> str:
     """A Markdown table with a line for each ``index`` and a column for each value of ``columns``.
 
-    A cell is ``value``, with its interval if it has one and with the row's `marks` if it is a time or made of times, or
-    the row's status where there is no value and the status is not `ok`. Lines and columns come in the order of the
-    rows; of several rows for one cell, the last counts.
+    Cells are those of `figures`. Lines and columns come in the order of the rows; of several rows for one cell, the
+    last counts.
     """
-    failed = frame[value].isna() & (frame["status"] != Status.OK.value)
-    cells = frame[value].map(number)
-    if f"{value}_low" in frame:
-        ends = zip(*(frame[name] for name in (value, f"{value}_low", f"{value}_high")), strict=True)
-        cells = pd.Series([with_interval(*each) for each in ends], frame.index)
-    if value in ("median_ms", "tflops") or f"{value}_low" in frame:
-        cells += marks(frame).mask(frame[value].isna(), "")
-    rows = frame.assign(cell=cells.mask(failed, frame["status"]))
+    rows = frame.assign(cell=figures(frame, value))
     cells = rows.drop_duplicates([*index, columns], keep="last").set_index([*index, columns])["cell"]
     titles = {name: name if isinstance(name, str) else f"{columns} {name}" for name in rows[columns]}
     lines = cells.unstack(sort=False).fillna(ABSENT).rename(columns=titles)

@@ -32,7 +32,6 @@ from benchmarks.steps import finite_loss, make_step, step_columns
 from benchmarks.tables import markdown, plot_bars, plot_lines, sections, with_columns
 from cs336_systems.profiling.environment import device_name
 from cs336_systems.profiling.flops import device_peak, implausible_rate, teraflops_per_second
-from cs336_systems.profiling.report import ABSENT
 from cs336_systems.profiling.steps import StepTimes, time_steps
 from cs336_systems.profiling.timing import RoundTimes
 from cs336_systems.profiling.torch_names import compiler_counters
@@ -198,20 +197,16 @@ def ratios(frame: pd.DataFrame) -> str:
             "forward, no_grad, ms": pairs["median_ms_no_grad"],
             "forward, ms": pairs["forward_median_ms"],
             "both, ms": pairs["both_median_ms"],
-            "both / no_grad": [_over(row, "{}_ms_no_grad") for row in pairs.to_dict("records")],
-            "both / forward": [_over(row, "forward_{}_ms") for row in pairs.to_dict("records")],
+            "both / no_grad": [_over(row, "median_ms_no_grad") for row in pairs.to_dict("records")],
+            "both / forward": [_over(row, "forward_median_ms") for row in pairs.to_dict("records")],
         }
     )
     return markdown(shown)
 
 
 def _over(row: Row, below: str) -> str:
-    """Forward and backward over the time with these columns, and the interval of that."""
-    both, other = (
-        {f"{end}_ms": row[name.format(end)] for end in ("median", "low", "high")} for name in ("both_{}_ms", below)
-    )
-    found = quotient(both, other, "median_ms")
-    return ABSENT if found is None else with_interval(*found)
+    """Forward and backward over another time of the row, and the interval of that."""
+    return with_interval(*(quotient(row, row, "both_median_ms", below) or (None,) * 3))
 
 
 def warm_up(frame: pd.DataFrame) -> str:

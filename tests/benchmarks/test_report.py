@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,10 +12,11 @@ import threading
 import time
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from benchmarks import report
-from benchmarks.page import write_page
+from benchmarks.page import write_pages
 from benchmarks.report import PRESETS, parse, parts_of, read_outcome, run_part
 from benchmarks.tables import environment_lines
 from cs336_systems.profiling.environment import collect_environment
@@ -132,6 +133,10 @@ def test_a_program_takes_the_flags_of_its_parts(program, tmp_path, monkeypatch):
             assert module.main([*report.command_of(part, options)[2:], "--dry-run"]) == 0, part
 
 
+def pages_with_the_table(folder):
+    return {path.stem for path in folder.glob("*.md") if "| x | 1 |" in path.read_text()}
+
+
 def test_each_part_has_its_status_and_the_others_go_on(run, tmp_path):
     status, outcomes = run("--commit", "abc")
     assert status == 1
@@ -144,9 +149,10 @@ def test_each_part_has_its_status_and_the_others_go_on(run, tmp_path):
     out = tmp_path / "out"
     assert (out / "slow/interrupted").exists()
     assert calls(out / "good") == [f"--device cpu --seed 0 --out {out / 'good'} --commit abc"]
-    page = (out / "report.md").read_text()
-    assert "**timed out: took longer than 2 s**" in page
-    assert page.count("| x | 1 |") == 3
+    line = next(line for line in (out / "report.md").read_text().splitlines() if line.startswith("| slow"))
+    assert [cell.strip() for cell in line.split("|")[2:4]] == ["timed out", "took longer than 2 s"]
+    assert "**timed out: took longer than 2 s**" in (out / "slow.md").read_text()
+    assert pages_with_the_table(out) == {"good", "failing", "slow"}
 
 
 def test_what_is_complete_is_not_run_again(run, tmp_path, monkeypatch, capsys):
@@ -188,7 +194,7 @@ def test_an_interruption_keeps_what_there_is(run, tmp_path, capsys):
     assert [outcomes[name].status for name in ("good", "slow")] == ["ok", "interrupted"]
     assert (tmp_path / "out/slow/interrupted").exists()
     assert "--resume continues" in capsys.readouterr().err
-    assert (tmp_path / "out/report.md").read_text().count("| x | 1 |") == 2
+    assert pages_with_the_table(tmp_path / "out") == {"good", "slow"}
 
 
 @pytest.mark.slow
@@ -204,7 +210,7 @@ def test_reports_share_a_folder(programs, tmp_path):
             process.wait()
     assert {name: read_outcome(out / name).status for name in "abc"} == dict.fromkeys("abc", "ok")
     assert [len(calls(out / name)) for name in "abc"] == [1, 1, 1]
-    assert (out / "report.md").read_text().count("| x | 1 |") == 3
+    assert pages_with_the_table(out) == {"a", "b", "c"}
 
 
 def test_a_program_that_does_not_stop_is_killed(tmp_path):
@@ -228,57 +234,92 @@ def test_a_dry_run_lists_commands_and_cases(run, tmp_path, capfd):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two parts with results, one of which failed."""
+    """A part with rows that answer a question, and a part that failed and answers none."""
     environment = collect_environment("cpu", commit="abc")
-    columns = "status,provider,pass,speedup_over_naive\n"
-    rows = "ok,flash,forward,2\nok,flash,forward,8\nok,naive,forward,1\noom,flash,forward,\n"
-    for name in ("attention", "memory"):
+    columns = (
+        "case,dtype,mask,length,head_dim,status,reason,provider,pass,median_ms,held_mib,round_ms,speedup_over_naive\n"
+    )
+    figures = (
+        "ok,,flash,forward,2.5,,2.5;2.5,2",
+        "ok,,flash,backward,3.5,7.0,3.5;3.5,8",
+        "oom,full,naive,backward,,,,",
+    )
+    rows = "".join(f"a,float32,full,64,16,{each}\n" for each in figures)
+    for name in ("attention", "host"):
         (tmp_path / name / "plots").mkdir(parents=True)
         environment.write(tmp_path / name / "environment.json")
         lines = "\n".join(environment_lines(environment))
         table = "## float32 <b>\n\n| a | ms |\n|:--|--:|\n| x\\|y | 2.5 |\n"
         (tmp_path / name / "tables.md").write_text(f"# Attention\n\n{lines}\n\n- by hand & <by> heart\n\n{table}")
+        (tmp_path / name / "plots/median-ms-forward-float32-full-d64.png").write_bytes(PIXEL)
     (tmp_path / "attention/results.csv").write_text(columns + rows)
-    (tmp_path / "attention/plots/time-forward.png").write_bytes(PIXEL)
-    report.write_outcome(tmp_path / "memory", report.Outcome("failed", "exit status 1: <no> memory", 3.0))
+    report.write_outcome(tmp_path / "host", report.Outcome("failed", "exit status 1: <no> memory", 3.0))
     return tmp_path
 
 
-def test_the_page_as_markdown(folder):
-    text = write_page(folder)[0].read_text()
-    assert "| attention |      – |                          – |       – |            3 of 4 |" in text
-    assert text.count("- device: ") == 0
-    assert text.count(" abc | ") == 2
-    assert "# Attention" not in text
-    assert "### float32 <b>" in text
-    assert text.count("- by hand & <by> heart") == 2
-    assert "![attention: time-forward](attention/plots/time-forward.png)" in text
-    assert "[results.csv](attention/results.csv)" in text
-    (line,) = [line for line in text.splitlines() if "| flash forward |" in line]
-    assert [cell.strip() for cell in line.split("|")[3:6]] == ["speedup over naive", "4.00", "2"]
+def test_a_question_has_a_page_with_the_answer_the_table_and_the_rows(folder):
+    (folder / "answers").mkdir()
+    (folder / "answers/attention.md").write_text("It costs *much*.\n")
+    write_pages(folder)
+    text = (folder / "attention.md").read_text()
+    title, answer, *_ = text.split("\n\n")
+    assert (title, answer) == ("# What does attention cost, and where does memory end?", "It costs *much*.")
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| 64")
+    ]
+    assert lines[0] == ["64", "16", "2.50", "oom", "3.50", "oom", "7.00"]
+    assert "![median ms forward float32 full d64, of attention](attention/plots/median" in text
+    assert "by hand" not in text
+    assert "Rows: [attention.csv](attention.csv), [attention.json](attention.json)" in text
+    rows = pd.read_csv(folder / "attention.csv")
+    assert [*rows["median_ms"]][:2] == [2.5, 3.5]
+    assert set(rows["part"]) == {"attention"}
+    assert "round_ms" not in rows
+    assert json.loads((folder / "attention.json").read_text())[1]["held_mib"] == 7.0
 
 
-def test_the_page_as_one_file_of_html(folder):
-    html = write_page(folder)[1].read_text()
+def test_other_parts_have_pages_of_their_own_and_the_first_page_leads_to_all(folder):
+    paths = write_pages(folder)
+    assert [path.name for path in paths] == [
+        *("report.md", "report.html", "attention.md", "attention.html", "host.md", "host.html"),
+    ]
+    index, host = paths[0].read_text(), (folder / "host.md").read_text()
+    assert "- [What does attention cost, and where does memory end?](attention.md)\n" in index
+    assert "- [host](host.md)\n" in index
+    parts = [[cell.strip() for cell in line.split("|")[1:-1]] for line in index.splitlines() if line.startswith("| ")]
+    assert ["attention", "–", "–", "–", "2 of 3"] in parts
+    assert ["host", "failed", "exit status 1: <no> memory", "3.00", "–"] in parts
+    assert ["attention", "flash forward", "speedup over naive", "2.00", "1"] in parts
+    assert host.startswith("# host\n\n**failed: exit status 1: <no> memory**")
+    assert "# Attention" not in host
+    assert "- device: " not in host
+    assert "## float32 <b>" in host
+    assert host.count("- by hand & <by> heart") == 1
+
+
+def test_a_page_as_one_file_of_html(folder):
+    write_pages(folder)
+    html = (folder / "host.html").read_text()
     assert "<b>" not in html
     assert "&lt;no&gt; memory" in html
     assert '<td style="text-align:right">2.5</td>' in html
     assert '<td style="text-align:left">x|y</td>' in html
-    assert html.count('<div class="scroll"') == html.count("</table></div>") > 3
-    assert "<figcaption>attention: time-forward</figcaption></figure>" in html
+    assert html.count('<div class="scroll"') == html.count("</table></div>") == 2
+    assert "<figcaption>median ms forward float32 full d64, of host</figcaption></figure>" in html
     assert 'src="data:image/png;base64,' in html
-    assert '<a class="level-3"' in html
+    assert '<a href="report.html">All pages</a>' in html
+    assert '<a href="host.html">host</a>' in (folder / "report.html").read_text()
     for anchor in (part.split('"')[0] for part in html.split('href="#')[1:]):
         assert f'id="{anchor}"' in html
-    (folder / "attention/tables.md").write_text("![gone](gone.png)\n")
-    assert "gone: there is no such file." in write_page(folder)[1].read_text()
+    (folder / "host/tables.md").write_text("![gone](gone.png)\n")
+    write_pages(folder)
+    assert "gone: there is no such file." in (folder / "host.html").read_text()
 
 
-def test_the_page_is_made_again_of_any_folders(folder, capsys):
-    shutil.rmtree(folder / "memory")
-    (folder / "attention/tables.md").write_text("# A\n\nchanged\n")
+def test_the_pages_are_made_again_of_any_folders(folder, capsys):
+    (folder / "host/tables.md").write_text("# A\n\nchanged\n")
     assert report.main(["--redraw", str(folder)]) == 0
     assert capsys.readouterr().out == f"wrote {folder / 'report.md'}\nwrote {folder / 'report.html'}\n"
-    assert "<p>changed</p>" in (folder / "report.html").read_text()
+    assert "<p>changed</p>" in (folder / "host.html").read_text()
     assert report.main(["--redraw", str(folder / "attention")]) == 2
     assert "must have folders with one of outcome.json" in capsys.readouterr().err

@@ -16,10 +16,14 @@ PRINTED = {
     "breakdown": ["matrix products", "milliseconds"],
     "memory": ["saved tensors", "peak after event ", "optimizer state", "tracked tensors"],
     "precision": ["float16 9.953125\n", "loss   torch.float32", "dv   largest error"],
-    "report": ["<!DOCTYPE html>\n"],
+    "report": ["# Benchmarks: r", "attention-mine.html"],
     "steps": ["forward ", "backward ", "optimizer "],
 }
-FILES = {"breakdown": ["trace.json"], "memory": ["timeline.png", "snapshot.pickle"], "report": ["results/report.html"]}
+FILES = {
+    "breakdown": ["trace.json"],
+    "memory": ["timeline.png", "snapshot.pickle"],
+    "report": ["results/attention-mine.html"],
+}
 
 
 @pytest.mark.parametrize("page", PRINTED)
@@ -34,7 +38,7 @@ def test_the_example_runs(page, tmp_path, monkeypatch, capsys):
     assert [text for text in PRINTED[page] if text not in printed] == []
     assert all((tmp_path / name).exists() for name in FILES.get(page, ()))
     if page == "report":
-        assert ">1.5</td>" in (tmp_path / "results/report.html").read_text()
+        assert ">1.5</td>" in (tmp_path / "results/attention-mine.html").read_text()
 
 
 def test_flags_presets_and_statuses_of_the_report_are_named_and_exist():
@@ -45,4 +49,8 @@ def test_flags_presets_and_statuses_of_the_report_are_named_and_exist():
     first_cells = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
     named = {name for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)}
     statuses = {report.OK, report.FAILED, report.TIMED_OUT, report.INTERRUPTED, report.NOT_STARTED}
-    assert named == {*report.PRESETS, *statuses}
+    questions = {
+        question.name: question.title for question in importlib.import_module("benchmarks.questions").QUESTIONS
+    }
+    assert named == {*report.PRESETS, *statuses, *questions}
+    assert all(f"| `{name}` | {title} |" in page for name, title in questions.items())
