@@ -24,6 +24,7 @@ Row = dict[str, Any]
 """One line of results.csv: JSON values by column."""
 
 JOURNAL, SETTINGS, CSV, JSON = "journal.jsonl", "settings.json", "results.csv", "results.json"
+LOCK = ".lock"
 _LONGEST_REASON = 300
 
 
@@ -89,7 +90,8 @@ class RowStore:
         resume: continue with the rows that the folder has.
 
     Raises:
-        ValueError: the folder has rows and ``resume`` is false, or its rows have other settings.
+        ValueError: the folder has rows and ``resume`` is false, its rows have other settings, or another process
+            writes into it.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
@@ -98,6 +100,7 @@ class RowStore:
             raise ValueError(f"{folder} has rows already: add --resume to continue, or choose another --out")
         if resume and (folder / CSV).exists() and not (folder / JOURNAL).exists():
             raise ValueError(f"{folder} has a {CSV} but no {JOURNAL} to continue: choose another --out")
+        _lock(folder)
         _check_settings(folder, json.loads(json.dumps(settings, default=str)))
         self._cases = _read_journal(folder / JOURNAL)
 
@@ -128,6 +131,25 @@ class RowStore:
             os.fsync(journal.fileno())
         self._cases[case] = list(rows)
         write_csv(self.folder / CSV, self.rows)
+
+
+def _lock(folder: Path) -> None:
+    """Let no other process write into the folder until this one ends. Raises ValueError if another does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:  # on Windows, where two runs in one folder go unnoticed
+        return
+    # It stays open: closing any descriptor of the file would unlock it.
+    file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        other = os.read(file, 20).decode()
+        os.close(file)
+        raise ValueError(f"{folder} is written by process {other}: wait for it, or stop it") from None
+    os.truncate(file, 0)
+    os.write(file, str(os.getpid()).encode())
 
 
 def _check_settings(folder: Path, settings: dict[str, Any]) -> None:

@@ -7,6 +7,8 @@ import importlib
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +100,22 @@ def test_a_folder_with_rows_is_continued_only_on_request(tmp_path, capsys):
 def test_a_run_of_errors_alone_fails(tmp_path):
     assert harness.run(PROGRAM, options("--out", tmp_path), [Square(66)]) == 1
     assert harness.run(PROGRAM, options("--out", tmp_path, "--resume"), [Square(66), Square(2)]) == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="files are not locked there")
+def test_two_runs_do_not_write_into_one_folder(tmp_path, capsys):
+    """As after a killed report, whose program goes on."""
+    code = "import sys; from pathlib import Path; from benchmarks.results import RowStore\n"
+    code += "store = RowStore(Path(sys.argv[1]), {}, resume=True); print('open', flush=True); sys.stdin.read()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path], env=os.environ | {"PYTHONPATH": str(ROOT)}, **pipes
+    ) as other:
+        assert other.stdout.readline() == "open\n"
+        assert harness.run(PROGRAM, options("--out", tmp_path, "--resume"), CASES[:1]) == 2
+        assert f"{tmp_path} is written by process {other.pid}: wait for it, or stop it" in capsys.readouterr().err
+        other.kill()
+    RowStore(tmp_path, {}, resume=True).append("a", [{}])
 
 
 @pytest.mark.usefixtures("here")
