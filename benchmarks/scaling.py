@@ -112,6 +112,12 @@ def scaling_cases(options: argparse.Namespace) -> list[ScalingCase]:
     ]
 
 
+def least_memory(case: ScalingCase, options: argparse.Namespace) -> int:
+    """Bytes of each device at least: float32 parameters, gradients and AdamW's two moments, in shares under fsdp."""
+    shares = case.processes if case.parallel.startswith("fsdp") else 1
+    return 16 * case.config.parameters() // shares
+
+
 def impossible(case: ScalingCase, device: torch.device) -> Outcome | None:
     """The outcome `unsupported` if this machine or these sizes exclude the case."""
     reason = None
@@ -266,6 +272,7 @@ PROGRAM = harness.Program(
         "longer sequences need more",
         "times are those of the slowest process in each step, peaks those of the highest",
     ),
+    memory=least_memory,
     isolated=False,
 )
 

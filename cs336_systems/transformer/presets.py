@@ -26,9 +26,9 @@ _BILLIONS_2_7 = Sizes(2560, 10240, 32, 32)
 
 PRESETS: dict[str, dict[str, Sizes]] = {
     "2025": {**_SHARED, "xl": Sizes(1600, 6400, 48, 25), "2.7B": _BILLIONS_2_7},
-    "2026": {**_SHARED, "xl": _BILLIONS_2_7, "10B": Sizes(4608, 12288, 50, 36)},
+    "2026": {**_SHARED, "xl": _BILLIONS_2_7, "8B": Sizes(4096, 11008, 34, 32), "10B": Sizes(4608, 12288, 50, 36)},
 }
-"""Sizes by suite and name."""
+"""Sizes by suite and name. 8B is the leaderboard's, whose vocabulary has 151,936 tokens."""
 
 VOCAB_SIZE = 10_000
 CONTEXT_LENGTH = 1024

@@ -91,6 +91,16 @@ def test_what_cannot_be_divided(monkeypatch):
     assert "this machine has 1 GPUs" in str(impossible(CASE, torch.device("cuda")))
 
 
+def test_a_dry_run_of_the_leaderboards_model_says_what_each_gpu_needs_at_least(capsys):
+    sizes = ["--suite", "2026", "--models", "8B", "--vocab-size", "151936", "--lengths", "32768", "--batch", "2"]
+    how = ["--scale", "strong", "--processes", "2", "--parallel", "ddp", "fsdp", "--device", "cpu", "--dry-run"]
+    assert scaling.main([*sizes, *how]) == 0
+    ddp, fsdp, _ = capsys.readouterr().out.splitlines()
+    whole = 16 * 8_125_698_048 / 2**30
+    assert ddp.endswith(f": {whole:.2f} GiB")
+    assert fsdp.endswith(f": {whole / 2:.2f} GiB")
+
+
 def test_figures_of_a_group():
     def times(steps, first, host, peak):
         return StepTimes({}, RoundTimes(steps), first, AllocatorStats(None, None, peak), host, 1.0)

@@ -15,7 +15,7 @@ from cs336_systems.transformer import PRESETS, Transformer, TransformerConfig, p
 SHARED = {"small": 128_625_408, "medium": 423_183_360, "large": 969_411_840, "wide": 2_357_814_400}
 COUNTS = {
     "2025": {**SHARED, "xl": 1_998_235_200, "2.7B": 3_406_809_600},
-    "2026": {**SHARED, "xl": 3_406_809_600, "10B": 12_832_823_808},
+    "2026": {**SHARED, "xl": 3_406_809_600, "8B": 6_962_958_336, "10B": 12_832_823_808},
 }
 
 
