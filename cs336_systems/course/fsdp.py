@@ -172,10 +172,10 @@ class FullyShardedDataParallel(nn.Module):
         """
         shards = [weight.shard.grad for weight in self.weights if weight.shard.grad is not None]
         others = [parameter.grad for parameter in self._replicated if parameter.grad is not None]
-        squares = torch.stack([x.float().square().sum() for x in shards]).sum() if shards else torch.zeros(())
+        squares = nn.utils.get_total_norm(shards) ** 2
         if shards:
             dist.all_reduce(squares)
-        norm = (squares + sum(x.float().square().sum() for x in others)).sqrt()
+        norm = (squares + nn.utils.get_total_norm(others) ** 2).sqrt() if others else squares.sqrt()
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
         return norm
 

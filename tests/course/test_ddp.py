@@ -109,11 +109,12 @@ def check_order(layout, mode):
     """If gradients become ready in another order on each process, each is still averaged with its own."""
     model = nn.ParameterList([torch.full((3,), 2.0), torch.full((3,), 5.0)]).to(layout.device)
     parallel = DistributedDataParallel(model, mode=mode)
-    last = model[layout.rank] * model[1 - layout.rank] * 1.0
     order = []
     for number, parameter in enumerate(model):
         parameter.register_post_accumulate_grad_hook(lambda _, number=number: order.append(number))
-    (last + torch.zeros_like(last)).sum().backward()
+    first, last = layout.rank, 1 - layout.rank
+    (torch.ones(3, device=layout.device) * model[first] * model[last]).sum().backward()
+    assert order == [last, first]
     parallel.finish_gradient_synchronization()
     assert model[0].grad.tolist() == [5.0] * 3
     assert model[1].grad.tolist() == [2.0] * 3
