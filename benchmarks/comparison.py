@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -174,8 +173,8 @@ def time_columns(times: RoundTimes | None) -> Row:
 def timing_method(options: argparse.Namespace) -> TimingMethod:
     """How measurements are made, from --rounds, --most-rounds, --warmup and --rep."""
     most = getattr(options, "most_rounds", 1) or (_MOST_ROUNDS if options.device.type == "cuda" else 1)
-    method = TimingMethod(options.rounds, warmup_ms=options.warmup, repetitions_ms=options.rep)
-    return dataclasses.replace(method, most_rounds=max(options.rounds, most))
+    lengths = {"warmup_ms": options.warmup, "repetitions_ms": options.rep}
+    return TimingMethod(options.rounds, **lengths, most_rounds=max(options.rounds, most))
 
 
 def ran_out_of_memory(columns: Row, rows: Sequence[Row], *grows: str) -> Outcome | None:

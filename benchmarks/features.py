@@ -39,9 +39,10 @@ from benchmarks.comparison import plausible_difference, relative_difference, tim
 from benchmarks.feature_cases import FEATURES, Feature, Sizes
 from benchmarks.feature_providers import OURS, PEERS, bind
 from benchmarks.harness import Case, Comparison, Context, Row
-from benchmarks.intervals import with_interval
+from benchmarks.intervals import figures_with_intervals
 from benchmarks.isolation import map_isolated
 from benchmarks.tables import markdown, number
+from cs336_systems.profiling.report import ABSENT
 from cs336_systems.profiling.timing import call_milliseconds, measure_ms, synchronize
 from cs336_systems.profiling.torch_names import COMPILER, without_donated_buffers
 
@@ -167,15 +168,16 @@ def tables(frame: pd.DataFrame) -> str:
             dict(zip(sizes, key, strict=True))
             | {"visible, %": f"{100 * first['visible']:.3g}"}
             | {f"{name}, ms": number(medians.get(name)) for name in names}
-            | {"over the best peer, ×": _ratio(rows, best, "speedup_of_first"), "best peer": number(best)}
-            | {"of plain causal, ×": _ratio(rows, names[0], "of_plain"), "peak, MiB": number(first["peak_mib"])}
+            | {
+                "over the best peer, ×": figures_with_intervals(rows, "speedup_of_first").get(best, ABSENT),
+                "best peer": number(best),
+            }
+            | {
+                "of plain causal, ×": figures_with_intervals(rows, "of_plain")[names[0]],
+                "peak, MiB": number(first["peak_mib"]),
+            }
         )
     return markdown(pd.DataFrame(lines))
-
-
-def _ratio(rows: pd.DataFrame, provider: str | None, column: str) -> str:
-    ends = (f"{column}{end}" for end in ("", "_low", "_high"))
-    return with_interval(*(None if provider is None else rows[end].get(provider) for end in ends))
 
 
 PROGRAM = harness.Program(

@@ -121,13 +121,13 @@ _SINGLE: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "most_steps": (
         positive,
         "N",
-        "up to so many, until the median is known within 2 %% (default: ten times --steps on a GPU)",
+        "at most this many steps, until the median is known within 2 %% (default: ten times --steps on a GPU)",
     ),
     "rounds": (positive, "N", "rounds, in each of which every provider is measured once"),
     "most_rounds": (
         positive,
         "N",
-        "up to so many, until every median is known within 2 %% (default: 25 on a GPU)",
+        "at most this many rounds, until every median is known within 2 %% (default: 25 on a GPU)",
     ),
     "warmup": (milliseconds, "MS", "milliseconds of calls before each measurement"),
     "rep": (milliseconds, "MS", "milliseconds of timed calls in each measurement"),
@@ -192,7 +192,13 @@ def _add_run_flags(parser: argparse.ArgumentParser, timeout: float) -> None:
     add("--seed", type=count, default=0, metavar="N", help="seed of random inputs (default: %(default)s)")
     add("--timeout", type=seconds, default=timeout, metavar="S", help="seconds for one case (default: %(default)g)")
     add("--out", type=Path, metavar="FOLDER", help="folder of the results (default: results/PROGRAM/DEVICE-DATE)")
-    add("--visits", type=positive, default=1, metavar="N", help="measure all cases, so often (default: %(default)s)")
+    add(
+        "--visits",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="how many times all cases are measured (default: %(default)s)",
+    )
     add("--resume", action="store_true", help="continue in --out FOLDER: skip the cases that have rows there")
     add("--filter", type=pattern, metavar="REGEX", help="only cases whose name, as --dry-run lists it, matches")
     add("--dry-run", action="store_true", help="list the cases and measure nothing")

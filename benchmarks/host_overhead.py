@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks import flags
 from benchmarks.harness import Case, Comparison, Context, Program, Row, run
-from benchmarks.intervals import with_interval
+from benchmarks.intervals import figures_with_intervals
 from benchmarks.results import outcome_of
 from benchmarks.tables import markdown
 from cs336_systems.attention import attention
@@ -108,9 +108,8 @@ def tables(frame: pd.DataFrame) -> str:
         columns: dict[str, Any] = {}
         for which, title in PASSES.items():
             found = rows[rows["which"] == which].set_index("provider")
-            ratios = zip(*(found[f"over_torch{end}"] for end in ("", "_low", "_high")), strict=True)
             columns[f"{title}, µs"] = found["median_us"]
-            columns[f"{title}, of torch's"] = pd.Series([with_interval(*each) for each in ratios], found.index)
+            columns[f"{title}, of torch's"] = figures_with_intervals(found, "over_torch")
         table = pd.DataFrame(columns, rows["provider"].unique()).dropna(axis="columns", how="all")
         dtype, mask, *shape = sizes
         text = markdown(table.rename_axis("provider").reset_index())

@@ -14,7 +14,7 @@ from cs336_systems.profiling.timing import PRECISION
 
 HOST_BOUND, IMPRECISE = "†", "‡"
 LEGEND = {
-    HOST_BOUND: "the device waits for the host, whose time this is",
+    HOST_BOUND: "the device waits for the host, so this is the time of the host",
     IMPRECISE: f"the 95 % confidence interval of the median goes beyond ±{PRECISION:.0%} of it",
 }
 _COMBINED: dict[str, Callable[[list[float]], float]] = {"low": min, "min": min, "high": max, "max": max}
@@ -38,13 +38,19 @@ def with_interval(value: Any, low: Any, high: Any) -> str:
     return f"{text} ({format_number(float(low))} to {format_number(float(high))})"
 
 
+def figures_with_intervals(frame: pd.DataFrame, column: str) -> pd.Series[str]:
+    """For each row, the figure of a column that has an interval, in the columns with `_low` and `_high`."""
+    ends = zip(*(frame[f"{column}{end}"] for end in ("", "_low", "_high")), strict=True)
+    return pd.Series([with_interval(*each) for each in ends], frame.index, dtype=object)
+
+
 def quotient(
     above: Mapping[str, Any], below: Mapping[str, Any], column: str, column_below: str | None = None
 ) -> tuple[float, float, float] | None:
     """A row's figure over that of another row, or in another column; and its interval. None if one is missing.
 
     The two were not measured in the same rounds, so the interval is the widest that those of both medians allow. A
-    figure that is no time has none of its own.
+    figure that is not a time has no interval.
     """
     values = []
     for row, name in ((above, column), (below, column_below or column)):

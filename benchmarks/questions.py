@@ -32,7 +32,7 @@ class Question:
         title: the question.
         parts: a regular expression that the names of the parts whose rows answer it match.
         tables: by title, from these rows.
-        plots: names of files; the page shows each as the first part has it that has it.
+        plots: names of files; the page shows each from the first part that has it.
     """
 
     name: str
@@ -52,7 +52,7 @@ def lines(frame: pd.DataFrame, index: Sequence[str], columns: Mapping[str, tuple
     Columns without a cell are left out. Of several rows for one cell, the last counts.
     """
     cells = {}
-    # Beside rows of other programs, which lack the column, whole numbers became floats.
+    # Whole numbers became floats where rows of other programs lack the column.
     frame = frame.dropna(subset=[*index])
     frame = frame.astype({name: int for name in index if pd.api.types.is_float_dtype(frame[name])})
     for title, (query, column) in columns.items():

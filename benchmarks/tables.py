@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.intervals import LEGEND, marks, with_interval
+from benchmarks.intervals import LEGEND, figures_with_intervals, marks
 from benchmarks.results import Row, Status
 from cs336_systems.profiling.environment import Environment
 from cs336_systems.profiling.report import ABSENT, format_number, markdown_table
@@ -63,8 +63,7 @@ def figures(frame: pd.DataFrame, column: str) -> pd.Series[str]:
     failed = frame[column].isna() & (frame["status"] != Status.OK.value)
     cells = frame[column].map(number)
     if f"{column}_low" in frame:
-        ends = zip(*(frame[name] for name in (column, f"{column}_low", f"{column}_high")), strict=True)
-        cells = pd.Series([with_interval(*each) for each in ends], frame.index)
+        cells = figures_with_intervals(frame, column)
     if column.endswith(("median_ms", "tflops")) or f"{column}_low" in frame:
         cells += marks(frame).mask(frame[column].isna(), "")
     return cells.mask(failed, frame["status"])

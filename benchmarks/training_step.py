@@ -22,7 +22,7 @@ import pandas as pd
 
 from benchmarks import flags, harness, models, transformer
 from benchmarks.attention_providers import KERNELS, KERNELS_LABEL
-from benchmarks.intervals import marks, quotient, with_interval
+from benchmarks.intervals import figures_with_intervals, marks, quotient
 from benchmarks.models import AXES, LLAMA, TORCH, varying
 from benchmarks.tables import bullets, markdown, number, plot_lines, sections, with_columns
 
@@ -80,8 +80,7 @@ def tables(frame: pd.DataFrame) -> str:
     frame = with_speedups(frame)
     figures = ["median_ms", "std_ms", "min_ms", "host_ms", "tokens_per_second", "mfu", "mfu_causal", "peak_mib"]
     for name in COMPARED:
-        ends = zip(*(frame[f"over_{name}{end}"] for end in ("", "_low", "_high")), strict=True)
-        frame[f"over_{name}"] = [with_interval(*each) for each in ends]
+        frame[f"over_{name}"] = figures_with_intervals(frame, f"over_{name}")
     frame["median_ms"] = frame["median_ms"].map(number) + marks(frame)
     figures += ["compile_s", *(f"over_{name}" for name in COMPARED), "status"]
     axes = list(dict.fromkeys([*varying(frame), "provider"]))

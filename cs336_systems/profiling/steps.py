@@ -85,8 +85,8 @@ def time_steps(
         phases: by name, what a step calls, in order.
         device: where they run.
         steps: timed steps, at least 1.
-        most_steps: up to so many, by default no more, ``steps`` more are timed, after one that is not, while the median
-            of a step is not precise (`RoundTimes.is_precise`).
+        most_steps: at most this many, by default ``steps``. While the median of a step is not precise
+            (`RoundTimes.is_precise`), ``steps`` more are timed, after one that is not.
         warmup: steps before the timed ones.
         between: called before each step, untimed, such as ``model.zero_grad``.
 

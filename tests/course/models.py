@@ -29,7 +29,7 @@ class Net(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, 7)
         self.down = nn.Linear(7, WIDTH, bias=False)
-        self.branch = nn.Parameter(torch.randn(WIDTH))  # used where forward is told to
+        self.branch = nn.Parameter(torch.randn(WIDTH))  # used by forward with branch=True
         self.unused = nn.Parameter(torch.randn(3))
         self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
         self.head = nn.Linear(WIDTH, TOKENS, bias=False)
@@ -58,6 +58,11 @@ def batches(count, device):
     """For each step the tokens of the two processes."""
     generator = torch.Generator().manual_seed(5)
     return torch.randint(TOKENS, (count, 2, 4), generator=generator).to(device)
+
+
+def adamw(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
 
 
 def loss_of(model, tokens, branch=False):

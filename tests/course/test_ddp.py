@@ -12,7 +12,7 @@ from torch import nn
 from cs336_systems.course import MODES, DistributedDataParallel
 
 from ..parallel.processes import layout_of, spawn
-from .models import CLOSE, batches, branches, loss_of, made, same_everywhere
+from .models import CLOSE, adamw, batches, branches, loss_of, made, same_everywhere
 
 CASES = [(mode, None) for mode in MODES] + [("bucketed", size / 2**20) for size in (1, 400, 600)]
 """Each mode, and buckets of bytes: the embedding has 528, the layers 336."""
@@ -32,11 +32,6 @@ def counted():
         yield sizes
     finally:
         dist.all_reduce = all_reduce
-
-
-def adamw(model):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
 
 
 def check_training(layout, mode, bucket_mb, tied):

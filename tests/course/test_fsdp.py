@@ -10,18 +10,13 @@ from torch import nn
 from cs336_systems.course import FullyShardedDataParallel, is_linear_or_embedding
 
 from ..parallel.processes import layout_of, spawn
-from .models import CLOSE, batches, branches, loss_of, made, same_everywhere
+from .models import CLOSE, adamw, batches, branches, loss_of, made, same_everywhere
 
 CASES = [{"tied": tied, "checkpointed": checkpointed} for tied in (False, True) for checkpointed in (False, True)]
 
 
 def close(mine, one, what):
     torch.testing.assert_close(mine, one, msg=lambda text: f"{what}: {text}", **CLOSE)
-
-
-def adamw(model):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
 
 
 def check_training(layout, clip, **how):
