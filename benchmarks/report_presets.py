@@ -37,6 +37,8 @@ _YEAR_GPU = """
 transformer-warmup = transformer {suite} --models {models} {course} --providers naive --dtypes fp32 --modes step {cold}
 transformer-compile = transformer {suite} --models {models} --lengths 512 --providers naive flash --compile none whole
 transformer-compile-small = transformer --models {small_models} --providers naive flash --compile none whole
+transformer-own = transformer --models 64-256-512-4-8 --providers naive flash
+transformer-batch-8 = transformer {suite} --models {models} --lengths 1024 --batches 8 {gpt2} --providers naive flash
 transformer-batch-64 = transformer --models small --lengths 512 --batches 64 --providers naive flash
 transformer-batch-32 = transformer --models large --lengths 512 --batches 32 --providers naive flash
 transformer-limit = transformer {suite} --models large {largest} --lengths 2048 4096 8192 --providers naive flash {few}
@@ -53,7 +55,7 @@ host_overhead
 leaderboard
 """
 _YEAR_CPU = """
-transformer {suite} --models small --lengths 256 --providers naive --compile none whole --steps 3 --dtypes fp32
+transformer {suite} --models small medium large --lengths 256 --providers naive --dtypes fp32 --compile none whole {few}
 transformer-warmup = transformer --models tiny --lengths 64 --steps 5 --warmup-steps 0 1 2 5
 transformer-compile = transformer --models 4-256-256-4-8 --compile none whole --steps 3
 attention --preset course --lengths 256 1024 --head-dims 16 64 --dtypes fp32
@@ -79,7 +81,8 @@ _FLAGS = {
     "course": "--lengths 128 256 512 1024",
     "cold": "--warmup-steps 0 1 2 5 --steps 10 --most-steps 10",
     "few": "--steps 3 --most-steps 3",
-    "slow": "--max-seconds 60 --rounds 3 --most-rounds 3",
+    "slow": "--passes forward backward --max-seconds 10 --rounds 3 --most-rounds 3",
+    "gpt2": "--vocab-size 50257",
     "plain": "--providers naive compiled",
     "small_models": "4-256-256-4-8 4-512-512-6-8 8-256-768-6-12 8-512-768-12-12",
 }
