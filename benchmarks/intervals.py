@@ -23,9 +23,11 @@ _COMBINED: dict[str, Callable[[list[float]], float]] = {"low": min, "min": min, 
 def marks(frame: pd.DataFrame) -> pd.Series[str]:
     """For each row, the signs of `LEGEND` that its time has."""
     host_bound, precise = (frame.get(name, pd.Series(index=frame.index)) for name in ("host_bound", "precise"))
-    return (host_bound == True).map({True: HOST_BOUND, False: ""}) + (  # noqa: E712
-        (precise == False).map({True: IMPRECISE, False: ""})  # noqa: E712
-    )
+    signs = [
+        HOST_BOUND * (waits is True or waits == 1.0) + IMPRECISE * (sure is False or sure == 0.0)
+        for waits, sure in zip(host_bound, precise, strict=True)
+    ]
+    return pd.Series(signs, frame.index, dtype=object)
 
 
 def with_interval(value: Any, low: Any, high: Any) -> str:

@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,10 +106,18 @@ def run_all(parts: Sequence[Part], options: argparse.Namespace) -> list[Outcome]
             write_outcome(folder, Outcome(INTERRUPTED, "the report ended, or the part still runs", arguments=asked))
             outcome = run_part(command_of(part, options), folder, options.timeout)
             write_outcome(folder, dataclasses.replace(outcome, arguments=asked))
-            write_pages(options.out)
+            _try_pages(options.out)
         outcomes.append(outcome)
         print(f"[{number}/{len(parts)}] {part.name}: {outcome.status} {outcome.reason}", file=sys.stderr, flush=True)
     return outcomes
+
+
+def _try_pages(folder: Path) -> None:
+    """Write the pages; if that fails, say why, and let the other parts be measured."""
+    try:
+        write_pages(folder)
+    except Exception:
+        traceback.print_exc()
 
 
 def read_outcome(folder: Path) -> Outcome:

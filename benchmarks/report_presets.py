@@ -42,7 +42,7 @@ transformer-batch-8 = transformer {suite} --models {models} --lengths 1024 --bat
 transformer-batch-64 = transformer --models small --lengths 512 --batches 64 --providers naive flash
 transformer-batch-32 = transformer --models large --lengths 512 --batches 32 --providers naive flash
 transformer-limit = transformer {suite} --models large {largest} --lengths 2048 4096 8192 --providers naive flash {few}
-attention = attention --preset course
+attention = attention --preset course {rivals} --most-rounds 9
 attention-limit = attention --preset course --lengths 32768 65536 131072 --providers naive compiled flash torch {slow}
 attention-wide = attention --preset course --lengths 16 32 64 128 --head-dims 256 1024 4096 16384 {plain}
 attention-causal = attention --preset course-causal {causal}
@@ -83,6 +83,7 @@ _FLAGS = {
     "few": "--steps 3 --most-steps 3",
     "slow": "--passes forward backward --max-seconds 10 --rounds 3 --most-rounds 3",
     "gpt2": "--vocab-size 50257",
+    "rivals": "--providers naive compiled flash torch-flash torch-efficient torch-cudnn",
     "plain": "--providers naive compiled",
     "small_models": "4-256-256-4-8 4-512-512-6-8 8-256-768-6-12 8-512-768-12-12",
 }

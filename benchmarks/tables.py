@@ -61,7 +61,7 @@ def figures(frame: pd.DataFrame, column: str) -> pd.Series[str]:
     A figure has its interval if there is one, and the row's `marks` if it is a time or made of times.
     """
     failed = frame[column].isna() & (frame["status"] != Status.OK.value)
-    cells = frame[column].map(number)
+    cells = frame[column].map(number).astype(object)
     if f"{column}_low" in frame:
         cells = figures_with_intervals(frame, column)
     if column.endswith(("median_ms", "tflops")) or f"{column}_low" in frame:

@@ -38,7 +38,7 @@ from cs336_systems.profiling.torch_names import compiler_counters
 
 PREFIXES = {**{phase: f"{phase}_" for phase in (*PHASES, "both")}, "step": ""}
 """By what has a time, the prefix of its columns; the whole step's have none, and `both` is forward and backward."""
-_MORE_STEPS = 10
+_MORE_STEPS = 5
 STATISTICS = ("median_ms", "low_ms", "high_ms", "mean_ms", "std_ms", "min_ms", "max_ms", "cv")
 
 

@@ -110,9 +110,14 @@ def test_the_clock_counts_what_comes_between_steps_too(clock, monkeypatch):
 def test_a_device_that_waits_for_the_host():
     def bound(*host_ms, allocated=1):
         memory = AllocatorStats(allocated)
-        return StepTimes({}, RoundTimes((9.0, 10.0, 11.0)), (), memory, host_ms, 10.0).is_host_bound
+        return StepTimes({}, RoundTimes((10.0, 30.0, 20.0)), (), memory, host_ms, 10.0).is_host_bound
 
-    assert [bound(9.4, 20.0), bound(9.6, 20.0), bound(9.6, allocated=None)] == [False, True, False]
+    assert [bound(9.4, 30.0, 20.0), bound(9.6, 30.0, 20.0), bound(9.6, 30.0, 20.0, allocated=None)] == [
+        False,
+        True,
+        False,
+    ]
+    assert not bound(20.0, 30.0, 1.0)  # the third step was queued while the others ran
 
 
 @pytest.mark.parametrize(
