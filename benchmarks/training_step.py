@@ -81,7 +81,7 @@ def tables(frame: pd.DataFrame) -> str:
     figures = ["median_ms", "std_ms", "min_ms", "host_ms", "tokens_per_second", "mfu", "mfu_causal", "peak_mib"]
     for name in COMPARED:
         frame[f"over_{name}"] = figures_with_intervals(frame, f"over_{name}")
-    frame["median_ms"] = frame["median_ms"].map(number) + marks(frame)
+    frame["median_ms"] = frame["median_ms"].map(number).astype(object) + marks(frame)
     figures += ["compile_s", *(f"over_{name}" for name in COMPARED), "status"]
     axes = list(dict.fromkeys([*varying(frame), "provider"]))
     providers = [f"`{name}`: {models.PROVIDERS[name]}" for name in dict.fromkeys(frame["provider"])]
