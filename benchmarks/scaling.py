@@ -26,6 +26,7 @@ import torch
 from benchmarks import flags, harness, models
 from benchmarks.harness import Context, Outcome, Row, Status
 from benchmarks.models import varying
+from benchmarks.process_groups import too_few_gpus, unsupported
 from benchmarks.scaling_process import COMPILE, LONGEST, SCALES, STEP, STRONG, WEAK, ScalingCase, run_group
 from benchmarks.tables import bullets, markdown, sections, with_columns
 from cs336_systems.parallel import MODES
@@ -121,13 +122,13 @@ def least_memory(case: ScalingCase, options: argparse.Namespace) -> int:
 def impossible(case: ScalingCase, device: torch.device) -> Outcome | None:
     """The outcome `unsupported` if this machine or these sizes exclude the case."""
     reason = None
-    if device.type == "cuda" and case.processes > torch.cuda.device_count():
-        reason = f"this machine has {torch.cuda.device_count()} GPUs"
+    if few := too_few_gpus(case.processes, device):
+        reason = few
     elif not case.shares_sequences and case.sequences % case.processes:
         reason = f"{case.sequences} sequences cannot be divided among {case.processes} processes"
     elif case.shares_sequences and case.step_length < 2 * case.processes:
         reason = f"{case.processes} processes cannot share {case.step_length} tokens"
-    return Outcome(Status.UNSUPPORTED, reason) if reason else None
+    return unsupported(reason)
 
 
 def measure(case: ScalingCase, context: Context) -> Row:

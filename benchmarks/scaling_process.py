@@ -1,35 +1,26 @@
-"""A group of processes that train a model together: how it is started and ended, and what each process does.
+"""What each process of a group does that trains a model together, for scaling.py.
 
-torchrun starts this file once for each process, which measures a step and writes a file.
+torchrun starts this file once for each process, as `process_groups` describes.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
-import json
-import os
-import subprocess
 import sys
-import tempfile
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.harness import Case, Row, Status
-from benchmarks.models import FORWARD_BACKWARD, file_of, model_config, rate_columns
-from benchmarks.results import error, outcome_of
+from benchmarks import process_groups
+from benchmarks.harness import Case, Row
+from benchmarks.models import FORWARD_BACKWARD, model_config, rate_columns
+from benchmarks.process_groups import run_process
 from benchmarks.steps import TrainingStep, autocast, finite_loss, make_batch, step_columns
-from cs336_systems.files import write_text
-from cs336_systems.parallel import Layout, ParallelModel, start
+from cs336_systems.parallel import Layout, ParallelModel
 from cs336_systems.parallel.layout import NONE, WITH_CONTEXT
 from cs336_systems.profiling.environment import device_name
 from cs336_systems.profiling.flops import device_peak
@@ -41,11 +32,7 @@ WEAK, STRONG = SCALES = ("weak", "strong")
 STEP, LONGEST = "step", "longest"
 COMPILE = ("none", "auto")
 """auto: the whole model for one process, each block for several, as the training command."""
-RESULT, FAILURE = "result.json", "failure-{}.json"
-ROOT = Path(__file__).resolve().parents[1]
 PROCESS = ("-m", "benchmarks.scaling_process")
-_SECONDS_TO_END = 45.0
-"""torchrun gives its processes 30 s before it kills them. If it were killed first, they would go on."""
 
 
 @dataclass(frozen=True)
@@ -110,49 +97,8 @@ class ScalingCase(Case):
 
 
 def run_group(case: ScalingCase, options: argparse.Namespace, process: Sequence[str] = PROCESS) -> Row:
-    """The columns that a group of processes measures. The group has ended when this returns.
-
-    Its output is in logs/ of the results.
-    """
-    log = file_of(options.out, "logs", case, "txt")
-    job = {"case": dataclasses.asdict(case), "device": options.device.type}
-    job |= {name: getattr(options, name) for name in ("steps", "tf32", "seed", "timeout")}
-    # One thread for each process, as torchrun sets it, also without torchrun.
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": path}
-    late = False
-    with tempfile.TemporaryDirectory() as folder, log.open("wb") as output:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node"]
-        group_of = [] if case.parallel == NONE else [*torchrun, str(case.processes)]
-        command = [sys.executable, *group_of, *process, json.dumps(job | {"folder": folder})]
-        with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT) as group:
-            try:
-                group.wait(options.timeout)
-            except subprocess.TimeoutExpired:
-                late = True
-            finally:
-                group.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    group.wait(_SECONDS_TO_END)
-                group.kill()
-        row = result_of(Path(folder))
-    if row is not None:
-        return row
-    if late:
-        return error(f"took longer than {options.timeout:g} s").columns
-    last = " ".join(log.read_text(errors="replace").split("\n")[-12:])
-    return error(f"ended with status {group.returncode}: {last}").columns
-
-
-def result_of(folder: Path) -> Row | None:
-    """What the processes wrote: the figures, or why there are none; None if they ended before they could.
-
-    If memory runs out in one process, others fail since it is gone: its failure is the one to report.
-    """
-    if (folder / RESULT).exists():
-        return json.loads((folder / RESULT).read_text())
-    failures = [json.loads(path.read_text()) for path in sorted(folder.glob(FAILURE.format("*")))]
-    return min(failures, key=lambda failure: failure["status"] != Status.OUT_OF_MEMORY.value, default=None)
+    """The columns that the case's group of processes measures; see `process_groups.run_group`."""
+    return process_groups.run_group(case, case.processes, options, process, ("steps", "tf32", "seed"))
 
 
 def make_step(case: ScalingCase, layout: Layout, seed: int) -> TrainingStep:
@@ -233,25 +179,8 @@ def group_columns(each: Sequence[tuple[StepTimes, Sequence[float]]]) -> Row:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure the job in the argument, which is JSON, and write the result into its folder.
-
-    A process that fails writes why, and exits at once: the others wait for it inside of a step, so that leaving the
-    process group in order would hang. torchrun ends them.
-    """
-    job = json.loads(arguments[0])
-    case, folder = ScalingCase(**job["case"]), Path(job["folder"])
-    try:
-        torch.set_float32_matmul_precision("high" if job["tf32"] else "highest")
-        patience = None if case.parallel == NONE else timedelta(seconds=job["timeout"])
-        with start(case.parallel, torch.device(job["device"]), None, patience) as layout:
-            row = measure(job, case, layout)
-            if layout.is_main:
-                write_text(folder / RESULT, json.dumps(row))
-    except Exception as exception:
-        traceback.print_exc()
-        write_text(folder / FAILURE.format(os.environ.get("RANK", "0")), json.dumps(outcome_of(exception).columns))
-        sys.stderr.flush()
-        os._exit(1)
+    """Measure the job in the argument; see `process_groups.run_process`."""
+    run_process(arguments, ScalingCase, measure, lambda case: case.parallel)
 
 
 if __name__ == "__main__":

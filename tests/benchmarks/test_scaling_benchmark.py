@@ -13,10 +13,11 @@ import pandas as pd
 import pytest
 import torch
 
-from benchmarks import scaling, scaling_process
+from benchmarks import process_groups, scaling, scaling_process
 from benchmarks.models import rate_columns
+from benchmarks.process_groups import FAILURE, RESULT, result_of
 from benchmarks.scaling import drive, impossible, search, tables, with_efficiency, wrong_losses
-from benchmarks.scaling_process import FAILURE, LONGEST, RESULT, STEP, STRONG, WEAK, ScalingCase, run_group
+from benchmarks.scaling_process import LONGEST, STEP, STRONG, WEAK, ScalingCase, run_group
 from cs336_systems.parallel import Layout
 from cs336_systems.profiling import RoundTimes
 from cs336_systems.profiling.steps import AllocatorStats, StepTimes
@@ -88,7 +89,7 @@ def test_what_cannot_be_divided(monkeypatch):
     assert "2 sequences cannot be divided among 3" in str(impossible(replace(CASE, processes=3), CPU))
     assert "2 processes cannot share 3 tokens" in str(impossible(replace(CASE, parallel="context", length=3), CPU))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert "this machine has 1 GPUs" in str(impossible(CASE, torch.device("cuda")))
+    assert "2 processes need 2 GPUs, one each; this machine has 1" in str(impossible(CASE, torch.device("cuda")))
 
 
 def test_a_dry_run_of_the_leaderboards_model_says_what_each_gpu_needs_at_least(capsys):
@@ -216,17 +217,17 @@ def job_of(case, folder, **changes):
 @pytest.mark.parametrize("what", [STEP, LONGEST])
 def test_one_process_measures_and_writes(tmp_path, what):
     scaling_process.main(job_of(replace(ONE, what=what), tmp_path))
-    row = scaling_process.result_of(tmp_path) or {}
+    row = result_of(tmp_path) or {}
     assert len(row["steps_ms"]) == (2 if what == STEP else 1)
     assert ("tokens_per_second" in row) == (what == STEP)
     assert row["last_loss"] <= row["first_loss"]
 
 
 def test_a_process_that_fails_writes_why_and_exits_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(scaling_process.os, "_exit", sys.exit)
+    monkeypatch.setattr(process_groups.os, "_exit", sys.exit)
     with pytest.raises(SystemExit):
         scaling_process.main(job_of(replace(ONE, model="small", suite="1999"), tmp_path))
-    row = scaling_process.result_of(tmp_path) or {}
+    row = result_of(tmp_path) or {}
     assert row["status"] == "error"
     assert "1999" in row["reason"]
 
@@ -272,7 +273,7 @@ def test_the_end_of_a_group(tmp_path, program, timeout, row):
 def test_memory_is_the_reason_if_others_fail_too(tmp_path):
     for rank, status in enumerate(("error", "oom")):
         (tmp_path / FAILURE.format(rank)).write_text(json.dumps({"status": status}))
-    assert scaling_process.result_of(tmp_path) == {"status": "oom"}
+    assert result_of(tmp_path) == {"status": "oom"}
 
 
 def alive(pid):
