@@ -1,6 +1,6 @@
 """Cases of models: their sizes, what computes attention, the dtype, and how much of a step is measured.
 
-transformer.py, training_step.py, breakdown.py and memory.py share these cases, and scaling.py the models' sizes.
+transformer.py, training_step.py, breakdown.py and memory.py share these cases, and scaling.py and data_parallel.py the models' sizes.
 """
 
 from __future__ import annotations
@@ -136,15 +136,15 @@ def model_cases(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
             ModelCase(
                 model, options.suite, _with_attention(config, provider), batch, provider, dtype, options.tf32, *how
             )
-            for model, config, batch in _sized_models(options)
+            for model, config, batch in sized_models(options)
             for provider, dtype, *how in itertools.product(options.providers, options.dtypes, compiles, modes, warmups)
         ]
     except ValueError as error:
         parser.error(str(error))
 
 
-def _sized_models(options: argparse.Namespace) -> Iterator[tuple[str, TransformerConfig, int]]:
-    """Label, config and batch size of every model, length and batch size."""
+def sized_models(options: argparse.Namespace) -> Iterator[tuple[str, TransformerConfig, int]]:
+    """Label, config and batch size of every model, length and batch size. Raises ValueError as `model_config`."""
     changes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     for name in options.models:
         label = " ".join([name, *(f"{size}={value}" for size, value in changes.items())])
