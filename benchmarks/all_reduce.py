@@ -15,6 +15,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -27,7 +28,7 @@ from benchmarks.all_reduce_process import BACKENDS, PROCESS, AllReduceCase
 from benchmarks.harness import Context, Outcome, Row, Status
 from benchmarks.host_memory import available_bytes
 from benchmarks.process_groups import most_steps_of, run_group, too_few_gpus, unsupported
-from benchmarks.tables import figures, markdown, matrix, plot_lines, sections, with_columns
+from benchmarks.tables import figures, markdown, matrix, plot_lines, sections, with_columns, with_time
 
 _FIGURES = ["median_ms", "std_ms", "min_ms", "max_ms", "algorithm_gb_s", "bus_gb_s"]
 _COPIES = 2
@@ -108,15 +109,10 @@ def tables(frame: pd.DataFrame) -> str:
     return sections(
         {
             "All-reduces": markdown(shown),
-            "Milliseconds, with intervals": matrix(interval_of(done), index, "processes", "time") if len(done) else "",
+            "Milliseconds, with intervals": matrix(with_time(done), index, "processes", "time") if len(done) else "",
             "Bus bandwidth, GB/s": matrix(done, index, "processes", "bus_gb_s") if len(done) else "",
         }
     )
-
-
-def interval_of(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows with the median as ``time``, and its interval as `tables.figures` expects it."""
-    return frame.assign(time=frame["median_ms"], time_low=frame["low_ms"], time_high=frame["high_ms"])
 
 
 def plots(frame: pd.DataFrame, folder: Path) -> None:
@@ -125,7 +121,7 @@ def plots(frame: pd.DataFrame, folder: Path) -> None:
     if frame.empty:
         return
     shown = frame.assign(line=[f"{count} processes" for count in frame["processes"]])
-    how = {"x": "megabytes", "line": "line", "panel": "backend", "title": "All-reduce of float32"}
+    how: dict[str, Any] = {"x": "megabytes", "line": "line", "panel": "backend", "title": "All-reduce of float32"}
     plot_lines(folder / "time.png", shown, y="median_ms", y_label="ms", **how)
     plot_lines(folder / "bus-bandwidth.png", shown, y="bus_gb_s", y_label="bus bandwidth, GB/s", **how)
 

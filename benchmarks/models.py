@@ -1,6 +1,7 @@
 """Cases of models: their sizes, what computes attention, the dtype, and how much of a step is measured.
 
-transformer.py, training_step.py, breakdown.py and memory.py share these cases, and scaling.py and data_parallel.py the models' sizes.
+transformer.py, training_step.py, breakdown.py and memory.py share these cases; scaling.py and data_parallel.py have
+the same models.
 """
 
 from __future__ import annotations

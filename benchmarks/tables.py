@@ -69,6 +69,11 @@ def figures(frame: pd.DataFrame, column: str) -> pd.Series[str]:
     return cells.mask(failed, frame["status"])
 
 
+def with_time(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with ``time``, the median in milliseconds, whose interval `figures` and `matrix` print with it."""
+    return frame.assign(time=frame["median_ms"], time_low=frame["low_ms"], time_high=frame["high_ms"])
+
+
 def matrix(frame: pd.DataFrame, index: Sequence[str], columns: str, value: str) -> str:
     """A Markdown table with a line for each ``index`` and a column for each value of ``columns``.
 
