@@ -50,6 +50,9 @@ attention-causal = attention --preset course-causal {causal}
 {memory}
 precision
 training_step {suite} --models small medium large --lengths 1024 --compile blocks
+all_reduce
+data_parallel = data_parallel {suite} --models xl --dtypes fp32
+data_parallel-bf16 = data_parallel {suite} --models xl --dtypes bf16
 generation
 host_overhead
 leaderboard
@@ -64,6 +67,8 @@ breakdown {suite} --models small --lengths 128
 memory {suite} --models small --lengths 128
 precision
 training_step
+all_reduce --megabytes 1 10 100 1000
+data_parallel {suite}
 generation
 host_overhead
 leaderboard
