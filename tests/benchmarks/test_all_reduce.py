@@ -15,7 +15,10 @@ from benchmarks.all_reduce_process import AllReduceCase, bandwidth_columns, chec
 from cs336_systems.parallel import Layout
 from cs336_systems.profiling import RoundTimes
 
+from ..course.conftest import group_of_one
 from .small_models import CPU, context, run_here
+
+__all__ = ["group_of_one"]
 
 CASE = AllReduceCase("gloo", 2, 1.0, 5)
 ON_GPUS = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.multi_gpu])
@@ -94,6 +97,18 @@ def test_values_do_not_grow_and_wrong_sums_are_found(monkeypatch):
     monkeypatch.setattr(dist, "barrier", lambda: None)
     make_ready(tensor, Layout(CPU, size=3))()
     torch.testing.assert_close(tensor[:7], 2 * ends[0])
+
+
+def taken(layout):
+    """The columns of a group's all-reduces."""
+    job = {"steps": 3, "most_steps": 3, "seed": 0}
+    return all_reduce_process.measure(job, replace(CASE, processes=layout.size, megabytes=0.01), layout) | {"bytes": 1}
+
+
+def test_a_group_of_one(group_of_one):
+    row = taken(group_of_one)
+    assert (len(row["steps_ms"]), row["dtype"], row["bus_gb_s"]) == (3, "float32", 0.0)
+    assert row["algorithm_gb_s"] > 0
 
 
 def row_of(case, milliseconds=None, **figures):

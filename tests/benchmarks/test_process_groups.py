@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import process_groups
+from benchmarks.harness import Outcome, Status
 from benchmarks.process_groups import most_steps_of, slowest_of, time_together, too_few_gpus, unsupported
 from cs336_systems.parallel import Layout
 from cs336_systems.profiling import RoundTimes
@@ -63,4 +64,4 @@ def test_processes_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert too_few_gpus(2, CUDA) == "2 processes need 2 GPUs, one each; this machine has 1"
     assert (too_few_gpus(1, CUDA), too_few_gpus(6, CPU), unsupported(None)) == (None, None, None)
-    assert unsupported("no").columns == {"status": "unsupported", "reason": "no"}
+    assert unsupported("no") == Outcome(Status.UNSUPPORTED, "no")

@@ -7,14 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import breakdown, memory, precision, scaling, training_step, transformer
+from benchmarks import all_reduce, breakdown, data_parallel, memory, precision, scaling, training_step, transformer
+from benchmarks.data_parallel_modes import MODES as PARALLEL_MODES
+from benchmarks.data_parallel_modes import STAGES
 from benchmarks.models import COMPILE, MODES, PROVIDERS
 from cs336_systems.profiling import ACCUMULATIONS, regions
 from cs336_systems.profiling.kernel_classes import CLASSES
 
+from ..benchmarks import test_all_reduce, test_data_parallel
 from ..benchmarks.small_models import changed, measured
 from ..benchmarks.test_memory_benchmark import case_of
+from ..course.conftest import group_of_one
 from .pages import flags
+
+__all__ = ["group_of_one"]
 
 DOCS = Path(__file__).parents[2] / "docs"
 PROGRAMS = {
@@ -23,6 +29,7 @@ PROGRAMS = {
     "memory": (memory,),
     "precision": (precision,),
     "scaling": (scaling,),
+    "data_parallel": (all_reduce, data_parallel),
 }
 
 
@@ -68,6 +75,21 @@ def test_columns_exist_and_are_described(tmp_path):
         found = {re.sub(r"^(peak|largest): .*", r"\1: CATEGORY", column) for column in columns} - {"status", "reason"}
         assert found - described - set(named(page("steps"), "column")) == set(), name
         assert {*text} <= {*found, "share_matrix_products"}, name
+
+
+def test_columns_of_groups_are_described(group_of_one):
+    text = page("data_parallel")
+    for name, row in (
+        ("All-reduces", test_all_reduce.CASE.columns | test_all_reduce.taken(group_of_one)),
+        ("Training", test_data_parallel.CASE.columns | test_data_parallel.taken("flat", group_of_one)),
+    ):
+        section = text[text.index(f"\n## {name}\n") :]
+        described = {*re.findall(r"`([^`]+)`", section[section.index("| column |") :].partition("\n\n")[0])}
+        prefixes = {prefix for prefix in described if prefix.endswith("_")}
+        every = described | {prefix + column for prefix in prefixes for column in described}
+        assert {*row} - every == set(), name
+    assert {f"{stage}_{size}_mib" for stage in STAGES for size in ("peak", "held", "predicted")} <= described
+    assert named(text, "mode") == [*PARALLEL_MODES]
 
 
 def test_names_are_described():
