@@ -27,7 +27,8 @@ from benchmarks import flags, harness
 from benchmarks.all_reduce_process import BACKENDS, PROCESS, AllReduceCase
 from benchmarks.harness import Context, Outcome, Row, Status
 from benchmarks.host_memory import available_bytes
-from benchmarks.process_groups import most_steps_of, run_group, too_few_gpus, unsupported
+from benchmarks.process_groups import run_group, too_few_gpus, unsupported
+from benchmarks.steps import most_steps_of
 from benchmarks.tables import figures, markdown, matrix, plot_lines, sections, with_columns, with_time
 
 _FIGURES = ["median_ms", "std_ms", "min_ms", "max_ms", "algorithm_gb_s", "bus_gb_s"]

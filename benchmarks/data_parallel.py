@@ -28,8 +28,9 @@ from benchmarks.data_parallel_modes import BUCKETED, MODES, NONE
 from benchmarks.data_parallel_process import PROCESS, DataParallelCase
 from benchmarks.data_parallel_tables import plots, tables
 from benchmarks.harness import Context, Row
-from benchmarks.process_groups import most_steps_of, run_group, too_few_gpus, unsupported
+from benchmarks.process_groups import run_group, too_few_gpus, unsupported
 from benchmarks.results import mebibytes
+from benchmarks.steps import most_steps_of
 from cs336_systems.transformer import PRESETS
 
 DTYPES = ("float32", "bfloat16")

@@ -121,7 +121,7 @@ _SINGLE: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "most_steps": (
         positive,
         "N",
-        "at most this many steps, until the median is known within 2 %% (default: ten times --steps on a GPU)",
+        "at most this many steps, until the median is known within 2 %% (default: five times --steps on a GPU)",
     ),
     "rounds": (positive, "N", "rounds, in each of which every provider is measured once"),
     "most_rounds": (

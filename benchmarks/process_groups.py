@@ -193,12 +193,6 @@ def time_together(
             return found
 
 
-def most_steps_of(options: Namespace) -> int:
-    """--most-steps, by default ten times --steps on a GPU and --steps elsewhere."""
-    most = options.most_steps or options.steps * (10 if options.device.type == "cuda" else 1)
-    return max(options.steps, most)
-
-
 def unsupported(reason: str | None) -> Outcome | None:
     """The outcome of a case that is not tried; None without a reason."""
     return Outcome(Status.UNSUPPORTED, reason) if reason else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -26,6 +27,7 @@ from cs336_systems.transformer import Transformer, TransformerConfig
 
 LEARNING_RATE = 1e-4
 """Low enough for the first steps of the largest model. The time of a step does not depend on it."""
+_MORE_STEPS = 5
 
 
 def step_columns(times: RoundTimes, prefix: str = "") -> Row:
@@ -62,6 +64,12 @@ def require_supported(case: ModelCase, device: torch.device) -> None:
         explain(x, x, x, causal=True, impl=case.config.attn)
     except ValueError as error:
         raise NotImplementedError(str(error)) from None
+
+
+def most_steps_of(options: Namespace) -> int:
+    """--most-steps, by default five times --steps on a GPU and --steps elsewhere."""
+    most = options.most_steps or options.steps * (_MORE_STEPS if options.device.type == "cuda" else 1)
+    return max(options.steps, most)
 
 
 class TrainingStep:

@@ -28,7 +28,7 @@ from benchmarks.harness import Context, Row
 from benchmarks.intervals import marks, quotient, with_interval
 from benchmarks.models import AXES, FORWARD, FORWARD_BACKWARD, NOT_COMPILED, PHASES, ModelCase, paired, varying
 from benchmarks.results import mebibytes
-from benchmarks.steps import finite_loss, make_step, step_columns
+from benchmarks.steps import finite_loss, make_step, most_steps_of, step_columns
 from benchmarks.tables import markdown, plot_bars, plot_lines, sections, with_columns
 from cs336_systems.profiling.environment import device_name
 from cs336_systems.profiling.flops import device_peak, implausible_rate, teraflops_per_second
@@ -38,7 +38,6 @@ from cs336_systems.profiling.torch_names import compiler_counters
 
 PREFIXES = {**{phase: f"{phase}_" for phase in (*PHASES, "both")}, "step": ""}
 """By what has a time, the prefix of its columns; the whole step's have none, and `both` is forward and backward."""
-_MORE_STEPS = 5
 STATISTICS = ("median_ms", "low_ms", "high_ms", "mean_ms", "std_ms", "min_ms", "max_ms", "cv")
 
 
@@ -63,8 +62,7 @@ def measure(case: ModelCase, context: Context) -> Row:
     step, _ = make_step(case, options.device, options.seed)
     losses: list[Tensor] = []
     how: dict[str, Any] = {"device": options.device, "steps": options.steps, "warmup": case.warmup_steps}
-    most = options.most_steps or (_MORE_STEPS if options.device.type == "cuda" else 1) * options.steps
-    how["most_steps"] = max(options.steps, most)
+    how["most_steps"] = most_steps_of(options)
     between = step.model.zero_grad if case.mode == FORWARD_BACKWARD else None
     times = time_steps(step.phases(case.mode, losses), between=between, **how)
     row = time_columns(times) | compilation_columns(case, times)

@@ -9,7 +9,8 @@ import torch
 
 from benchmarks import process_groups
 from benchmarks.harness import Outcome, Status
-from benchmarks.process_groups import most_steps_of, slowest_of, time_together, too_few_gpus, unsupported
+from benchmarks.process_groups import slowest_of, time_together, too_few_gpus, unsupported
+from benchmarks.steps import most_steps_of
 from cs336_systems.parallel import Layout
 from cs336_systems.profiling import RoundTimes
 from cs336_systems.profiling.steps import AllocatorStats, StepTimes
@@ -22,7 +23,7 @@ CUDA = torch.device("cuda")
 def times(forward, backward, peak=None, allocated=None, host=0.5):
     phases = {"forward": RoundTimes(forward), "backward": RoundTimes(backward)}
     step = RoundTimes(tuple(map(sum, zip(forward, backward, strict=True))))
-    return StepTimes(phases, step, (), AllocatorStats(allocated, None, peak), (host,), 1.0)
+    return StepTimes(phases, step, (), AllocatorStats(allocated, None, peak), (host,) * len(forward), 1.0)
 
 
 def test_phases_are_those_of_the_process_that_is_slowest_in_the_step():
@@ -56,7 +57,7 @@ def test_how_many_steps_at_most():
     def options(**given):
         return argparse.Namespace(**{"steps": 5, "most_steps": None, "device": CPU, **given})
 
-    assert [most_steps_of(options()), most_steps_of(options(device=CUDA))] == [5, 50]
+    assert [most_steps_of(options()), most_steps_of(options(device=CUDA))] == [5, 25]
     assert [most_steps_of(options(most_steps=20)), most_steps_of(options(most_steps=1))] == [20, 5]
 
 
