@@ -122,7 +122,8 @@ def plots(frame: pd.DataFrame, folder: Path) -> None:
     if frame.empty:
         return
     shown = frame.assign(line=[f"{count} processes" for count in frame["processes"]])
-    how: dict[str, Any] = {"x": "megabytes", "line": "line", "panel": "backend", "title": "All-reduce of float32"}
+    how: dict[str, Any] = {"x": "megabytes", "line": "line", "panel": "backend", "x_base": 10}
+    how["title"] = "All-reduce of float32"
     plot_lines(folder / "time.png", shown, y="median_ms", y_label="ms", **how)
     plot_lines(folder / "bus-bandwidth.png", shown, y="bus_gb_s", y_label="bus bandwidth, GB/s", **how)
 

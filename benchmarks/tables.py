@@ -223,10 +223,12 @@ def plot_lines(
     title: str = "",
     y_label: str = "",
     log_y: bool = True,
+    x_base: int = 2,
 ) -> None:
-    """Plot column ``y`` against column ``x``, whose scale doubles, with a line for each value of column ``line``.
+    """Plot column ``y`` against column ``x``, with a line for each value of column ``line``.
 
-    There is a pair of axes for each value of column ``panel``. Writes a PNG file, unless no row has a value of ``y``.
+    The scale of ``x`` has ticks at powers of ``x_base``. There is a pair of axes for each value of column ``panel``.
+    Writes a PNG file, unless no row has a value of ``y``.
     Needs matplotlib.
     """
     frame = frame.dropna(subset=[y])
@@ -243,7 +245,7 @@ def plot_lines(
                 rows = frame[(frame[panel] == shown) & (frame[line] == name)].sort_values(x)
                 axes.plot(rows[x], rows[y], label=str(name), **line_style(number_of_line))
             axes.set(title=f"{panel} {shown}", xlabel=x, yscale="log" if log_y else "linear")
-            axes.set_xscale("log", base=2)
+            axes.set_xscale("log", base=x_base)
             axes.xaxis.set_major_formatter(lambda value, _: short_count(value))
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter("")
