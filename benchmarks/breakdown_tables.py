@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -18,7 +19,9 @@ PASS_OF: dict[str, Pass] = {FORWARD: "forward", FORWARD_BACKWARD: "both", STEP: 
 ATTENTION = {region: region.removeprefix("attention: ") for region in ATTENTION_STEPS}
 """By region, the prefix of its columns."""
 _MOST_KERNELS, _MOST_OTHERS = 10, 5
-_LONGEST_NAME = 76
+_LONGEST_NAME = 80
+_APPLIED = re.compile(r"\b(cutlass_\w+|\w*(?:[Ff]unctor|_kernel_cuda|_kernel_impl|_kernel)\w*)\b")
+_WRAPPERS = ("gpu_kernel_impl", "gpu_kernel_impl_nocast", "AUnaryFunctor", "BUnaryFunctor", "BinaryFunctor")
 _STATISTICS = ["milliseconds", "share", "instances", "mean_us", "median_us", "min_us", "max_us", "std_us"]
 
 
@@ -99,13 +102,17 @@ def kernel_table(kernels: pd.DataFrame) -> str:
 
 
 def short_name(name: str) -> str:
-    """A kernel's name without namespaces, its middle left out if it is long."""
-    for noise in ("void ", "at::native::", "(anonymous namespace)::", "autograd::engine::"):
-        name = name.replace(noise, "")
-    if len(name) <= _LONGEST_NAME:
-        return name
-    kept = (_LONGEST_NAME - 1) // 2
-    return f"{name[:kept]}…{name[-kept:]}"
+    """A kernel's name without namespaces and arguments; of those of its template, the function that it applies.
+
+    ``void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, ...>(...)`` becomes
+    ``vectorized_elementwise_kernel<CUDAFunctor_add>``.
+    """
+    name = name.replace("(anonymous namespace)::", "").removeprefix("void ")
+    head, *_ = re.split(r"[<(]", name, maxsplit=1)
+    applied = [found for found in _APPLIED.findall(name[len(head) :]) if found not in _WRAPPERS]
+    # cuBLAS's names go on with stages and alignments.
+    head = re.sub(r"(_tilesize\w+?)_stage\w*", r"\1", head.strip().rpartition("::")[2])
+    return f"{head}<{applied[0]}>" if applied else head[:_LONGEST_NAME]
 
 
 def tables(frame: pd.DataFrame) -> str:

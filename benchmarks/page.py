@@ -31,11 +31,11 @@ _FILES = (".csv", ".html", ".json", ".gz", ".pickle")
 _LISTS = ("round_ms", "steps_ms", "warmup_ms")
 
 
-def write_pages(folder: Path) -> list[Path]:
+def write_pages(folder: Path, *, plots: bool = True) -> list[Path]:
     """Write the pages of a report, each as Markdown and as HTML: one for each question, one for each other part.
 
     report.md and report.html, the first of the paths returned, say what was run and lead to the others. Beside the page
-    of a question are its rows, as CSV and JSON. Raises ValueError if the folder has no folder with results or an
+    of a question are its rows, as CSV and JSON, and its plots unless ``plots`` is false. Raises ValueError if the folder has no folder with results or an
     outcome.
     """
     known = (OUTCOME, TABLES, CSV)
@@ -45,7 +45,7 @@ def write_pages(folder: Path) -> list[Path]:
     pages = {}
     for question in QUESTIONS:
         asked = [part for part in parts if question.asks_for(part.name) and (part / CSV).exists()]
-        if asked and (text := answer(question, asked, folder)):
+        if asked and (text := answer(question, asked, folder, plots)):
             pages[question.name] = question.title, text
     covered = {
         part for part in parts for question in QUESTIONS if question.name in pages and question.asks_for(part.name)
@@ -62,7 +62,7 @@ def write_pages(folder: Path) -> list[Path]:
     return paths
 
 
-def answer(question: Question, parts: Sequence[Path], folder: Path) -> str:
+def answer(question: Question, parts: Sequence[Path], folder: Path, plots: bool) -> str:
     """The answer that a person wrote, if there is one, the tables and plots, and what was measured how.
 
     The rows are written beside it. It is "" if they have no figure that answers the question.
@@ -72,8 +72,10 @@ def answer(question: Question, parts: Sequence[Path], folder: Path) -> str:
     if not tables:
         return ""
     legend = bullets([f"{sign} {text}" for sign, text in LEGEND.items() if sign in tables])
-    plots = [next((part / name for part in parts if (part / name).exists()), None) for name in question.plots]
-    shown = "\n\n".join(f"![{_caption(path)}]({path.relative_to(folder)})" for path in plots if path)
+    if plots:
+        question.plots(rows, folder / question.name)
+    drawn = sorted(folder.glob(f"{question.name}-*.png"))
+    shown = "\n\n".join(f"![{path.stem.replace('-', ' ')}]({path.name})" for path in drawn)
     single = rows.drop(columns=[name for name in rows if name in _LISTS or name.endswith("_steps_ms")])
     write_text(folder / f"{question.name}.csv", single.to_csv(index=False))
     write_text(folder / f"{question.name}.json", single.to_json(orient="records", indent=1) + "\n")
@@ -91,12 +93,13 @@ def _caption(path: Path) -> str:
 
 def measured(parts: Sequence[Path]) -> str:
     """With what each part was measured, and its command."""
-    environments = [
-        {"part": part.name, **{name: _json(part / ENVIRONMENT).get(name) for name in _FACTS}} for part in parts
-    ]
-    commands = [(part.name, _json(part / ENVIRONMENT).get("command")) for part in parts]
-    listed = bullets([f"{name}: `{command}`" for name, command in commands if command])
-    return f"{markdown(pd.DataFrame(environments))}\n\n{listed}"
+    found = {part.name: _json(part / ENVIRONMENT) for part in parts}
+    facts = pd.DataFrame([{"part": name, **{fact: each.get(fact) for fact in _FACTS}} for name, each in found.items()])
+    shared = [fact for fact in _FACTS if len(parts) > 1 and facts[fact].nunique(dropna=False) == 1]
+    first = facts.iloc[0]
+    together = ", ".join(f"{fact} {first[fact]}" for fact in shared if not pd.isna(first[fact]))
+    commands = bullets([f"{name}: `{each['command']}`" for name, each in found.items() if each.get("command")])
+    return "\n\n".join(filter(None, [together, markdown(facts.drop(columns=shared)), commands]))
 
 
 def overview(parts: Sequence[Path], titles: Mapping[str, str]) -> str:
@@ -124,6 +127,8 @@ def speedups(part: Path) -> pd.DataFrame:
     for column in (name for name in frame if name.startswith("speedup") and not name.endswith(("_low", "_high"))):
         by = [name for name in ("provider", "pass", "which") if name in frame] or ["status"]
         for key, rows in frame[frame[column] > 0].groupby(by, sort=False):
+            if (rows[column] == 1).all():  # what the others are compared with
+                continue
             ends = [rows.get(f"{column}{end}", rows[column]) for end in ("", "_low", "_high")]
             mean = with_interval(*(statistics.geometric_mean(each) for each in ends))
             lines.append([part.name, " ".join(key), column.replace("_", " "), mean, len(rows)])

@@ -8,9 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pandas as pd
 
+from benchmarks import question_plots
+from benchmarks.breakdown_tables import short_name
 from benchmarks.intervals import quotient
 from benchmarks.models import FORWARD, FORWARD_BACKWARD, NOT_COMPILED, STEP, paired
 from benchmarks.tables import figures, markdown, number, with_columns
@@ -32,14 +35,14 @@ class Question:
         title: the question.
         parts: a regular expression that the names of the parts whose rows answer it match.
         tables: by title, from these rows.
-        plots: names of files; the page shows each from the first part that has it.
+        plots: draws plots of these rows into PNG files, whose names begin with a prefix.
     """
 
     name: str
     title: str
     parts: str
     tables: Callable[[pd.DataFrame], Tables]
-    plots: tuple[str, ...] = ()
+    plots: Callable[[pd.DataFrame, Path], None]
 
     def asks_for(self, part: str) -> bool:
         """Whether the rows of a part are among those that answer it."""
@@ -111,7 +114,7 @@ def kernels(frame: pd.DataFrame) -> Tables:
     names = {}
     for column in ("top", "top_no_product"):
         pairs = zip(frame[column], frame[f"{column}_share"], strict=True)
-        names[f"{column}_named"] = [None if pd.isna(name) else f"`{name[:60]}` {share:.0%}" for name, share in pairs]
+        names[f"{column}_named"] = [None if pd.isna(name) else f"`{short_name(name)}` {share:.0%}" for name, share in pairs]
     frame = frame.assign(**names)
     by_mode = {title: f"mode == '{mode}'" for mode, title in modes.items()}
     index = ["model", "length", "dtype"]
@@ -178,31 +181,32 @@ QUESTIONS = (
     Question(
         "timing",
         "How long do the forward, the backward and a step take?",
-        r"transformer|transformer-(small|medium|large|xl|2\.7B|10B|wide|limit|batch-\d+)",
+        r"transformer|transformer-(small|medium|large|xl|2\.7B|10B|wide|own|limit|batch-\d+)",
         timing,
-        ("step-over-length.png", "phases.png"),
+        question_plots.timing,
     ),
-    Question("warm-up", "What does warm-up change?", "transformer-warmup", warm_up, ("phases.png",)),
+    Question("warm-up", "What does warm-up change?", "transformer-warmup", warm_up, question_plots.warm_up),
     Question(
         "mixed-precision",
         "What does mixed precision change?",
         r"transformer|transformer-(small|medium|large|xl|2\.7B|10B|wide|batch-\d+)",
         precision,
+        question_plots.precision,
     ),
-    Question("kernels", "Which kernels take the time?", r"breakdown(-.+)?", kernels, ("shares.png",)),
-    Question("memory", "Where does the memory go?", r"memory(-.+)?", memory, ("peak.png", "categories.png")),
+    Question("kernels", "Which kernels take the time?", r"breakdown(-.+)?", kernels, question_plots.kernels),
+    Question("memory", "Where does the memory go?", r"memory(-.+)?", memory, question_plots.memory),
     Question(
         "attention",
         "What does attention cost, and where does memory end?",
         r"attention(-limit|-wide)?",
         attention,
-        ("plots/median-ms-forward-float32-full-d64.png", "plots/held-mib-backward-float32-full-d64.png"),
+        question_plots.attention,
     ),
     Question(
         "compilation",
         "What does torch.compile change?",
         r"attention|transformer-compile(-small)?",
         compilation,
-        ("step-over-length.png",),
+        question_plots.compilation,
     ),
 )

@@ -106,16 +106,16 @@ def run_all(parts: Sequence[Part], options: argparse.Namespace) -> list[Outcome]
             write_outcome(folder, Outcome(INTERRUPTED, "the report ended, or the part still runs", arguments=asked))
             outcome = run_part(command_of(part, options), folder, options.timeout)
             write_outcome(folder, dataclasses.replace(outcome, arguments=asked))
-            _try_pages(options.out)
+            _try_pages(options)
         outcomes.append(outcome)
         print(f"[{number}/{len(parts)}] {part.name}: {outcome.status} {outcome.reason}", file=sys.stderr, flush=True)
     return outcomes
 
 
-def _try_pages(folder: Path) -> None:
+def _try_pages(options: argparse.Namespace) -> None:
     """Write the pages; if that fails, say why, and let the other parts be measured."""
     try:
-        write_pages(folder)
+        write_pages(options.out, plots=options.plots)
     except Exception:
         traceback.print_exc()
 
@@ -187,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"interrupted; the same command with --out {options.out} --resume continues", file=sys.stderr)
         return 130
     finally:
-        print(*(f"wrote {path}" for path in write_pages(options.out)[:2]), sep="\n")
+        print(*(f"wrote {path}" for path in write_pages(options.out, plots=options.plots)[:2]), sep="\n")
     return int(any(outcome.status in (FAILED, TIMED_OUT) for outcome in outcomes))
 
 

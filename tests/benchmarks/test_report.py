@@ -242,10 +242,11 @@ def folder(tmp_path):
     )
     figures = (
         "ok,,flash,forward,2.5,,2.5;2.5,2",
+        "ok,,naive,forward,5.0,,5.0;5.0,1",
         "ok,,flash,backward,3.5,7.0,3.5;3.5,8",
         "oom,full,naive,backward,,,,",
     )
-    rows = "".join(f"a,float32,full,64,16,{each}\n" for each in figures)
+    rows = "".join(f"a,float32,full,256,16,{each}\n" for each in figures)
     for name in ("attention", "host"):
         (tmp_path / name / "plots").mkdir(parents=True)
         environment.write(tmp_path / name / "environment.json")
@@ -266,17 +267,17 @@ def test_a_question_has_a_page_with_the_answer_the_table_and_the_rows(folder):
     title, answer, *_ = text.split("\n\n")
     assert (title, answer) == ("# What does attention cost, and where does memory end?", "It costs *much*.")
     lines = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| 64")
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| 256")
     ]
-    assert lines[0] == ["64", "16", "2.50", "oom", "3.50", "oom", "7.00"]
-    assert "![median ms forward float32 full d64, of attention](attention/plots/median" in text
+    assert lines[0] == ["256", "16", "5.00", "2.50", "oom", "3.50", "oom", "7.00"]
+    assert "![attention backward ms](attention-backward-ms.png)" in text
     assert "by hand" not in text
     assert "Rows: [attention.csv](attention.csv), [attention.json](attention.json)" in text
     rows = pd.read_csv(folder / "attention.csv")
-    assert [*rows["median_ms"]][:2] == [2.5, 3.5]
+    assert [*rows["median_ms"]][:3] == [2.5, 5.0, 3.5]
     assert set(rows["part"]) == {"attention"}
     assert "round_ms" not in rows
-    assert json.loads((folder / "attention.json").read_text())[1]["held_mib"] == 7.0
+    assert json.loads((folder / "attention.json").read_text())[2]["held_mib"] == 7.0
 
 
 def test_other_parts_have_pages_of_their_own_and_the_first_page_leads_to_all(folder):
@@ -288,9 +289,10 @@ def test_other_parts_have_pages_of_their_own_and_the_first_page_leads_to_all(fol
     assert "- [What does attention cost, and where does memory end?](attention.md)\n" in index
     assert "- [host](host.md)\n" in index
     parts = [[cell.strip() for cell in line.split("|")[1:-1]] for line in index.splitlines() if line.startswith("| ")]
-    assert ["attention", "–", "–", "–", "2 of 3"] in parts
+    assert ["attention", "–", "–", "–", "3 of 4"] in parts
     assert ["host", "failed", "exit status 1: <no> memory", "3.00", "–"] in parts
     assert ["attention", "flash forward", "speedup over naive", "2.00", "1"] in parts
+    assert "naive forward" not in index  # what the others are compared with
     assert host.startswith("# host\n\n**failed: exit status 1: <no> memory**")
     assert "# Attention" not in host
     assert "- device: " not in host
