@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -38,7 +39,7 @@ def precision(rows: pd.DataFrame, prefix: Path) -> None:
     pairs = rows.drop_duplicates([*index, "dtype"]).pivot(index=index, columns="dtype", values="median_ms")
     if {"float32", "bfloat16"} <= {*pairs}:
         ratio = (pairs["float32"] / pairs["bfloat16"]).rename("ratio").reset_index().sort_values("parameters")
-        how = {"x": "length", "y": "ratio", "line": "model", "panel": "provider", "y_label": "float32 / bfloat16"}
+        how: dict[str, Any] = {"x": "length", "y": "ratio", "line": "model", "panel": "provider", "y_label": "float32 / bfloat16"}
         plot_lines(_file(prefix, "speedup"), ratio, title="Step: time in float32 over bfloat16", log_y=False, **how)
 
 
@@ -69,7 +70,7 @@ def attention(rows: pd.DataFrame, prefix: Path) -> None:
         ("backward", "held_mib", "MiB held"),
     ):
         path = _file(prefix, f"{which}-{label.split()[-1]}")
-        how = {"x": "length", "y": column, "line": "provider", "panel": "head_dim", "y_label": label}
+        how: dict[str, Any] = {"x": "length", "y": column, "line": "provider", "panel": "head_dim", "y_label": label}
         plot_lines(path, rows[rows["pass"] == which], title=f"Attention, float32: {which}", **how)
 
 
@@ -77,7 +78,7 @@ def compilation(rows: pd.DataFrame, prefix: Path) -> None:
     """How many times as fast compiled attention is."""
     if "speedup_over_naive" in rows:
         rows = rows.query(f"{_OK} and provider == 'compiled' and dtype == 'float32' and mask == 'full'")
-        how = {"x": "length", "y": "speedup_over_naive", "line": "head_dim", "panel": "pass", "y_label": "times"}
+        how: dict[str, Any] = {"x": "length", "y": "speedup_over_naive", "line": "head_dim", "panel": "pass", "y_label": "times"}
         title = "Compiled attention: times as fast as naive, float32"
         plot_lines(_file(prefix, "attention"), rows.sort_values("head_dim"), title=title, log_y=False, **how)
 
