@@ -35,8 +35,8 @@ def write_pages(folder: Path, *, plots: bool = True) -> list[Path]:
     """Write the pages of a report, each as Markdown and as HTML: one for each question, one for each other part.
 
     report.md and report.html, the first of the paths returned, say what was run and lead to the others. Beside the page
-    of a question are its rows, as CSV and JSON, and its plots unless ``plots`` is false. Raises ValueError if the folder has no folder with results or an
-    outcome.
+    of a question are its rows, as CSV and JSON, and its plots unless ``plots`` is false. Raises ValueError if the
+    folder has no folder with results or an outcome.
     """
     known = (OUTCOME, TABLES, CSV)
     parts = [path for path in sorted(folder.glob("*/")) if any((path / name).exists() for name in known)]
