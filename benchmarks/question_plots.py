@@ -39,8 +39,9 @@ def precision(rows: pd.DataFrame, prefix: Path) -> None:
     pairs = rows.drop_duplicates([*index, "dtype"]).pivot(index=index, columns="dtype", values="median_ms")
     if {"float32", "bfloat16"} <= {*pairs}:
         ratio = (pairs["float32"] / pairs["bfloat16"]).rename("ratio").reset_index().sort_values("parameters")
-        how: dict[str, Any] = {"x": "length", "y": "ratio", "line": "model", "panel": "provider", "y_label": "float32 / bfloat16"}
-        plot_lines(_file(prefix, "speedup"), ratio, title="Step: time in float32 over bfloat16", log_y=False, **how)
+        how: dict[str, Any] = {"x": "length", "y": "ratio", "line": "model", "panel": "provider"}
+        title = "Step: time in float32 over bfloat16"
+        plot_lines(_file(prefix, "speedup"), ratio, title=title, log_y=False, y_label="times", **how)
 
 
 def kernels(rows: pd.DataFrame, prefix: Path) -> None:
@@ -78,9 +79,10 @@ def compilation(rows: pd.DataFrame, prefix: Path) -> None:
     """How many times as fast compiled attention is."""
     if "speedup_over_naive" in rows:
         rows = rows.query(f"{_OK} and provider == 'compiled' and dtype == 'float32' and mask == 'full'")
-        how: dict[str, Any] = {"x": "length", "y": "speedup_over_naive", "line": "head_dim", "panel": "pass", "y_label": "times"}
+        how: dict[str, Any] = {"x": "length", "y": "speedup_over_naive", "line": "head_dim", "panel": "pass"}
         title = "Compiled attention: times as fast as naive, float32"
-        plot_lines(_file(prefix, "attention"), rows.sort_values("head_dim"), title=title, log_y=False, **how)
+        rows = rows.sort_values("head_dim")
+        plot_lines(_file(prefix, "attention"), rows, title=title, log_y=False, y_label="times", **how)
 
 
 def _over_length(path: Path, rows: pd.DataFrame, y: str, title: str, lines: list[str], label: str = "ms") -> None:

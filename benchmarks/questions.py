@@ -114,7 +114,8 @@ def kernels(frame: pd.DataFrame) -> Tables:
     names = {}
     for column in ("top", "top_no_product"):
         pairs = zip(frame[column], frame[f"{column}_share"], strict=True)
-        names[f"{column}_named"] = [None if pd.isna(name) else f"`{short_name(name)}` {share:.0%}" for name, share in pairs]
+        cells = [None if pd.isna(name) else f"`{short_name(name)}` {share:.0%}" for name, share in pairs]
+        names[f"{column}_named"] = cells
     frame = frame.assign(**names)
     by_mode = {title: f"mode == '{mode}'" for mode, title in modes.items()}
     index = ["model", "length", "dtype"]

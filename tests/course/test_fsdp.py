@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.course import FullyShardedDataParallel, is_linear_or_embedding
 
@@ -105,6 +106,27 @@ def check_memory(layout):
     with torch.no_grad():
         parallel(torch.randn(2, 4, device=layout.device))
     assert gathered() == []
+
+
+def check_recomputed(layout):
+    """Recomputed layers gather their weights again, are left as they were, and do not count in the order of calls."""
+    model = Chain(4).to(layout.device)
+    parallel = FullyShardedDataParallel(model)
+    first, last = (nn.Sequential(*model.layers[i : i + 2]) for i in (0, 2))
+    function = lambda x: checkpoint(last, checkpoint(first, x, use_reentrant=False), use_reentrant=False)  # noqa: E731
+    parallel.module = _Called(function, model)
+    seen = []
+    gathered = lambda *_: seen.append([bool(each.gathered_bytes) for each in parallel.weights])  # noqa: E731
+    for layer in model.layers:
+        layer.register_forward_pre_hook(gathered)
+    x = torch.ones(1, 4, device=layout.device)
+    for number in range(3):
+        parallel(x).sum().backward()
+        parallel.finish_gradient_synchronization()
+        order = [[i <= j <= i + (number > 0) for j in range(4)] for i in range(4)]
+        assert seen[:4] == order, number
+        assert not any("weight" in vars(layer) for layer in model.layers)
+        seen.clear()
 
 
 def check_accumulation(layout):
@@ -245,7 +267,7 @@ def all_checks(place):
         check_training(layout, clip=False)
         for check in (check_shards, check_memory, check_accumulation, check_compute_dtype, check_sums):
             check(layout)
-        for check in (check_few_rows, check_reused, check_choice):
+        for check in (check_few_rows, check_reused, check_choice, check_recomputed):
             check(layout)
 
 
