@@ -35,8 +35,8 @@ def write_pages(folder: Path, *, plots: bool = True) -> list[Path]:
     """Write the pages of a report, each as Markdown and as HTML: one for each question, one for each other part.
 
     report.md and report.html, the first of the paths returned, say what was run and lead to the others. Beside the page
-    of a question are its rows, as CSV and JSON, and its plots unless ``plots`` is false. Raises ValueError if the
-    folder has no folder with results or an outcome.
+    of a question are its rows, and its plots unless ``plots`` is false. Raises ValueError if the folder has no folder
+    with results or an outcome.
     """
     known = (OUTCOME, TABLES, CSV)
     parts = [path for path in sorted(folder.glob("*/")) if any((path / name).exists() for name in known)]
@@ -65,9 +65,11 @@ def write_pages(folder: Path, *, plots: bool = True) -> list[Path]:
 def answer(question: Question, parts: Sequence[Path], folder: Path, plots: bool) -> str:
     """The answer that a person wrote, if there is one, the tables and plots, and what was measured how.
 
-    The rows are written beside it. It is "" if they have no figure that answers the question.
+    The rows are written beside it, as CSV and as JSON (pandas' orient "split"), figures with six digits and without the
+    times of each step. It is "" if they have no figure that answers the question.
     """
-    rows = pd.concat([pooled(pd.read_csv(part / CSV)).assign(part=part.name) for part in parts])
+    rows = pd.concat([pooled(pd.read_csv(part / CSV)).assign(part=part.name) for part in parts], ignore_index=True)
+    rows = rows.query(question.rows) if question.rows else rows
     tables = sections(question.tables(rows))
     if not tables:
         return ""
@@ -77,8 +79,12 @@ def answer(question: Question, parts: Sequence[Path], folder: Path, plots: bool)
     drawn = sorted(folder.glob(f"{question.name}-*.png"))
     shown = "\n\n".join(f"![{path.stem.replace('-', ' ')}]({path.name})" for path in drawn)
     single = rows.drop(columns=[name for name in rows if name in _LISTS or name.endswith("_steps_ms")])
+    single = single.dropna(axis="columns", how="all")
+    floats = single.select_dtypes("float")
+    single = single.assign(**floats.map(lambda value: float(f"{value:.6g}")))
     write_text(folder / f"{question.name}.csv", single.to_csv(index=False))
-    write_text(folder / f"{question.name}.json", single.to_json(orient="records", indent=1) + "\n")
+    as_json = single.to_json(orient="split", index=False, double_precision=15)
+    write_text(folder / f"{question.name}.json", f"{as_json}\n")
     files = f"Rows: [{question.name}.csv]({question.name}.csv), [{question.name}.json]({question.name}.json)"
     path = folder / ANSWERS / f"{question.name}.md"
     written = path.read_text(encoding="utf-8").strip() if path.exists() else ""

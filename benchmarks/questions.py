@@ -35,6 +35,7 @@ class Question:
         title: the question.
         parts: a regular expression that the names of the parts whose rows answer it match.
         tables: by title, from these rows.
+        rows: a query of pandas that chooses among their rows; all of them if it is empty.
         plots: draws plots of these rows into PNG files, whose names begin with a prefix.
     """
 
@@ -43,6 +44,7 @@ class Question:
     parts: str
     tables: Callable[[pd.DataFrame], Tables]
     plots: Callable[[pd.DataFrame, Path], None]
+    rows: str = ""
 
     def asks_for(self, part: str) -> bool:
         """Whether the rows of a part are among those that answer it."""
@@ -209,5 +211,6 @@ QUESTIONS = (
         r"attention|transformer-compile(-small)?",
         compilation,
         question_plots.compilation,
+        "part != 'attention' or provider in ('naive', 'compiled')",
     ),
 )
