@@ -1,4 +1,4 @@
-"""Check that each measured figure of README.md and of the pages in docs follows from committed rows.
+"""Check that each measured figure of README.md and of the pages that are written in docs follows from committed rows.
 
     python tools/figures.py            # says which figures differ from their rows, and which have none
     python tools/figures.py --list     # also each figure, and what its rows give
@@ -6,7 +6,8 @@
 
 docs/figures.toml has, for each text with figures, the SQL that computes them from files of docs/results, and the
 numbers that look measured and are not. A figure is a number with a unit, a decimal number, or a number in a table of
-such. Neither code is searched nor docs/results, whose pages are written from rows. Needs Python 3.11.
+such. Code is not searched, and of docs/results only README.md of each machine and the answers of its reports, because
+programs write the other pages. Needs Python 3.11.
 """
 
 from __future__ import annotations
@@ -179,11 +180,12 @@ def uncovered(name: str, page: str, covered: set[int], declared: Iterable[str]) 
 
 
 def check(root: Path) -> Report:
-    """All pages below `root`: each figure and its rows, and every figure that has none."""
+    """All pages below `root` that are written: each figure and its rows, and every figure that has none."""
     sources = tomllib.loads((root / "docs/figures.toml").read_text())
-    rows, total = Rows(root / "docs/results", sources.get("views", {})), Report()
-    paths = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
-    paths = [path for path in paths if root / "docs/results" not in path.parents]
+    results = root / "docs/results"
+    rows, total = Rows(results, sources.get("views", {})), Report()
+    paths = [root / "README.md", *sorted(path for path in (root / "docs").rglob("*.md") if results not in path.parents)]
+    paths += sorted([*results.glob("*/README.md"), *results.glob("*/*/answers/*.md")])
     pages = {path.relative_to(root).as_posix(): path.read_text() for path in paths}
     for entry in sources["figures"]:
         report = compute(entry["page"], pages.get(entry["page"], ""), entry, rows)

@@ -124,13 +124,35 @@ query = "select ratio from ratios"
     ]
 
 
-def test_pages_below_docs_are_searched_but_for_results(tmp_path):
-    (tmp_path / "docs/results").mkdir(parents=True)
-    (tmp_path / "docs/deep").mkdir()
-    (tmp_path / "docs/deep/page.md").write_text("7.5 ms\n")
-    (tmp_path / "docs/results/page.md").write_text("8.5 ms\n")
+def test_pages_below_docs_are_searched_but_for_those_that_programs_make(tmp_path):
+    for name in ("deep/page.md", "results/h100/README.md", "results/h100/2025/answers/timing.md"):
+        path = tmp_path / "docs" / name
+        path.parent.mkdir(parents=True)
+        path.write_text("7.5 ms\n")
+    for name in ("page.md", "h100/page.md", "h100/2025/README.md", "h100/2025/timing.md"):
+        (tmp_path / "docs/results" / name).write_text("8.5 ms\n")
     assert found(tmp_path, "It takes 3.02 ms at 512.\n") == [
-        "docs/deep/page.md:1: no rows for 7.5 in docs/figures.toml"
+        "docs/deep/page.md:1: no rows for 7.5 in docs/figures.toml",
+        "docs/results/h100/2025/answers/timing.md:1: no rows for 7.5 in docs/figures.toml",
+        "docs/results/h100/README.md:1: no rows for 7.5 in docs/figures.toml",
+    ]
+
+
+def test_an_answer_of_a_report_follows_from_its_rows(tmp_path):
+    answer = tmp_path / "docs/results/h100/2025/answers/timing.md"
+    answer.parent.mkdir(parents=True)
+    (tmp_path / "docs/results/h100/2025/timing.csv").write_text("median_ms\n4.26\n")
+    answer.write_text("A step takes 4.3 ms.\n")
+    sources = """
+[[figures]]
+page = "docs/results/h100/2025/answers/timing.md"
+text = "A step takes {} ms."
+query = 'select median_ms from "h100/2025/timing.csv"'
+"""
+    assert found(tmp_path, "Fast.\n", sources) == []
+    answer.write_text("A step takes 4.2 ms.\n")
+    assert found(tmp_path, "Fast.\n", sources) == [
+        "docs/results/h100/2025/answers/timing.md:1: 4.2 is printed, its rows give 4.3"
     ]
 
 
