@@ -35,15 +35,15 @@ leaderboard
 _YEAR_GPU = """
 {passes}
 transformer-warmup = transformer {suite} --models {models} {course} --providers naive --dtypes fp32 --modes step {cold}
-transformer-compile = transformer {suite} --models {models} --lengths 512 --providers naive flash --compile none whole
-transformer-compile-small = transformer --models {small_models} --providers naive flash --compile none whole
+transformer-compile = transformer {suite} --models {models} --lengths 512 --providers naive --compile none whole
+transformer-compile-small = transformer --models {small_models} --providers naive --compile none whole
 transformer-own = transformer --models 64-256-512-4-8 --providers naive flash
-transformer-batch-8 = transformer {suite} --models {models} --lengths 1024 --batches 8 {gpt2} --providers naive flash
+transformer-batch-8 = transformer {suite} --models {models} --lengths 1024 --batches 8 {gpt2} --providers naive
 transformer-batch-64 = transformer --models small --lengths 512 --batches 64 --providers naive flash
 transformer-batch-32 = transformer --models large --lengths 512 --batches 32 --providers naive flash
-transformer-limit = transformer {suite} --models large {largest} --lengths 2048 4096 8192 --providers naive flash {few}
+transformer-limit = transformer {suite} --models large --lengths 2048 4096 8192 --providers naive flash {few}
 attention = attention --preset course {rivals} --most-rounds 9
-attention-limit = attention --preset course --lengths 32768 65536 131072 --providers naive compiled flash torch {slow}
+attention-limit = attention --preset course --lengths 32768 65536 131072 --dtypes fp32 {fewer} {slow}
 attention-wide = attention --preset course --lengths 16 32 64 128 --head-dims 256 1024 4096 16384 {plain}
 attention-causal = attention --preset course-causal {causal}
 {breakdowns}
@@ -89,6 +89,7 @@ _FLAGS = {
     "slow": "--passes forward backward --max-seconds 10 --rounds 3 --most-rounds 3",
     "gpt2": "--vocab-size 50257",
     "rivals": "--providers naive compiled flash torch-flash torch-efficient torch-cudnn",
+    "fewer": "--providers naive compiled flash torch-efficient",
     "plain": "--providers naive compiled",
     "small_models": "4-256-256-4-8 4-512-512-6-8 8-256-768-6-12 8-512-768-12-12",
 }
@@ -104,7 +105,7 @@ def _year(year: str, models: str, memory: str, causal: str = _LONG) -> tuple[str
     breakdowns = [f"breakdown-{m} = breakdown {suite} --models {m} {each}" for m in models.split()]
     each = "--lengths 128 256 512"
     of_memory = [f"memory-{m} = memory {suite} --models {m} {each}" for m in memory.split()]
-    values = {"suite": suite, "models": models, "largest": models.split()[-1], "causal": causal, **_FLAGS}
+    values = {"suite": suite, "models": models, "causal": causal, **_FLAGS}
     lists = {"passes": passes, "breakdowns": breakdowns, "memory": of_memory}
     values |= {name: "\n".join(lines) for name, lines in lists.items()}
     return _YEAR_GPU.format(**values), _YEAR_CPU.format(**values)
