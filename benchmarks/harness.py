@@ -136,24 +136,9 @@ class Sweep(Generic[CaseT]):
         self._progress.write(text, file=sys.stderr)
 
     def write(self) -> None:
-        """Write results.json, with the rows as results.csv has them, and tables.md, and draw the plots."""
+        """`write_results` of all rows."""
         self._progress.close()
-        if self.frame.empty:
-            return
-        write_text(self.folder / JSON, json.dumps(self._store.rows, indent=1) + "\n")
-        frame, program = pooled(self.frame), self.program
-        notes = [note.format(**vars(self.options)) for note in program.notes]
-        if "tf32" in program.settings:
-            notes.append(f"float32 products {'may' if self.options.tf32 else 'do not'} use TF32")
-        missing = getattr(self.options, "missing", {})
-        notes += [f"not measured: {name} ({reason})" for name, reason in missing.items()]
-        if self.options.visits > 1:
-            notes.append(f"{self.options.visits} visits: the median of theirs, in the widest of their intervals")
-        text = page(program.title, self.environment, notes, program.tables(frame), frame)
-        (self.folder / "tables.md").write_text(text, encoding="utf-8")
-        if self.options.plots and program.plots is not None:
-            program.plots(frame, self.folder)
-        print(f"wrote {self.folder / 'tables.md'}")
+        write_results(self.program, self.options, self._store.rows, self.environment)
 
     def _measure(self, case: CaseT) -> list[Row]:
         context, measure = Context(self.options, self._store.rows), self.program.measure
@@ -169,6 +154,29 @@ class Sweep(Generic[CaseT]):
             on_step=lambda provider, text: self._progress.set_postfix_str(f"{provider} {text}"),
         )
         return [error(finished.failure).columns] if finished.failure else finished.result
+
+
+def write_results(
+    program: Program[Any], options: argparse.Namespace, rows: Sequence[Row], environment: Environment
+) -> None:
+    """Write results.json, with the rows as results.csv has them, and tables.md, and draw the plots, in the folder
+    ``options.out``."""
+    if not rows:
+        return
+    folder, frame = options.out, pooled(pd.DataFrame(rows))
+    write_text(folder / JSON, json.dumps(rows, indent=1) + "\n")
+    notes = [note.format(**vars(options)) for note in program.notes]
+    if "tf32" in program.settings:
+        notes.append(f"float32 products {'may' if options.tf32 else 'do not'} use TF32")
+    missing = getattr(options, "missing", {})
+    notes += [f"not measured: {name} ({reason})" for name, reason in missing.items()]
+    if options.visits > 1:
+        notes.append(f"{options.visits} visits: the median of theirs, in the widest of their intervals")
+    text = page(program.title, environment, notes, program.tables(frame), frame)
+    (folder / "tables.md").write_text(text, encoding="utf-8")
+    if options.plots and program.plots is not None:
+        program.plots(frame, folder)
+    print(f"wrote {folder / 'tables.md'}")
 
 
 def _visited(case: Case, visit: int) -> str:

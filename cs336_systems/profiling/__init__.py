@@ -2,7 +2,8 @@
 
 - :mod:`.steps`, :mod:`.timing`: time of each phase of a step; interleaved comparisons of functions.
 - :mod:`.flops`: FLOP counts, peak rates, and the bytes that attention moves and saves.
-- :mod:`.module_ranges`, :mod:`.trace`: time by kernel, phase and region, from torch.profiler.
+- :mod:`.module_ranges`, :mod:`.trace`, :mod:`.nsys`: time by kernel, phase and region, from torch.profiler or Nsight
+  Systems.
 - :mod:`.memory`, :mod:`.saved`, :mod:`.recording`: peak and held memory, saved tensors, memory over time by category.
 - :mod:`.precision`: sums and autocast's dtypes in low precision.
 - :mod:`.environment`, :mod:`.report`: the environment of a measurement; tables as Markdown.
@@ -12,6 +13,7 @@ from .environment import Environment, collect_environment
 from .flops import attention_flops, attention_memory, device_peak, teraflops_per_second
 from .memory import MemoryUsage, measure_memory
 from .module_ranges import ModuleRanges
+from .nsys import read_nsys
 from .precision import ACCUMULATIONS, tensor_dtypes
 from .recording import MemoryRecorder
 from .regions import region_of_module
@@ -39,6 +41,7 @@ __all__ = [
     "markdown_table",
     "measure_memory",
     "measure_ms",
+    "read_nsys",
     "read_trace",
     "record_trace",
     "region_of_module",

@@ -70,19 +70,25 @@ def read_trace(path: Path, *, device: torch.device | str = "cpu") -> pd.DataFram
         ValueError: the file is no Chrome trace.
         RuntimeError: ``device`` is a GPU, and the trace has no kernels.
     """
-    import pandas as pd
-
     trace = json.loads(path.read_text(encoding="utf-8"))
     events = trace.get("traceEvents") if isinstance(trace, dict) else None
     if not isinstance(events, list):
         raise ValueError(f"path must be a Chrome trace with traceEvents; got {path}")
-    columns = ["name", "microseconds", "phase", "region", "on_device"]
-    calls = pd.DataFrame(_calls([event for event in events if event.get("ph") == "X"]), columns=columns)
+    calls = frame_of([[event for event in events if event.get("ph") == "X"]])
     if torch.device(device).type == "cuda" and not calls.on_device.any():
         raise RuntimeError(
             f"the trace must have kernels of {device}; torch.profiler recorded none. Another profiler may be active, "
             "such as nsys, or the driver may restrict performance counters to administrators"
         )
+    return calls
+
+
+def frame_of(processes: Iterable[Sequence[Event]]) -> pd.DataFrame:
+    """The DataFrame of `read_trace`, from the events of each process: ranges, operators, launches and kernels."""
+    import pandas as pd
+
+    columns = ["name", "microseconds", "phase", "region", "on_device"]
+    calls = pd.DataFrame((call for events in processes for call in _calls(events)), columns=columns)
     return calls.assign(kernel_class=calls.name.map(class_of))
 
 
