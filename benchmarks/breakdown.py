@@ -4,6 +4,7 @@
     python benchmarks/breakdown.py --models medium --lengths 1024 --providers naive flash --modes step --trace
     python benchmarks/breakdown.py --models tiny --lengths 64 --device cpu
     python benchmarks/breakdown.py --models small --lengths 256 --nsys-ranges # under nsys; the program prints how
+    python benchmarks/breakdown.py --nsys-reports results/*.nsys-rep --out results/breakdown-nsys   # and then this
 
 Use the times without the profiler. docs/measuring/breakdown.md says what is measured, how, and what the columns mean.
 """
@@ -11,8 +12,9 @@ Use the times without the profiler. docs/measuring/breakdown.md says what is mea
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import gc
 import re
-import shlex
 import shutil
 import sys
 import tempfile
@@ -24,12 +26,12 @@ from pathlib import Path
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import pandas as pd
 import torch
 from torch import nn
 
 from benchmarks import flags, harness, models
-from benchmarks.breakdown_tables import details, kernel_columns, plots, tables
+from benchmarks.breakdown_nsys import add_reports, commands
+from benchmarks.breakdown_tables import plots, profiled_columns, tables
 from benchmarks.harness import Context, Row
 from benchmarks.models import BLOCKS, FORWARD_BACKWARD, WHOLE, ModelCase
 from benchmarks.steps import TrainingStep, make_step, step_columns
@@ -55,6 +57,8 @@ def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentPars
     add("--profiled-steps", type=flags.positive, default=3, metavar="N", help="steps in a trace (default: %(default)s)")
     add("--trace", action="store_true", help="keep each trace in traces/ of the results, for https://ui.perfetto.dev")
     add("--nsys-ranges", action="store_true", help="NVTX ranges for Nsight Systems instead of torch.profiler; CUDA")
+    text = "add what these .nsys-rep or .sqlite files of --nsys-ranges hold to the rows in --out, and measure nothing"
+    add("--nsys-reports", nargs="+", type=Path, metavar="FILE", help=text)
     return parser
 
 
@@ -65,6 +69,7 @@ def measure(case: ModelCase, context: Context) -> Row:
     if skipped is not None:
         return skipped.columns
     device: torch.device = options.device
+    gc.collect()  # with --nsys-ranges the case before was in this process
     step, _ = make_step(case, device, options.seed)
     call = call_of(step, case.mode)
     times = time_steps({"step": call}, device=device, steps=options.steps, warmup=case.warmup_steps).step
@@ -74,7 +79,8 @@ def measure(case: ModelCase, context: Context) -> Row:
         if not options.nsys_ranges:
             return row | profile(case, call, options, times.median)
         call()
-        with torch.cuda.profiler.profile():
+        # The range tells which case a report is of.
+        with torch.cuda.profiler.profile(), torch.cuda.nvtx.range(case.name):
             for _ in range(options.profiled_steps):
                 call()
             synchronize(device)
@@ -119,13 +125,7 @@ def profile(case: ModelCase, call: Callable[[], None], options: argparse.Namespa
         trace = models.file_of(options.out if options.trace else Path(temporary), "traces", case, "json")
         times = record_trace(call, trace, device=options.device, steps=steps)
         calls = read_trace(trace, device=options.device)
-    row: Row = {"profiled_ms": times.median, "profiler_cost": times.median / unprofiled_ms}
-    row |= kernel_columns(calls, case, steps=steps)
-    row["busy"] = row["work_ms"] / unprofiled_ms if calls["on_device"].any() else None
-    for name, table in details(calls, case, steps=steps).items():
-        suffix, text = ("csv", table.to_csv()) if isinstance(table, pd.DataFrame) else ("md", table)
-        models.file_of(options.out, name, case, suffix).write_text(text, encoding="utf-8")
-    return row
+    return profiled_columns(calls, case, steps=steps, ms=times.median, unprofiled_ms=unprofiled_ms, out=options.out)
 
 
 PROGRAM = harness.Program(
@@ -137,8 +137,8 @@ PROGRAM = harness.Program(
     settings=("suite", "steps", "profiled_steps", "nsys_ranges", "tf32", "seed"),
     notes=(
         "median_ms: the median of {steps} steps without the profiler; use this time",
-        "everything else: {profiled_steps} other steps of the same process, by torch.profiler; with --nsys-ranges for "
-        "Nsight Systems",
+        "everything else: {profiled_steps} other steps of the same process, by torch.profiler; with --nsys-ranges "
+        "by Nsight Systems, and all cases in one process",
         "profiler_cost: a profiled step over a step without the profiler; work_ms: all kernels of a step, added up; "
         "busy: work_ms over median_ms. On a CPU these are operators, without nested ones",
         "float32 parameters; 16-bit dtypes are autocast",
@@ -150,27 +150,21 @@ PROGRAM = harness.Program(
 )
 
 
-def nsys_command(out: Path | None, arguments: Sequence[str]) -> str:
-    """The command that runs the same cases under Nsight Systems, with a report for each."""
-    folder = f"{out or 'results/breakdown'}-nsys"
-    kept = [text for text in arguments if text not in ("--trace", "--resume", "--dry-run")]
-    # Of two --out the last one counts.
-    program = [sys.executable, str(Path(__file__).resolve()), *kept, "--nsys-ranges", "--out", folder]
-    profiler = "nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=repeat"
-    return f"{profiler} --output {shlex.quote(folder)} {shlex.join(program)}"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = make_parser(arguments)
     options = flags.parse(parser, arguments)
+    if options.nsys_reports:
+        return add_reports(PROGRAM, parser, options)
     if options.nsys_ranges and options.device.type != "cuda":
         parser.error(f"--nsys-ranges needs a CUDA device; got {options.device}")
-    if options.nsys_ranges and options.trace:
-        parser.error("--trace needs torch.profiler, which --nsys-ranges does not use")
+    if options.nsys_ranges and (options.trace or options.visits > 1):
+        parser.error("--nsys-ranges must be without --trace, which torch.profiler writes, and with one of --visits")
     if options.device.type == "cuda" and not options.nsys_ranges and shutil.which("nsys"):
-        print(f"the same ranges in Nsight Systems: {nsys_command(options.out, arguments)}", flush=True)
-    return models.run_models(PROGRAM, parser, arguments)
+        print("the same with Nsight Systems:", *commands(__file__, options.out, arguments), sep="\n", flush=True)
+    # nsys does not see all that a forked process does.
+    program = dataclasses.replace(PROGRAM, isolated=not options.nsys_ranges)
+    return models.run_models(program, parser, arguments)
 
 
 if __name__ == "__main__":

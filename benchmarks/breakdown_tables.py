@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from benchmarks.harness import Row
-from benchmarks.models import FORWARD, FORWARD_BACKWARD, PHASES, PHASES_OF, STEP, ModelCase, varying
+from benchmarks.models import FORWARD, FORWARD_BACKWARD, PHASES, PHASES_OF, STEP, ModelCase, file_of, varying
 from benchmarks.tables import markdown, plot_bars, sections
 from cs336_systems.profiling import time_by
 from cs336_systems.profiling.flops import Pass, naive_attention_flops
@@ -93,6 +93,18 @@ def details(calls: pd.DataFrame, case: ModelCase, *, steps: int) -> dict[str, pd
         "kernels": time_by(calls, ["phase", "name", "kernel_class"], steps=steps),
         "regions": time_by(calls, ["phase", "region", "kernel_class"], steps=steps),
     }
+
+
+def profiled_columns(
+    calls: pd.DataFrame, case: ModelCase, *, steps: int, ms: float, unprofiled_ms: float, out: Path
+) -> Row:
+    """The columns of a profiled case, of which a step took ``ms``; writes the files of `details` into ``out``."""
+    row: Row = {"profiled_ms": ms, "profiler_cost": ms / unprofiled_ms} | kernel_columns(calls, case, steps=steps)
+    row["busy"] = row["work_ms"] / unprofiled_ms if calls["on_device"].any() else None
+    for name, table in details(calls, case, steps=steps).items():
+        suffix, text = ("csv", table.to_csv()) if isinstance(table, pd.DataFrame) else ("md", table)
+        file_of(out, name, case, suffix).write_text(text, encoding="utf-8")
+    return row
 
 
 def kernel_table(kernels: pd.DataFrame) -> str:

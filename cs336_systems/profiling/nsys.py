@@ -33,6 +33,8 @@ def _memory(column: str) -> str:
 
 
 _DIRECTION = "(SELECT replace(substr(name, 18), 'TO', 'to') FROM ENUM_CUDA_MEMCPY_OPER WHERE id = copyKind)"
+_MEMORIES = f"{_memory('srcKind')} || ' -> ' || {_memory('dstKind')}"
+_COPY = f"'Memcpy ' || coalesce({_DIRECTION}, 'Unknown') || ' (' || {_MEMORIES} || ')'"
 
 
 class _Source(NamedTuple):
@@ -53,11 +55,7 @@ _SOURCES = (
     _RANGES,
     _Source("cuda_runtime", "CUPTI_ACTIVITY_KIND_RUNTIME", _string("nameId"), "globalTid"),
     _Source("kernel", "CUPTI_ACTIVITY_KIND_KERNEL", _string("demangledName")),
-    _Source(
-        "gpu_memcpy",
-        "CUPTI_ACTIVITY_KIND_MEMCPY",
-        f"'Memcpy ' || coalesce({_DIRECTION}, '') || ' (' || {_memory('srcKind')} || ' -> ' || {_memory('dstKind')} || ')'",
-    ),
+    _Source("gpu_memcpy", "CUPTI_ACTIVITY_KIND_MEMCPY", _COPY),
     _Source("gpu_memset", "CUPTI_ACTIVITY_KIND_MEMSET", f"'Memset (' || {_memory('memKind')} || ')'"),
 )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from contextlib import contextmanager, nullcontext
 
 import pandas as pd
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import breakdown
-from benchmarks.breakdown import call_of, make_parser, measure, nsys_command, ranges_of
+from benchmarks.breakdown import call_of, make_parser, measure, ranges_of
 from benchmarks.breakdown_tables import attention_columns, details, kernel_columns, share_column, short_name
 from benchmarks.breakdown_tables import tables as tables_of
 from benchmarks.flags import parse
@@ -120,6 +119,7 @@ def test_nsight_systems_gets_ranges_and_no_profiler(monkeypatch):
         recorded.append("stop")
 
     monkeypatch.setattr(torch.cuda.profiler, "profile", capture)
+    monkeypatch.setattr(torch.cuda.nvtx, "range", lambda name: recorded.append(name) or nullcontext())
     monkeypatch.setattr(breakdown, "synchronize", lambda device: recorded.append("wait"))
     monkeypatch.setattr(breakdown.ModuleRanges, "phase", lambda self, name: recorded.append(name) or nullcontext())
     case = changed(mode="forward+backward")
@@ -127,20 +127,10 @@ def test_nsight_systems_gets_ranges_and_no_profiler(monkeypatch):
     assert row["status"] == "ok", row
     assert "profiled_ms" not in row
     step = ["forward", "backward"]
-    assert recorded == [*step, "start", *step, *step, "wait", "stop"]
+    assert recorded == [*step, "start", case.name, *step, *step, "wait", "stop"]
     text = tables_of(pd.DataFrame([case.columns | row]))
     assert "Times" in text
     assert "Share" not in text
-
-
-def test_the_command_for_nsight_systems_runs_the_same_cases(tmp_path):
-    given = ["--models", "small", "--filter", "naive .*step", "--out", str(tmp_path / "out"), "--trace"]
-    command = nsys_command(tmp_path / "out", given)
-    assert command.startswith("nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi ")
-    words = shlex.split(command)
-    again = make_parser([]).parse_args(words[words.index("--models") :])
-    assert (again.nsys_ranges, again.trace, again.out) == (True, False, tmp_path / "out-nsys")
-    assert (again.models, again.filter.pattern) == (["small"], "naive .*step")
 
 
 def test_flags_that_exclude_each_other(capsys):
