@@ -25,7 +25,7 @@ class Export:
 
     def __init__(self) -> None:
         self._strings: list[str] = []
-        self._rows: dict[str, list[tuple]] = {
+        self._rows: dict[str, list[tuple[object, ...]]] = {
             "ENUM_CUDA_MEMCPY_OPER": [(1, "CUDA_MEMCPY_KIND_HTOD", "Host-to-Device")],
             "ENUM_CUDA_MEM_KIND": [(0, "", "Pageable"), (2, "", "Device")],
         }
