@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,9 +67,17 @@ def tables(frame: pd.DataFrame) -> str:
             able = list(dict.fromkeys(rows[rows["status"] != "unsupported"]["provider"]))
             rows = pd.concat([rows[rows["provider"] == name].sort_values("length", kind="stable") for name in able])
             table = matrix(rows, ["provider", "length"], "head_dim", metric.column)
-            parts.append(f"### {which.capitalize()} {metric.title}, {metric.unit}\n\n{table}")
+            mean = means(rows, metric.column) if metric.unit == "×" else ""
+            parts.append(f"### {which.capitalize()} {metric.title}, {metric.unit}\n\n{table}{mean}")
         parts += memory_tables(group)
     return "\n\n".join(parts)
+
+
+def means(rows: pd.DataFrame, column: str) -> str:
+    """A line with the geometric mean of a ratio over the lengths and head dimensions, for each provider."""
+    known = rows[rows[column] > 0].groupby("provider", sort=False)[column]
+    texts = [f"{provider} {number(statistics.geometric_mean(ratios))} ({len(ratios)})" for provider, ratios in known]
+    return f"\n\nGeometric mean, × (of how many): {', '.join(texts)}."
 
 
 def memory_tables(frame: pd.DataFrame) -> list[str]:
