@@ -121,7 +121,7 @@ def test_tables_have_the_geometric_mean_of_speed_ups():
     fast = ROW | {"provider": "flash", "speedup_over_naive": 2.0}
     longer = {"length": 2048, "speedup_over_naive": 8.0}
     text = tables(pd.DataFrame([ROW | {"speedup_over_naive": 1.0}, fast, fast | longer]))
-    assert "Geometric mean, × (of how many): naive 1.00 (1), flash 4.00 (2)." in text
+    assert "The geometric mean, × (of how many): naive 1.00 (1), flash 4.00 (2)." in text
 
 
 def test_there_are_no_tables_and_plots_of_cases_that_could_not_be_measured(tmp_path):
