@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,30 +68,41 @@ def tables(frame: pd.DataFrame) -> str:
             rows = pd.concat([rows[rows["provider"] == name].sort_values("length", kind="stable") for name in able])
             table = matrix(rows, ["provider", "length"], "head_dim", metric.column)
             parts.append(f"### {which.capitalize()} {metric.title}, {metric.unit}\n\n{table}")
-        parts += memory_tables(group)
+            parts += [f"The {means(rows, metric.column)}."] * (metric.unit == "×")
+        parts += [f"### {title}\n\n{text}" for title, text in memory_tables(group).items()]
     return "\n\n".join(parts)
 
 
-def memory_tables(frame: pd.DataFrame) -> list[str]:
-    """Tables of the memory held for the backward, by formula and measured, for the rows of one dtype and mask.
+def means(rows: pd.DataFrame, column: str) -> str:
+    """A line with the geometric mean of a ratio over the lengths and head dimensions, for each provider."""
+    known = rows[rows[column] > 0].groupby("provider", sort=False)[column]
+    texts = [f"{provider} {number(statistics.geometric_mean(ratios))} ({len(ratios)})" for provider, ratios in known]
+    return f"geometric mean, × (of how many): {', '.join(texts)}"
+
+
+def memory_tables(frame: pd.DataFrame) -> dict[str, str]:
+    """By title, tables of the memory held for the backward, by formula and measured, of the rows of one dtype and mask.
 
     Only for sweeps of one batch size with as many key heads as query heads.
     """
     if frame["batch"].nunique() > 1 or (frame["heads"] != frame["kv_heads"]).any() or frame["held_mib"].isna().all():
-        return []
+        return {}
     shapes = frame.drop_duplicates(["length", "head_dim"]).sort_values(["length", "head_dim"], ignore_index=True)
     accounts = pd.DataFrame([account(row) for row in shapes.to_dict("records")]) / MIB
     analytic = shapes[["length", "head_dim"]].join(accounts)
     backward = frame[frame["pass"] != "forward"].drop_duplicates(["provider", "length", "head_dim"])
     kept = [_with_quadratic(row) for row in backward.to_dict("records")]
     measured = matrix(backward.assign(held=kept), ["length", "head_dim"], "provider", "held")
-    return [
-        "### Memory account, MiB\n\nWith batch B, H heads, length N, head dimension d and s bytes per element: inputs "
-        "3·B·H·N·d·s, output B·H·N·d·s, scores and probabilities B·H·N²·s each. Saved for the backward are the output "
-        "and 3, 2, 1 or 0 tensors of N × N: scores, masked scores and probabilities; two of them; the probabilities "
-        f"alone; or a log-sum-exp per query, 4·B·H·N.\n\n{markdown(analytic)}",
-        f"### Held for the backward, measured, MiB (N × N tensors)\n\n{measured}",
-    ]
+    text = (
+        "With batch B, H heads, length N, head dimension d and s bytes per element: inputs 3·B·H·N·d·s, output "
+        "B·H·N·d·s, scores and probabilities B·H·N²·s each. Saved for the backward are the output and 3, 2, 1 or 0 "
+        "tensors of N × N: scores, masked scores and probabilities; two of them; the probabilities alone; or a "
+        "log-sum-exp per query, 4·B·H·N."
+    )
+    return {
+        "Memory account, MiB": f"{text}\n\n{markdown(analytic)}",
+        "Held for the backward, measured, MiB (N × N tensors)": measured,
+    }
 
 
 def _with_quadratic(row: dict[Any, Any]) -> str | None:

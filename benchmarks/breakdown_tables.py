@@ -8,8 +8,8 @@ from pathlib import Path
 import pandas as pd
 
 from benchmarks.harness import Row
-from benchmarks.models import FORWARD, FORWARD_BACKWARD, PHASES, PHASES_OF, STEP, ModelCase, file_of, varying
-from benchmarks.tables import markdown, plot_bars, sections
+from benchmarks.models import FORWARD, FORWARD_BACKWARD, PHASES, PHASES_OF, STEP, ModelCase, file_of, paired, varying
+from benchmarks.tables import markdown, plot_bars, sections, with_columns
 from cs336_systems.profiling import time_by
 from cs336_systems.profiling.flops import Pass, naive_attention_flops
 from cs336_systems.profiling.kernel_classes import CLASSES, MATMUL, OTHER
@@ -22,6 +22,9 @@ _MOST_KERNELS, _MOST_OTHERS = 10, 5
 _LONGEST_NAME = 80
 _APPLIED = re.compile(r"\b(cutlass_\w+|\w*(?:[Ff]unctor|_kernel_cuda|_kernel_impl|_kernel)\w*)\b")
 _WRAPPERS = ("gpu_kernel_impl", "gpu_kernel_impl_nocast", "AUnaryFunctor", "BUnaryFunctor", "BinaryFunctor")
+_OF_A_TOP = {"share": "share", "ms": "milliseconds", "instances": "instances"}
+"""By suffix, the columns of a top kernel and where they come from."""
+_PAIRED = {"median_ms": "median, ms", "scores_ms": "scores, ms", "softmax_ms": "softmax, ms", "values_ms": "values, ms"}
 _STATISTICS = ["milliseconds", "share", "instances", "mean_us", "median_us", "min_us", "max_us", "std_us"]
 
 
@@ -47,7 +50,8 @@ def kernel_columns(calls: pd.DataFrame, case: ModelCase, *, steps: int) -> Row:
     for column, part in parts.items():
         names = time_by(part, "name", steps=steps)
         row[column] = None if names.empty else str(names.index[0])
-        row[f"{column}_share"] = None if names.empty else float(names["share"].iloc[0])
+        for suffix, statistic in _OF_A_TOP.items():
+            row[f"{column}_{suffix}"] = None if names.empty else float(names[statistic].iloc[0])
     return row | attention_columns(calls, case, steps=steps)
 
 
@@ -141,7 +145,11 @@ def tables(frame: pd.DataFrame) -> str:
     products = frame.reindex(columns=[*axes, product, *(f"{product}_{phase}" for phase in PHASES)])
     parts["Share of each class of kernels, profiled"] = markdown(by_class)
     parts["Share of matrix products, profiled"] = markdown(products.rename(columns={product: "all phases"}))
-    parts["Top kernel of each phase, profiled"] = markdown(top_kernels(frame, axes))
+    parts["Top kernel of each phase, and of the step without matrix products, profiled"] = markdown(
+        top_kernels(frame, axes)
+    )
+    title = "float32 and other dtypes: the step, and steps of naive attention, profiled"
+    parts[title] = paired(with_columns(frame, [*_PAIRED]), "dtype", "float32", _PAIRED)
     if "softmax_ms" in frame:
         # The columns of `attention_columns`.
         columns = frame.filter(regex=f"^({'|'.join([*ATTENTION.values(), 'products'])})_")
@@ -151,13 +159,17 @@ def tables(frame: pd.DataFrame) -> str:
 
 
 def top_kernels(frame: pd.DataFrame, axes: list[str]) -> pd.DataFrame:
-    """A line for each row and phase: the kernel with the most time, and its share of the phase."""
+    """For each row, the kernel with the most time of each phase, and of the step without matrix products.
+
+    Its share is that of the time of these kernels; its time and instances are those of a step.
+    """
     lines = []
     for row in frame.to_dict("records"):
-        for phase in PHASES_OF[row["mode"]]:
-            kernel, share = row[f"top_{phase}"], row[f"top_{phase}_share"]
-            line = {"phase": phase, "kernel": None if pd.isna(kernel) else short_name(kernel), "share": share}
-            lines.append({**{name: row[name] for name in axes}, **line})
+        tops = {phase: f"top_{phase}" for phase in PHASES_OF[row["mode"]]} | {"step without products": "top_no_product"}
+        for phase, column in tops.items():
+            kernel = None if pd.isna(row[column]) else short_name(row[column])
+            figures = {suffix: row.get(f"{column}_{suffix}") for suffix in _OF_A_TOP}
+            lines.append({**{name: row[name] for name in axes}, "phase": phase, "kernel": kernel, **figures})
     return pd.DataFrame(lines)
 
 

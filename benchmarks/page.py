@@ -77,7 +77,8 @@ def answer(question: Question, parts: Sequence[Path], folder: Path, plots: bool)
     if plots:
         question.plots(rows, folder / question.name)
     drawn = sorted(folder.glob(f"{question.name}-*.png"))
-    shown = "\n\n".join(f"![{path.stem.replace('-', ' ')}]({path.name})" for path in drawn)
+    drawn += [folder / name for name in question.pictures if (folder / name).exists()]
+    shown = "\n\n".join(f"![{path.stem.replace('-', ' ')}]({path.relative_to(folder)})" for path in drawn)
     single = rows.drop(columns=[name for name in rows if name in _LISTS or name.endswith("_steps_ms")])
     single = single.dropna(axis="columns", how="all")
     floats = single.select_dtypes("float")
@@ -104,7 +105,10 @@ def measured(parts: Sequence[Path]) -> str:
     shared = [fact for fact in _FACTS if len(parts) > 1 and facts[fact].nunique(dropna=False) == 1]
     first = facts.iloc[0]
     together = ", ".join(f"{fact} {first[fact]}" for fact in shared if not pd.isna(first[fact]))
-    commands = bullets([f"{name}: `{each['command']}`" for name, each in found.items() if each.get("command")])
+    names = {part.name: f"[{part.name}]({part.name}/{TABLES})" for part in parts if (part / TABLES).exists()}
+    commands = bullets(
+        [f"{names.get(name, name)}: `{each['command']}`" for name, each in found.items() if each.get("command")]
+    )
     return "\n\n".join(filter(None, [together, markdown(facts.drop(columns=shared)), commands]))
 
 

@@ -35,7 +35,7 @@ leaderboard
 _YEAR_GPU = """
 {passes}
 transformer-warmup = transformer {suite} --models {models} {course} --providers naive --dtypes fp32 --modes step {cold}
-transformer-compile = transformer {suite} --models {models} --lengths 512 --providers naive --compile none whole
+transformer-compile = transformer {suite} --models {models} --lengths 256 --providers naive --compile none whole
 transformer-compile-small = transformer --models {small_models} --providers naive --compile none whole
 transformer-own = transformer --models 64-256-512-4-8 --providers naive flash
 transformer-batch-8 = transformer {suite} --models {models} --lengths 1024 --batches 8 {gpt2} --providers naive
@@ -87,7 +87,8 @@ _FLAGS = {
     "cold": "--warmup-steps 0 1 2 5 --steps 10 --most-steps 10",
     "few": "--steps 3 --most-steps 3",
     "slow": "--passes forward backward --max-seconds 10 --rounds 3 --most-rounds 3",
-    "gpt2": "--vocab-size 50257",
+    "gpt2": "--vocab-size 50257 --modes forward forward+backward step",
+    "each_mode": "--modes forward forward+backward step",
     "rivals": "--providers naive compiled flash torch-flash torch-efficient torch-cudnn",
     "fewer": "--providers naive compiled flash torch-efficient",
     "plain": "--providers naive compiled",
@@ -100,7 +101,12 @@ def _year(year: str, models: str, memory: str, causal: str = _LONG) -> tuple[str
     """The parts of a year of the course, with a GPU and without one."""
     suite, course = f"--suite {year}", _FLAGS["course"]
     each = f"{course} --providers naive flash"
-    passes = [f"transformer-{m} = transformer {suite} --models {m} {each}" for m in [*models.split(), "wide"]]
+    # Where a step has no memory, forward and backward may have it.
+    large, both = {models.split()[-1], "wide"}, f" {_FLAGS['each_mode']}"
+    passes = [
+        f"transformer-{m} = transformer {suite} --models {m} {each}{both * (m in large)}"
+        for m in [*models.split(), "wide"]
+    ]
     each = f"{course} --dtypes fp32 bf16 --no-tf32"
     breakdowns = [f"breakdown-{m} = breakdown {suite} --models {m} {each}" for m in models.split()]
     each = "--lengths 128 256 512"

@@ -222,12 +222,15 @@ def warm_up(frame: pd.DataFrame) -> str:
 
 
 def phase_statistics(frame: pd.DataFrame) -> str:
-    """Every statistic of the step and of each phase; "" without any."""
+    """Every statistic of the step and of each phase, their totals and shares of the step; "" without any."""
     parts = []
     for name, prefix in PREFIXES.items():
-        part = frame[[*varying(frame), *(prefix + column for column in STATISTICS)]].dropna(subset=[f"{prefix}mean_ms"])
+        rows = frame[frame[f"{prefix}mean_ms"].notna()]
+        part = rows[[*varying(frame), *(prefix + column for column in STATISTICS)]]
         part.insert(len(varying(frame)), "phase", name)
-        parts.append(part.rename(columns=lambda column, prefix=prefix: column.removeprefix(prefix)))
+        part = part.rename(columns=lambda column, prefix=prefix: column.removeprefix(prefix))
+        total, share = rows[f"{prefix}steps_ms"].map(sum), rows[f"{prefix}mean_ms"] / rows["mean_ms"]
+        parts.append(part.assign(total_ms=total, **{"share of the step": share}))
     return markdown(pd.concat(parts)) if any(len(part) for part in parts) else ""
 
 

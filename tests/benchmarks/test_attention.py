@@ -117,6 +117,13 @@ def test_tables_have_the_memory_account_beside_what_was_measured():
     assert "Memory account" not in tables(pd.DataFrame([ROW | {"held_mib": 1.0, "heads": 8, "kv_heads": 2}]))
 
 
+def test_tables_have_the_geometric_mean_of_speed_ups():
+    fast = ROW | {"provider": "flash", "speedup_over_naive": 2.0}
+    longer = {"length": 2048, "speedup_over_naive": 8.0}
+    text = tables(pd.DataFrame([ROW | {"speedup_over_naive": 1.0}, fast, fast | longer]))
+    assert "The geometric mean, × (of how many): naive 1.00 (1), flash 4.00 (2)." in text
+
+
 def test_there_are_no_tables_and_plots_of_cases_that_could_not_be_measured(tmp_path):
     frame = pd.DataFrame([{"case": "a", "status": "error", "reason": "crashed"}])
     assert tables(frame) == ""

@@ -162,7 +162,23 @@ def test_shares_and_top_kernels():
     assert row["share_matrix_products_backward"] == pytest.approx(4 / 5)
     assert row["share_communication"] == 0
     assert (row["top"], row["top_no_product"]) == ("matrix products kernel", "softmax kernel")
+    assert [row[f"top_forward_{name}"] for name in ("share", "ms", "instances")] == [pytest.approx(9 / 15), 4.5, 1.5]
+    assert [row[f"top_no_product_{name}"] for name in ("ms", "instances")] == [1.5, 0.5]
     assert "`other kernel`" in details(TRACE, CASE, steps=1)["details"]
+
+
+def test_tables_compare_dtypes_and_name_kernels_without_products():
+    case = changed(mode="forward+backward")
+    row = {"case": "", "status": "ok", "median_ms": 8.0} | kernel_columns(TRACE, case, steps=1)
+    half = changed(case, dtype="bfloat16").columns | row | {"median_ms": 4.0, "scores_ms": 1.0}
+    text = tables_of(pd.DataFrame([case.columns | row, half]))
+    parts = {title: body for title, _, body in (part.partition("\n") for part in text.split("## "))}
+    (dtypes,) = (body for title, body in parts.items() if title.startswith("float32 and other"))
+    assert "8.00 → 4.00 (2.00×)" in dtypes
+    assert "3.00 → 1.00 (3.00×)" in dtypes
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    expected = ["forward+backward", "step without products", "softmax kernel", "0.429", "3.00", "1.00"]
+    assert [line[-6:] for line in cells].count(expected) == 2
 
 
 @pytest.mark.parametrize(

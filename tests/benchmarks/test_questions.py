@@ -22,8 +22,8 @@ def timed(prefix, median, spread=0.0):
     return {f"{prefix}{name}_ms": value for name, value in ends.items()} | {"status": "ok"}
 
 
-def step(spread=0.0, **changes):
-    case = changed(mode="step", **changes)
+def step(spread=0.0, mode="step", **changes):
+    case = changed(mode=mode, **changes)
     row = timed("", 12.0, spread) | timed("forward_", 2.0) | timed("both_", 8.0, spread) | {"peak_mib": 50.0}
     return {**case.columns, **row, "mean_ms": 13.0, "std_ms": 1.0, "first_step_ms": 99.0}
 
@@ -63,27 +63,43 @@ def test_timing_has_rivals_in_neighbouring_lines():
     rows += [step(spread=1.0, provider=provider, context_length=16) for provider in ("naive", "flash")]
     rows.append({**changed(mode="step", provider="naive", context_length=32).columns, "status": "oom"})
     rows.append(step(provider="naive", compile="whole"))
-    (table,) = BY_NAME["timing"].tables(pd.DataFrame(rows)).values()
-    title, *found = cells(table)
+    tables = BY_NAME["timing"].tables(pd.DataFrame(rows))
+    title, *found = cells(tables["float32: forward, backward, and a step with AdamW"])
     assert [line[2:4] for line in found] == [["16", "flash"], ["16", "naive"], ["32", "flash"], ["32", "naive"]]
     line = dict(zip(title, found[1], strict=True))
-    assert line["float32: forward, ms"] == "1.00"
-    assert (line["float32: both, ms"], line["float32: step, ms"]) == ("8.00", "12.0")
-    assert line["float32: both / forward"] == "4.00 (3.50 to 4.50)"
-    assert dict(zip(title, found[3], strict=True))["float32: step, ms"] == "oom"
-    assert not any("bfloat16" in name for name in title)
+    assert (line["forward, ms"], line["both, ms"], line["step, ms"]) == ("1.00", "8.00", "12.0")
+    assert line["both / forward"] == "4.00 (3.50 to 4.50)"
+    last = dict(zip(title, found[3], strict=True))
+    assert (last["step, ms"], last["both, ms"]) == ("oom", "oom")
+    assert not any(text for name, text in tables.items() if "bfloat16" in name or "batches" in name)
+    # Forward and backward fit where the step does not.
+    rows.append(step(mode="forward+backward", provider="naive", context_length=32) | timed("both_", 30.0))
+    for each in (rows, rows[::-1]):
+        table = BY_NAME["timing"].tables(pd.DataFrame(each))["float32: forward, backward, and a step with AdamW"]
+        title, *found = cells(table)
+        last = dict(zip(title, found[3], strict=True))
+        assert (last["step, ms"], last["both, ms"]) == ("oom", "30.0")
+
+
+def test_larger_batches_have_their_spread_and_memory():
+    row = step(batch=64) | {"min_ms": 11.0, "max_ms": 14.0, "cv": 0.1, "tokens_per_second": 99.0, "reserved_mib": 70.0}
+    table = BY_NAME["timing"].tables(pd.DataFrame([row]))["Larger batches: spread of steps, and memory"]
+    assert cells(table)[1][5:] == ["11.0", "12.0", "14.0", "0.100", "99.0", "70.0", "50.0"]
 
 
 def test_warm_up_has_a_column_for_each_number_of_steps():
     rows = [step(warmup_steps=count) for count in (5, 0)]
-    (table,) = BY_NAME["warm-up"].tables(pd.DataFrame(rows)).values()
-    title, line = cells(table)
+    tables = BY_NAME["warm-up"].tables(pd.DataFrame(rows))
+    title, line = cells(tables["Steps after 0, 1, 2 and more steps of warm-up"])
     assert title[3:] == [
         "the first step, ms",
         *(f"after {n}: mean ± std, ms" for n in (0, 5)),
         *(f"after {n}: median" for n in (0, 5)),
     ]
     assert line[3:] == ["99.0", "13.0 ± 1.00", "13.0 ± 1.00", "12.0", "12.0"]
+    both = cells(tables["Forward and backward after 0, 1, 2 and more steps of warm-up"])
+    assert both[0][3:] == ["after 0: median", "after 5: median"]
+    assert both[1][3:] == ["8.00", "8.00"]
 
 
 def test_mixed_precision_and_compilation_are_pairs():
@@ -95,7 +111,8 @@ def test_mixed_precision_and_compilation_are_pairs():
     alone |= {"speedup_over_naive": 1.5, "speedup_over_naive_low": 1.4, "speedup_over_naive_high": 1.6}
     models, attention = BY_NAME["compilation"].tables(pd.DataFrame([step(), compiled, alone])).values()
     assert "8.00 → 2.00 (4.00×)" in cells(models)[1]
-    assert cells(attention) == [["length", "head_dim", "float32, forward"], ["16", "8", "1.50 (1.40 to 1.60)"]]
+    assert cells(attention)[:2] == [["length", "head_dim", "float32, forward"], ["16", "8", "1.50 (1.40 to 1.60)"]]
+    assert "- float32, forward: geometric mean, × (of how many): compiled 1.50 (1)" in attention
 
 
 def test_kernels_and_memory():
@@ -106,15 +123,23 @@ def test_kernels_and_memory():
         "softmax_over_products_flops": 0.02,
     }
     row |= {"top": "gemm", "top_share": 0.4, "top_no_product": "softmax", "top_no_product_share": 0.25}
-    shares, longest = BY_NAME["kernels"].tables(pd.DataFrame([row])).values()
-    assert cells(shares)[1][3:] == ["0.750", "0.500", "0.0200"]
-    assert cells(longest)[1][3:] == ["`gemm` 40%", "`softmax` 25%"]
+    row |= {"top_instances": 73.0, "median_ms": 2.0, "profiled_ms": 3.0}
+    tables = BY_NAME["kernels"].tables(pd.DataFrame([row]))
+    shares, softmax, longest, others, cost = (cells(table)[1][3:] for table in tables.values())
+    assert (shares, softmax) == (["0.750"], ["0.500", "0.0200"])
+    assert (longest, others) == (["`gemm` 40%, 73 ×"], ["`softmax` 25%"])
+    assert cost == ["2.00", "3.00"]
     rows = [
         columns | {"recompute_every": every, "residual_mib": 1.0, "peak_mib": peak}
         for every, peak in ((None, 9.0), (2, 5.0))
     ]
-    (table,) = BY_NAME["memory"].tables(pd.DataFrame(rows)).values()
-    assert cells(table)[1][3:] == ["1.00", "9.00"]
+    rows[0]["largest: scores"] = 4.0
+    tables = BY_NAME["memory"].tables(pd.DataFrame(rows))
+    assert cells(tables["Peak memory"])[1][3:] == ["1.00", "9.00"]
+    assert cells(tables["Largest single allocation by category, MiB"])[1][5:] == ["4.00"]
+    steps = [{**row, "mode": "step"} for row in rows]
+    table = BY_NAME["memory"].tables(pd.DataFrame(steps))["Activation checkpointing"]
+    assert [line[3] for line in cells(table)] == ["recompute_every", "none", "2"]
 
 
 def test_attention_shows_where_memory_ends():
@@ -126,11 +151,13 @@ def test_attention_shows_where_memory_ends():
     ]
     rows += [columns | {"length": 65536, "provider": "naive", "pass": "backward", "status": "oom"}]
     rows += [columns | {"length": 64, "provider": "torch-efficient", "pass": "forward", "status": "unsupported"}]
-    (table,) = BY_NAME["attention"].tables(pd.DataFrame(rows)).values()
-    title, first, last = cells(table)
-    assert title[2:] == [
-        *(f"{which}, {name}, ms" for which in ("forward", "backward") for name in ("naive", "flash")),
-        *("held, naive, MiB", "held, flash, MiB"),
+    tables = BY_NAME["attention"].tables(pd.DataFrame(rows))
+    title, first, last = cells(tables["Attention alone, float32, without a mask, ms"])
+    assert title[2:] == [f"{which}, {name}" for which in ("forward", "backward") for name in ("naive", "flash")]
+    assert first == ["1024", "64", "2.00", "2.00", "2.00", "2.00"]
+    assert last == ["65536", "64", "–", "–", "oom", "–"]
+    assert cells(tables["Memory in float32, MiB"])[1:] == [
+        ["1024", "64", "3.00", "3.00", "–"],
+        ["65536", "64", "oom", "–", "oom"],
     ]
-    assert first == ["1024", "64", "2.00", "2.00", "2.00", "2.00", "3.00", "3.00"]
-    assert last == ["65536", "64", "–", "–", "oom", "–", "oom", "–"]
+    assert cells(tables["What has no figure"])[1] == ["65536", "64", "float32", "naive", "backward", "oom", "–"]

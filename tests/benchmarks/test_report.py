@@ -109,7 +109,8 @@ def test_every_model_of_a_year_is_measured_with_naive_attention_in_all_ways():
         passes, kernels = parts[f"transformer-{name}"], parts[f"breakdown-{name}"]
         assert all((part["models"], part["lengths"]) == ([name], lengths) for part in (passes, kernels))
         assert all(part["dtypes"] == ["float32", "bfloat16"] and not part["tf32"] for part in (passes, kernels))
-        assert (passes["modes"], passes["providers"]) == (["forward", "step"], ["naive", "flash"])
+        assert {"forward", "step"} <= {*passes["modes"]}
+        assert passes["providers"] == ["naive", "flash"]
         assert (kernels["modes"], kernels["providers"]) == (["forward", "forward+backward", "step"], ["naive"])
     cold, compiled = parts["transformer-warmup"], parts["transformer-compile"]
     assert all((part["models"], part["providers"][0]) == (models, "naive") for part in (cold, compiled))
@@ -269,7 +270,8 @@ def test_a_question_has_a_page_with_the_answer_the_table_and_the_rows(folder):
     lines = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| 256")
     ]
-    assert lines[0] == ["256", "16", "5.00", "2.50", "oom", "3.50", "oom", "7.00"]
+    assert lines[:2] == [["256", "16", "5.00", "2.50", "oom", "3.50"], ["256", "16", "oom", "7.00", "oom"]]
+    assert ["256", "16", "float32", "naive", "backward", "oom"] in [line[:6] for line in lines]
     assert "![attention backward ms](attention-backward-ms.png)" in text
     assert "by hand" not in text
     assert "Rows: [attention.csv](attention.csv), [attention.json](attention.json)" in text

@@ -128,6 +128,8 @@ def test_tables_and_plots(tmp_path):
     every = next(part for title, part in parts.items() if title.startswith("All rows"))
     assert re.search(r"\| +8 \|.*\| +oom \|", every)
     assert "8.50 (8.00 to 9.00)‡" in every
+    assert re.search(r"\| +step \|.*\| +17\.0 \| +1\.00 \|", parts["Statistics of every phase"])  # two of 8.5 ms
+    assert re.search(r"\| +both \|.*\| +15\.0 \| +0\.882 \|", parts["Statistics of every phase"])
     plots(pd.DataFrame(rows), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"step-over-length.png", "phases.png"}
 

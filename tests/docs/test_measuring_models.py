@@ -73,7 +73,8 @@ def test_columns_exist_and_are_described(tmp_path):
             *text,
             *(prefix + column for prefix in ("forward_", "backward_", "optimizer_", "both_") for column in text),
         }
-        described |= {f"share_{kind.replace(' ', '_')}" for kind in CLASSES} | {f"{top}_share" for top in text}
+        described |= {f"share_{kind.replace(' ', '_')}" for kind in CLASSES}
+        described |= {f"{top}_{suffix}" for top in text for suffix in ("share", "ms", "instances")}
         found = {re.sub(r"^(peak|largest): .*", r"\1: CATEGORY", column) for column in columns} - {"status", "reason"}
         assert found - described - set(named(page("steps"), "column")) == set(), name
         assert {*text} <= {*found, "share_matrix_products"}, name
