@@ -51,6 +51,9 @@ def write_pages(folder: Path, *, plots: bool = True) -> list[Path]:
         part for part in parts for question in QUESTIONS if question.name in pages and question.asks_for(part.name)
     }
     pages |= {part.name: (part.name, section(part)) for part in parts if part not in covered}
+    for name in {part.name for part in covered} - pages.keys():  # a part that had no rows yet had a page
+        for suffix in (".md", ".html"):
+            (folder / f"{name}{suffix}").unlink(missing_ok=True)
     index = {INDEX: (f"Benchmarks: {folder.resolve().name}", overview(parts, {name: pages[name][0] for name in pages}))}
     paths = []
     for name, (title, text) in (index | pages).items():

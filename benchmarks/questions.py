@@ -234,7 +234,8 @@ def compilation(frame: pd.DataFrame) -> Tables:
             for which in ("forward", "backward")
         }
         columns = {kind: (query, column) for kind, query in kinds.items()}
-        average = [f"{kind}: {means(alone.query(query), column)}" for kind, query in kinds.items()]
+        found_rows = {kind: alone.query(query) for kind, query in kinds.items()}
+        average = [f"{kind}: {means(rows, column)}" for kind, rows in found_rows.items() if len(rows)]
         table = lines(alone, ["length", "head_dim"], columns)
         found["Compiled attention: how many times as fast as naive"] = table and f"{table}\n\n{bullets(average)}"
     return found
@@ -275,7 +276,7 @@ QUESTIONS = (
     Question(
         "compilation",
         "What does torch.compile change?",
-        r"attention|transformer-compile(-small)?",
+        r"attention|transformer(-compile(-small)?)?",
         compilation,
         question_plots.compilation,
         rows="part != 'attention' or provider in ('naive', 'compiled')",

@@ -113,6 +113,7 @@ def test_mixed_precision_and_compilation_are_pairs():
     assert "8.00 → 2.00 (4.00×)" in cells(models)[1]
     assert cells(attention)[:2] == [["length", "head_dim", "float32, forward"], ["16", "8", "1.50 (1.40 to 1.60)"]]
     assert "- float32, forward: geometric mean, × (of how many): compiled 1.50 (1)" in attention
+    assert "backward" not in attention
 
 
 def test_kernels_and_memory():

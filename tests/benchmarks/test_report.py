@@ -324,6 +324,19 @@ def test_a_page_as_one_file_of_html(folder):
     assert "gone: there is no such file." in (folder / "host.html").read_text()
 
 
+def test_a_part_whose_rows_came_later_has_no_page_of_its_own(folder):
+    (folder / "transformer-warmup").mkdir()
+    report.write_outcome(folder / "transformer-warmup", report.Outcome("not started"))
+    write_pages(folder)
+    assert (folder / "transformer-warmup.md").exists()
+    rows = "case,model,batch,length,parameters,mode,warmup_steps,status,median_ms\na,small,4,128,9,step,1,ok,2.5\n"
+    (folder / "transformer-warmup/results.csv").write_text(rows)
+    write_pages(folder, plots=False)
+    assert (folder / "warm-up.md").exists()
+    assert not (folder / "transformer-warmup.md").exists()
+    assert not (folder / "transformer-warmup.html").exists()
+
+
 def test_the_pages_are_made_again_of_any_folders(folder, capsys):
     (folder / "host/tables.md").write_text("# A\n\nchanged\n")
     assert report.main(["--redraw", str(folder)]) == 0
