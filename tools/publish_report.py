@@ -1,0 +1,89 @@
+"""Put a report into the repository: its pages with the files that they link to, and the folders of its parts, packed.
+
+    python tools/publish_report.py results/2025 docs/results/h100/2025
+
+Answers in the target are kept, and are in the pages. rows.tar.xz holds what `benchmarks/report.py` needs to go on with
+the report and to make its pages again, HTML among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.page import ANSWERS, LOG, write_pages
+from benchmarks.results import CSV, JOURNAL, JSON, LOCK, SETTINGS
+
+ROWS = "rows.tar.xz"
+_NOT_PACKED = (LOCK, LOG, JSON)
+_MADE_AGAIN = (".png", ".html", ".pickle")
+_LINK = re.compile(r"\]\(([^)#:]+)\)")
+
+
+def pack(report: Path, archive: Path) -> None:
+    """Pack the folders of the parts that have rows, without what can be made again."""
+    with tarfile.open(archive, "w:xz", preset=9) as packed:
+        for rows in sorted(report.glob(f"*/{CSV}")):
+            for path in sorted(rows.parent.rglob("*")):
+                if path.is_file() and path.name not in _NOT_PACKED and path.suffix not in _MADE_AGAIN:
+                    packed.add(path, Path(report.name, path.relative_to(report)))
+
+
+def publish(report: Path, target: Path) -> list[Path]:
+    """Replace a target by the pages of a report.
+
+    Raises ValueError if the report has no rows, or the target has files and is no published report.
+
+    Returns:
+        The files written.
+    """
+    parts = [path.parent for path in sorted(report.glob(f"*/{CSV}"))]
+    if not parts:
+        raise ValueError(f"report must have folders with a {CSV}; got {report}")
+    if not (target / ROWS).exists() and any(path.name != ANSWERS for path in target.glob("*")):
+        raise ValueError(f"target must be a new folder, or have a {ROWS}, since what is in it is removed; got {target}")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary, report.name)
+        for part in parts:
+            shutil.copytree(part, folder / part.name, ignore=shutil.ignore_patterns(*_NOT_PACKED, JOURNAL, SETTINGS))
+        if (target / ANSWERS).exists():
+            shutil.copytree(target / ANSWERS, folder / ANSWERS)
+        pages = [path for path in write_pages(folder) if path.suffix == ".md"]
+        texts = [page.read_text(encoding="utf-8") for page in pages]
+        links = {link for text in texts for link in _LINK.findall(text) if (folder / link).is_file()}
+        answers = {str(path.relative_to(folder)) for path in (folder / ANSWERS).glob("*")}
+        shutil.rmtree(target, ignore_errors=True)
+        names = sorted(links | answers | {page.name for page in pages})
+        for name in names:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / name, target / name)
+    pack(report, target / ROWS)
+    return [target / name for name in [*names, ROWS]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status is 0, or 2 for folders that do not fit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", type=Path, help="the folder of a report")
+    parser.add_argument("target", type=Path, help="the folder for its pages; what else is in it is removed")
+    options = parser.parse_args(arguments)
+    try:
+        paths = publish(options.report, options.target)
+    except ValueError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    print(f"{len(paths)} files, {sum(path.stat().st_size for path in paths) / 2**20:.1f} MiB in {options.target}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
