@@ -27,7 +27,7 @@ from benchmarks import flags, harness
 from benchmarks.all_reduce_process import BACKENDS, PROCESS, AllReduceCase
 from benchmarks.harness import Context, Outcome, Row, Status
 from benchmarks.host_memory import available_bytes
-from benchmarks.process_groups import run_group, too_few_gpus, unsupported
+from benchmarks.process_groups import require_group_device, run_group, too_few_gpus, unsupported
 from benchmarks.steps import most_steps_of
 from benchmarks.tables import figures, markdown, matrix, plot_lines, sections, with_columns, with_time
 
@@ -62,8 +62,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options, with their cases. Ends the program with a message if they do not fit together."""
     parser = make_parser(arguments)
     options = flags.parse(parser, arguments)
-    if options.device.type not in BACKENDS or options.device.index is not None:
-        parser.error(f"--device must be cuda or cpu; got {options.device}")
+    require_group_device(parser, options.device)
     for count in options.processes or ():
         if count < 2:
             parser.error(f"--processes must be at least 2, since one process has nothing to reduce; got {count}")

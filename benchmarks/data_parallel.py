@@ -28,7 +28,7 @@ from benchmarks.data_parallel_modes import BUCKETED, MODES, NONE
 from benchmarks.data_parallel_process import PROCESS, DataParallelCase
 from benchmarks.data_parallel_tables import plots, tables
 from benchmarks.harness import Context, Row
-from benchmarks.process_groups import run_group, too_few_gpus, unsupported
+from benchmarks.process_groups import require_group_device, run_group, too_few_gpus, unsupported
 from benchmarks.results import mebibytes
 from benchmarks.steps import most_steps_of
 from cs336_systems.transformer import PRESETS
@@ -58,8 +58,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser(arguments)
     options = flags.parse(parser, arguments)
     flags.restrict(parser, options, dtypes=DTYPES, suite=PRESETS)
-    if options.device.type not in ("cpu", "cuda") or options.device.index is not None:
-        parser.error(f"--device must be cuda or cpu; got {options.device}")
+    require_group_device(parser, options.device)
     for count in options.processes or ():
         if few := too_few_gpus(count, options.device):
             parser.error(f"--processes must be at most the number of GPUs: {few}")

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -41,11 +41,17 @@ CaseT = TypeVar("CaseT", bound=Case)
 
 
 def too_few_gpus(processes: int, device: torch.device) -> str | None:
-    """Why this machine cannot run so many processes on its GPUs; None if it can, or if they compute on the CPU."""
+    """Why this machine has too few GPUs for these processes; None if it has enough, or if they compute on the CPU."""
     gpus = torch.cuda.device_count()
     if device.type != "cuda" or processes <= gpus:
         return None
     return f"{processes} processes need {processes} GPUs, one each; this machine has {gpus}"
+
+
+def require_group_device(parser: ArgumentParser, device: torch.device) -> None:
+    """End the program with a message unless groups can compute on the device: each process chooses its GPU itself."""
+    if device.type not in ("cpu", "cuda") or device.index is not None:
+        parser.error(f"--device must be cuda or cpu; got {device}")
 
 
 def run_group(

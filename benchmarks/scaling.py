@@ -26,7 +26,7 @@ import torch
 from benchmarks import flags, harness, models
 from benchmarks.harness import Context, Outcome, Row, Status
 from benchmarks.models import varying
-from benchmarks.process_groups import too_few_gpus, unsupported
+from benchmarks.process_groups import require_group_device, too_few_gpus, unsupported
 from benchmarks.scaling_process import COMPILE, LONGEST, SCALES, STEP, STRONG, WEAK, ScalingCase, run_group
 from benchmarks.tables import bullets, markdown, sections, with_columns
 from cs336_systems.parallel import MODES
@@ -68,8 +68,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser(arguments)
     options = flags.parse(parser, arguments)
     flags.restrict(parser, options, compile=COMPILE)
-    if options.device.type not in ("cpu", "cuda") or options.device.index is not None:
-        parser.error(f"--device must be cuda or cpu; got {options.device}")
+    require_group_device(parser, options.device)
     if options.longest:
         if options.scale is not None:
             parser.error(f"--scale cannot be given with --longest, where all share one sequence; got {options.scale}")
