@@ -17,7 +17,7 @@ ROWS = (
 
 @pytest.fixture
 def report(tmp_path):
-    """A part whose rows answer a question, and one that has a page of its own."""
+    """A part whose rows answer a question, and one whose tables are a page."""
     folder = tmp_path / "results/2025"
     for name in ("transformer-warmup", "host"):
         (folder / name / "details").mkdir(parents=True)
