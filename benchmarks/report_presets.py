@@ -43,7 +43,7 @@ transformer-batch-64 = transformer --models small --lengths 512 --batches 64 --p
 transformer-batch-32 = transformer --models large --lengths 512 --batches 32 --providers naive flash
 transformer-limit = transformer {suite} --models large --lengths 2048 4096 8192 --providers naive flash {few}
 attention = attention --preset course {rivals} --most-rounds 9
-attention-limit = attention --preset course --lengths 32768 65536 131072 --dtypes fp32 {fewer} {slow}
+attention-limit = attention --preset course --lengths 32768 65536 131072 --head-dims 16 128 --dtypes fp32 {fewer} {slow}
 attention-wide = attention --preset course --lengths 16 32 64 128 --head-dims 256 1024 4096 16384 {plain}
 attention-causal = attention --preset course-causal {causal}
 {breakdowns}
