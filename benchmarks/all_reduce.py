@@ -4,7 +4,7 @@
     python benchmarks/all_reduce.py --megabytes 0.001 0.1 1 10 100 1000 4000
     python benchmarks/all_reduce.py --device cpu --processes 2 4 6 --megabytes 1 10 100 1000
 
-torchrun starts a group of processes for each case. docs/measuring/data_parallel.md says what is measured.
+Each case has a group of processes. docs/measuring/data_parallel.md says what is measured.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ if not __package__:
 import pandas as pd
 import torch
 
-from benchmarks import flags, harness
-from benchmarks.all_reduce_process import BACKENDS, PROCESS, AllReduceCase
+from benchmarks import all_reduce_process, flags, harness
+from benchmarks.all_reduce_process import BACKENDS, AllReduceCase
 from benchmarks.harness import Context, Outcome, Row, Status
 from benchmarks.host_memory import available_bytes
 from benchmarks.process_groups import require_group_device, run_group, too_few_gpus, unsupported
 from benchmarks.steps import most_steps_of
 from benchmarks.tables import figures, markdown, matrix, plot_lines, sections, with_columns, with_time
+from cs336_systems.parallel.layout import DDP
 
 _FIGURES = ["median_ms", "std_ms", "min_ms", "max_ms", "algorithm_gb_s", "bus_gb_s"]
 _COPIES = 2
@@ -94,7 +95,7 @@ def measure(case: AllReduceCase, context: Context) -> Row:
         refused = Outcome(Status.SKIPPED, text)
     if refused is not None:
         return row | refused.columns
-    return row | run_group(case, case.processes, options, PROCESS, ("steps", "most_steps", "seed"))
+    return row | run_group(all_reduce_process.measure, case, case.processes, DDP, options)
 
 
 def tables(frame: pd.DataFrame) -> str:

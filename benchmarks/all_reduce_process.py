@@ -1,24 +1,21 @@
-"""What each process of a group does that times all-reduces, for all_reduce.py. torchrun starts this file."""
+"""What each process of a group does that times all-reduces, for all_reduce.py."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.harness import Case, Row
-from benchmarks.process_groups import run_process, time_together
+from benchmarks.process_groups import time_together
 from benchmarks.steps import step_columns
 from cs336_systems.parallel import Layout
-from cs336_systems.parallel.layout import DDP
 from cs336_systems.profiling.timing import RoundTimes
 
-PROCESS = ("-m", "benchmarks.all_reduce_process")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """By the type of the device."""
 MEGABYTE = 10**6
@@ -59,12 +56,12 @@ class AllReduceCase(Case):
         return f"{self.backend} {self.megabytes:g} MB on {self.processes} warmup={self.warmup_steps}"
 
 
-def measure(job: Mapping[str, Any], case: AllReduceCase, layout: Layout) -> Row:
+def measure(case: AllReduceCase, options: Namespace, layout: Layout) -> Row:
     """The columns of the case, from what all processes measured; each process calls this.
 
     Raises RuntimeError if a sum is wrong.
     """
-    tensor = values(case.elements, layout.device, job["seed"])
+    tensor = values(case.elements, layout.device, options.seed)
     ends = tensor[:_CHECKED].clone(), tensor[-_CHECKED:].clone()
     tensor *= layout.rank + 1
     dist.all_reduce(tensor)
@@ -72,8 +69,8 @@ def measure(job: Mapping[str, Any], case: AllReduceCase, layout: Layout) -> Row:
     times = time_together(
         {"all_reduce": lambda: dist.all_reduce(tensor)},
         layout,
-        steps=job["steps"],
-        most_steps=job["most_steps"],
+        steps=options.steps,
+        most_steps=options.most_steps,
         warmup=case.warmup_steps,
         between=make_ready(tensor, layout),
     )
@@ -130,12 +127,3 @@ def bandwidth_columns(size: int, processes: int, times: RoundTimes) -> Row:
         rate = size / milliseconds * 1e-6
         row |= {f"algorithm_gb_s{end}": rate, f"bus_gb_s{end}": rate * 2 * (processes - 1) / processes}
     return row
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Measure the job in the argument; see `process_groups.run_process`."""
-    run_process(arguments, AllReduceCase, measure, lambda case: DDP)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -5,7 +5,7 @@
     python benchmarks/data_parallel.py --parallel bucketed --bucket-mb 1 10 100 1000
     python benchmarks/data_parallel.py --device cpu --models tiny --processes 1 2 4
 
-torchrun starts a group of processes for each case, one for each GPU: NCCL on GPUs, gloo on a CPU.
+Each case has a group of processes, one for each GPU: NCCL on GPUs, gloo on a CPU.
 docs/measuring/data_parallel.md says what is measured, and what the columns mean.
 """
 
@@ -23,9 +23,9 @@ if not __package__:
 
 import torch
 
-from benchmarks import flags, harness, models
-from benchmarks.data_parallel_modes import BUCKETED, MODES, NONE
-from benchmarks.data_parallel_process import PROCESS, DataParallelCase
+from benchmarks import data_parallel_process, flags, harness, models
+from benchmarks.data_parallel_modes import BUCKETED, MODES, NONE, group_mode
+from benchmarks.data_parallel_process import DataParallelCase
 from benchmarks.data_parallel_tables import plots, tables
 from benchmarks.harness import Context, Row
 from benchmarks.process_groups import require_group_device, run_group, too_few_gpus, unsupported
@@ -101,7 +101,7 @@ def measure(case: DataParallelCase, context: Context) -> Row:
     refused = unsupported(too_few_gpus(case.processes, options.device))
     if refused is not None:
         return row | refused.columns
-    return row | run_group(case, case.processes, options, PROCESS, ("steps", "most_steps", "tf32", "seed"))
+    return row | run_group(data_parallel_process.measure, case, case.processes, group_mode(case.parallel), options)
 
 
 PROGRAM = harness.Program(

@@ -1,23 +1,19 @@
-"""What each process of a group does that trains a model with data parallelism, for data_parallel.py.
-
-torchrun starts this file once for each process, as `process_groups` describes.
-"""
+"""What each process of a group does that trains a model with data parallelism, for data_parallel.py."""
 
 from __future__ import annotations
 
 import gc
-import sys
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.data_parallel_modes import AFTER_BACKWARD, Training, group_mode, make_training, shares_of
+from benchmarks.data_parallel_modes import AFTER_BACKWARD, Training, make_training, shares_of
 from benchmarks.harness import Case, Row
 from benchmarks.models import SIZES
-from benchmarks.process_groups import GroupTimes, run_process, time_together
+from benchmarks.process_groups import GroupTimes, time_together
 from benchmarks.results import mebibytes
 from benchmarks.steps import finite_loss, make_batch, step_columns
 from cs336_systems.parallel import Layout
@@ -25,7 +21,6 @@ from cs336_systems.profiling.memory import release_memory
 from cs336_systems.profiling.timing import synchronize
 from cs336_systems.transformer import TransformerConfig
 
-PROCESS = ("-m", "benchmarks.data_parallel_process")
 PHASES = ("forward", "backward", "communication", "optimizer")
 
 
@@ -70,11 +65,6 @@ class DataParallelCase(Case):
         return shares_of(self.parallel).state_bytes(self.config.parameters(), self.processes)
 
 
-def case_of(config: Mapping[str, Any], **fields: Any) -> DataParallelCase:
-    """The case of its fields as JSON has them."""
-    return DataParallelCase(config=TransformerConfig(**config), **fields)
-
-
 class MemoryStages:
     """Bytes in tensors, and the most since the stage before, on CUDA; nothing elsewhere, where nobody counts."""
 
@@ -117,16 +107,16 @@ def make_phases(
     return phases | {"optimizer": optimizer}
 
 
-def measure(job: Mapping[str, Any], case: DataParallelCase, layout: Layout) -> Row:
+def measure(case: DataParallelCase, options: Namespace, layout: Layout) -> Row:
     """The columns of the case, from what all processes measured; each process calls this.
 
     The first step, in which memory is read, is none of the timed ones, nor of the warm-up.
     """
     config, losses = case.config, list[Tensor]()
-    whole = make_batch(config, case.batch * layout.size, layout.device, job["seed"])
+    whole = make_batch(config, case.batch * layout.size, layout.device, options.seed)
     tokens, targets = (half.chunk(layout.size)[layout.rank].clone() for half in whole)
     memory = MemoryStages(layout.device)
-    torch.manual_seed(job["seed"])
+    torch.manual_seed(options.seed)
     training = make_training(case.parallel, config, layout, dtype=case.dtype, bucket_mb=case.bucket_mb)
     memory.note("init")
     phases = make_phases(training, tokens, targets, losses)
@@ -137,10 +127,9 @@ def measure(job: Mapping[str, Any], case: DataParallelCase, layout: Layout) -> R
     training.optimizer.step()
     memory.note("after_step")
     training.optimizer.zero_grad()
-    how = {name: job[name] for name in ("steps", "most_steps")}
-    times = time_together(phases, layout, warmup=case.warmup_steps, **how)
+    times = time_together(phases, layout, steps=options.steps, most_steps=options.most_steps, warmup=case.warmup_steps)
     # Of a step that all cases with as much warm-up take, however many more are timed.
-    ends = [finite_loss(losses[index], case.dtype) or 0.0 for index in (0, case.warmup_steps + job["steps"])]
+    ends = [finite_loss(losses[index], case.dtype) or 0.0 for index in (0, case.warmup_steps + options.steps)]
     return {
         **time_columns(times, case),
         **dict(zip(("first_loss", "last_loss"), map(_mean, zip(*layout.all_gather(ends), strict=True)), strict=True)),
@@ -170,12 +159,3 @@ def highest(each: Sequence[Mapping[str, int]], peaks: Sequence[int | None]) -> R
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Measure the job in the argument; see `process_groups.run_process`."""
-    run_process(arguments, case_of, measure, lambda case: group_mode(case.parallel))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

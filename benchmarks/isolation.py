@@ -19,10 +19,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NoReturn
 
 _EXIT_SECONDS = 5.0
 # While the fork server imports modules: torch.cuda.is_available() must not initialise CUDA, which no fork could use
@@ -54,6 +54,19 @@ def step(text: str, provider: str = "") -> None:
         _to_parent.send(("step", provider, text))
 
 
+def finish(result: Any) -> NoReturn:
+    """Make this the result of the isolated call, and end its process at once, whatever still runs in it.
+
+    Raises RuntimeError in a process that is none of an isolated call.
+    """
+    if _to_parent is None:
+        raise RuntimeError("finish() must be called within an isolated call; this process has no parent that listens")
+    _to_parent.send(("result", result, ""))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def run_isolated(function: Callable[..., Any], *arguments: Any, **how: Any) -> Finished:
     """Call ``function(*arguments)`` in a new process and wait for it: `map_isolated` of one job."""
     return next(map_isolated(function, [arguments], **how))[1]
@@ -67,7 +80,7 @@ def map_isolated(
     limit: float = math.inf,
     preload: Sequence[str] = (),
     on_step: OnStep = lambda provider, text: None,
-) -> Iterator[tuple[tuple[Any, ...], Finished]]:
+) -> Generator[tuple[tuple[Any, ...], Finished], None, None]:
     """Call ``function(*job)`` for each job in a new process; yield (job, `Finished`) as the calls end.
 
     A call has a failure if the function raises, if its process ends early, or if it exceeds the limit. When the caller

@@ -1,43 +1,35 @@
 """Groups of processes that measure a case together: how they are started and ended, and how they time what they do.
 
-torchrun starts the module of a benchmark once for each process, with a job in JSON. The processes measure, and one of
-them writes the columns of the case into a file. A group has always ended when its row is there.
+Each process is an isolated call, so that it starts within milliseconds. torch.distributed finds the others by the
+variables that torchrun sets. A group has always ended when its row is there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import os
-import subprocess
-import sys
-import tempfile
+import socket
 import traceback
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from benchmarks.harness import Case, Outcome, Row, Status
+from benchmarks.isolation import finish, map_isolated
 from benchmarks.models import file_of
 from benchmarks.results import error, outcome_of
-from cs336_systems.files import write_text
 from cs336_systems.parallel import Layout, start
 from cs336_systems.parallel.layout import NONE
 from cs336_systems.profiling.steps import Phase, StepTimes, time_steps
 from cs336_systems.profiling.timing import RoundTimes
 
-RESULT, FAILURE = "result.json", "failure-{}.json"
-ROOT = Path(__file__).resolve().parents[1]
-_SECONDS_TO_END = 45.0
-"""torchrun gives its processes 30 s before it kills them. If it were killed first, they would go on."""
-
 CaseT = TypeVar("CaseT", bound=Case)
+Measure = Callable[[CaseT, Namespace, Layout], Row]
 
 
 def too_few_gpus(processes: int, device: torch.device) -> str | None:
@@ -54,93 +46,63 @@ def require_group_device(parser: ArgumentParser, device: torch.device) -> None:
         parser.error(f"--device must be cuda or cpu; got {device}")
 
 
-def run_group(
-    case: Case, processes: int, options: Namespace, module: Sequence[str], settings: Iterable[str] = ("seed",)
-) -> Row:
+def run_group(measure: Measure[CaseT], case: CaseT, processes: int, mode: str, options: Namespace) -> Row:
     """The columns that a group of processes measures. The group has ended when this returns.
 
-    Its output is in logs/ of the results.
+    The first process that fails ends the others, which wait for it, and gives the reason: an exception, a signal, or
+    that it exceeded the ``timeout`` of the options. What the processes print is in logs/ of the results.
 
     Args:
-        case: sent to the processes as JSON.
-        processes: of the group; one is started without torchrun.
-        options: the command line, of which the processes get the device's type, ``timeout`` and ``settings``.
-        module: what Python runs in each process, such as ``("-m", "benchmarks.scaling_process")``; it calls
-            `run_process`.
+        measure: the columns of the case, in each process; those of rank 0 are returned. A function of a module.
+        processes: of the group; one has no group with mode "none".
+        mode: how they share the work, one of `cs336_systems.parallel.MODES`.
+        options: the command line.
     """
     log = file_of(options.out, "logs", case, "txt")
-    job = {"case": dataclasses.asdict(case), "device": options.device.type}
-    job |= {name: getattr(options, name) for name in ("timeout", *settings)}
-    # One thread for each process, as torchrun sets it, also without torchrun.
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": path}
-    late = False
-    with tempfile.TemporaryDirectory() as folder, log.open("wb") as output:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node"]
-        group_of = [] if processes == 1 else [*torchrun, str(processes)]
-        command = [sys.executable, *group_of, *module, json.dumps(job | {"folder": folder})]
-        with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT) as group:
-            try:
-                group.wait(options.timeout)
-            except subprocess.TimeoutExpired:
-                late = True
-            finally:
-                group.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    group.wait(_SECONDS_TO_END)
-                group.kill()
-        row = result_of(Path(folder))
-    if row is not None:
-        return row
-    if late:
-        return error(f"took longer than {options.timeout:g} s").columns
-    last = " ".join(log.read_text(errors="replace").split("\n")[-12:])
-    return error(f"ended with status {group.returncode}: {last}").columns
+    log.unlink(missing_ok=True)
+    same = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(processes)}
+    each = [same | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    jobs = [(measure, case, mode, options, variables if mode != NONE else {}, log) for variables in each]
+    columns: Row = {}
+    with contextlib.closing(map_isolated(_take_part, jobs, processes=processes, limit=options.timeout)) as ends:
+        for _, finished in ends:
+            row = error(finished.failure).columns if finished.failure else finished.result
+            if "status" in row:
+                return row
+            columns |= row
+    return columns
 
 
-def result_of(folder: Path) -> Row | None:
-    """What the processes wrote: the figures, or why there are none; None if they ended before they could.
+def _take_part(
+    measure: Measure[CaseT], case: CaseT, mode: str, options: Namespace, variables: Mapping[str, str], log: Path
+) -> Row:
+    """Measure a case in a process of the group; the columns are those of rank 0, and none of the others.
 
-    If memory runs out in one process, others fail since it is gone: its failure is the one to report.
+    A process that fails ends at once: it would wait for the others in leaving the group, and they for it in a step.
     """
-    if (folder / RESULT).exists():
-        return json.loads((folder / RESULT).read_text())
-    failures = [json.loads(path.read_text()) for path in sorted(folder.glob(FAILURE.format("*")))]
-    return min(failures, key=lambda failure: failure["status"] != Status.OUT_OF_MEMORY.value, default=None)
-
-
-def run_process(
-    arguments: Sequence[str],
-    case_of: Callable[..., CaseT],
-    measure: Callable[[Mapping[str, Any], CaseT, Layout], Row],
-    mode_of: Callable[[CaseT], str],
-) -> None:
-    """Measure the job in the argument, which is JSON, and write the result into its folder.
-
-    A process that fails writes why, and exits at once: the others wait for it inside of a step, so that leaving the
-    process group in order would hang. torchrun ends them.
-
-    Args:
-        case_of: makes the case from its fields.
-        measure: the columns of the case, in each process; those of rank 0 are written.
-        mode_of: how the processes share the work, one of `cs336_systems.parallel.MODES`; "none" without a group.
-    """
-    job = json.loads(arguments[0])
-    case, folder = case_of(**job["case"]), Path(job["folder"])
-    try:
-        mode = mode_of(case)
-        torch.set_float32_matmul_precision("high" if job.get("tf32") else "highest")
-        patience = None if mode == NONE else timedelta(seconds=job["timeout"])
-        with start(mode, torch.device(job["device"]), None, patience) as layout:
-            row = measure(job, case, layout)
-            if layout.is_main:
-                write_text(folder / RESULT, json.dumps(row))
+    with log.open("ab") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.environ.update(variables)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # as torchrun does
+    torch.set_float32_matmul_precision("high" if getattr(options, "tf32", False) else "highest")
+    patience = None if mode == NONE else timedelta(seconds=options.timeout)
+    with start(mode, torch.device(options.device.type), None, patience) as layout:
+        try:
+            row = measure(case, options, layout)
             layout.all_gather(None)  # no process leaves the group while another still communicates
-    except Exception as exception:
-        traceback.print_exc()
-        write_text(folder / FAILURE.format(os.environ.get("RANK", "0")), json.dumps(outcome_of(exception).columns))
-        sys.stderr.flush()
-        os._exit(1)
+        except Exception as exception:
+            traceback.print_exc()
+            finish(outcome_of(exception).columns)
+    return row if layout.is_main else {}
+
+
+def _free_port() -> int:
+    """A port of this machine on which nothing listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 @dataclass(frozen=True)

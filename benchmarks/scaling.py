@@ -5,7 +5,7 @@
     python benchmarks/scaling.py --models medium --longest --recompute-every 1 --loss-chunk 4096
     python benchmarks/scaling.py --models tiny --lengths 64 --batch 2 --processes 1 2 --device cpu
 
-torchrun starts a group of processes for each case. docs/scaling.md says what is measured, and what the columns mean.
+Each case has a group of processes. docs/scaling.md says what is measured, and what the columns mean.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if not __package__:
 import pandas as pd
 import torch
 
-from benchmarks import flags, harness, models
+from benchmarks import flags, harness, models, scaling_process
 from benchmarks.harness import Context, Outcome, Row, Status
 from benchmarks.models import varying
-from benchmarks.process_groups import require_group_device, too_few_gpus, unsupported
-from benchmarks.scaling_process import COMPILE, LONGEST, SCALES, STEP, STRONG, WEAK, ScalingCase, run_group
+from benchmarks.process_groups import require_group_device, run_group, too_few_gpus, unsupported
+from benchmarks.scaling_process import COMPILE, LONGEST, SCALES, STEP, STRONG, WEAK, ScalingCase
 from benchmarks.tables import bullets, markdown, sections, with_columns
 from cs336_systems.parallel import MODES
 from cs336_systems.parallel.layout import NONE, WITH_CONTEXT
@@ -137,7 +137,7 @@ def measure(case: ScalingCase, context: Context) -> Row:
     refused = impossible(case, options.device)
     if refused is not None:
         return row | refused.columns
-    row |= run_group(case, options)
+    row |= run_group(scaling_process.measure, case, case.processes, case.parallel, options)
     peaks = [size / MIB for size in row.pop("peak_bytes_of_each", ()) if size is not None]
     return row | {"peak_mib": max(peaks, default=None), "peak_mib_of_each": peaks}
 

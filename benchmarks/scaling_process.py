@@ -1,24 +1,17 @@
-"""What each process of a group does that trains a model together, for scaling.py.
-
-torchrun starts this file once for each process, as `process_groups` describes.
-"""
+"""What each process of a group does that trains a model together, for scaling.py."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import process_groups
 from benchmarks.harness import Case, Row
 from benchmarks.models import FORWARD_BACKWARD, model_config, rate_columns
-from benchmarks.process_groups import run_process
 from benchmarks.steps import TrainingStep, autocast, finite_loss, make_batch, step_columns
 from cs336_systems.parallel import Layout, ParallelModel
 from cs336_systems.parallel.layout import NONE, WITH_CONTEXT
@@ -32,7 +25,6 @@ WEAK, STRONG = SCALES = ("weak", "strong")
 STEP, LONGEST = "step", "longest"
 COMPILE = ("none", "auto")
 """auto: the whole model for one process, each block for several, as the training command."""
-PROCESS = ("-m", "benchmarks.scaling_process")
 
 
 @dataclass(frozen=True)
@@ -96,11 +88,6 @@ class ScalingCase(Case):
         return sizes | {"flops_per_token": flops}
 
 
-def run_group(case: ScalingCase, options: argparse.Namespace, process: Sequence[str] = PROCESS) -> Row:
-    """The columns that the case's group of processes measures; see `process_groups.run_group`."""
-    return process_groups.run_group(case, case.processes, options, process, ("steps", "tf32", "seed"))
-
-
 def make_step(case: ScalingCase, layout: Layout, seed: int) -> TrainingStep:
     """The step of this process. All processes together have the same tokens, whatever their number."""
     torch.manual_seed(seed)
@@ -135,10 +122,10 @@ def allocate_state(step: TrainingStep) -> None:
     step.optimizer.zero_grad()
 
 
-def measure(job: Mapping[str, Any], case: ScalingCase, layout: Layout) -> Row:
+def measure(case: ScalingCase, options: Namespace, layout: Layout) -> Row:
     """The columns of the case, from what all processes measured; each process calls this."""
-    step = make_step(case, layout, job["seed"])
-    steps, warmup = (job["steps"], case.warmup_steps) if case.what == STEP else (1, 0)
+    step = make_step(case, layout, options.seed)
+    steps, warmup = (options.steps, case.warmup_steps) if case.what == STEP else (1, 0)
     if case.what == LONGEST:
         allocate_state(step)  # so that the only step needs as much memory as every later one
     losses: list[Tensor] = []
@@ -176,12 +163,3 @@ def group_columns(each: Sequence[tuple[StepTimes, Sequence[float]]]) -> Row:
         "last_loss": last_loss,
         "peak_bytes_of_each": [found.memory.peak_bytes for found in times],
     }
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Measure the job in the argument; see `process_groups.run_process`."""
-    run_process(arguments, ScalingCase, measure, lambda case: case.parallel)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from dataclasses import replace
 
 import pandas as pd
@@ -101,8 +102,9 @@ def test_values_do_not_grow_and_wrong_sums_are_found(monkeypatch):
 
 def taken(layout):
     """The columns of a group's all-reduces."""
-    job = {"steps": 3, "most_steps": 3, "seed": 0}
-    return all_reduce_process.measure(job, replace(CASE, processes=layout.size, megabytes=0.01), layout) | {"bytes": 1}
+    options = Namespace(steps=3, most_steps=3, seed=0)
+    case = replace(CASE, processes=layout.size, megabytes=0.01)
+    return all_reduce_process.measure(case, options, layout) | {"bytes": 1}
 
 
 def test_a_group_of_one(group_of_one):
@@ -134,7 +136,6 @@ def test_tables_and_plots(tmp_path):
     all_reduce.plots(frame[2:], tmp_path / "none")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", ["cpu", ON_GPUS])
 def test_two_processes_reduce(tmp_path, monkeypatch, place):
     arguments = ["--device", place, "--processes", "2", "--megabytes", "0.001", "1", "--steps", "3", "--commit", "abc"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, replace
+from argparse import Namespace
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from benchmarks import data_parallel
 from benchmarks.data_parallel_modes import MODES, STAGES, make_training, shares_of
-from benchmarks.data_parallel_process import PHASES, DataParallelCase, case_of, make_phases, measure
+from benchmarks.data_parallel_process import PHASES, DataParallelCase, make_phases, measure
 from benchmarks.data_parallel_tables import complete, plots, tables, with_one_process, wrong_losses
 from benchmarks.harness import Row
 from cs336_systems.parallel import Layout
@@ -23,7 +24,7 @@ __all__ = ["group_of_one"]
 
 CASE = DataParallelCase("tiny", "2025", CONFIG, "flat", None, 2, "float32", batch=2, warmup_steps=1)
 ONE = replace(CASE, parallel="none", processes=1)
-JOB = {"steps": 2, "most_steps": 2, "seed": 0}
+OPTIONS = Namespace(steps=2, most_steps=2, seed=0)
 COURSE = ("naive", "flat", "overlapped", "bucketed", "sharded-optimizer", "fsdp")
 ON_GPUS = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.multi_gpu])
 
@@ -80,7 +81,7 @@ def test_one_gpu_measures_one_process_alone(monkeypatch):
     gpus(monkeypatch, 1)
     device = torch.device("cuda")
     assert {case.processes for case in data_parallel.parse(["--device", "cuda"]).cases} == {1, 2}
-    monkeypatch.setattr(data_parallel, "run_group", lambda case, *others: {"median_ms": 1.0})
+    monkeypatch.setattr(data_parallel, "run_group", lambda *arguments: {"median_ms": 1.0})
     assert data_parallel.measure(ONE, context(device=device))["median_ms"] == 1.0
     row = data_parallel.measure(CASE, context(device=device))
     assert (row["status"], row["reason"]) == (
@@ -97,14 +98,11 @@ def test_memory_by_formula_is_that_of_the_course():
     assert sizes["fsdp"] == sizes["torch-fsdp"] == [200, 400, 800]
 
 
-def test_a_case_is_sent_as_json():
-    assert case_of(**asdict(CASE)) == CASE
-
-
 def taken(parallel, layout, dtype="float32"):
     """The row of a mode on one process."""
     bucket = 1.0 if parallel == "bucketed" else None
-    return measure(JOB, replace(CASE, parallel=parallel, bucket_mb=bucket, processes=1, dtype=dtype), layout)
+    case = replace(CASE, parallel=parallel, bucket_mb=bucket, processes=1, dtype=dtype)
+    return measure(case, OPTIONS, layout)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -181,7 +179,6 @@ def test_a_dry_run_says_what_each_process_needs_at_least(capsys):
     assert sizes == [pytest.approx(n * 1_998_235_200 / 2**30, abs=0.01) for n in (16, 12, 8)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", ["cpu", ON_GPUS])
 def test_two_processes_train_in_every_mode(tmp_path, monkeypatch, place):
     axes = ["--device", place, "--processes", "1", "2", "--batch", "2", "--bucket-mb", "1", "--dtypes", "fp32"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.isolation import Finished, map_isolated, run_isolated, step
+from benchmarks.isolation import Finished, finish, map_isolated, run_isolated, step
 
 ROOT = Path(__file__).resolve().parents[2]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes are spawned")
@@ -28,6 +28,11 @@ def act(what: str) -> str:
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "hang":
         time.sleep(600)
+    if what == "finish":
+        try:
+            finish("finished")
+        finally:
+            time.sleep(600)
     return f"did {what}"
 
 
@@ -51,6 +56,12 @@ def test_a_failure_ends_that_call_alone():
 def test_a_call_that_exceeds_the_limit_is_killed():
     # Where it is depends on how fast processes start.
     assert run_isolated(act, "hang", limit=2).failure.startswith("took longer than 2 s, at: ")
+
+
+def test_a_call_that_finishes_leaves_nothing_in_order():
+    assert run_isolated(act, "finish", limit=200).result == "finished"
+    with pytest.raises(RuntimeError, match="within an isolated call"):
+        finish("nothing")
 
 
 def test_steps_are_reported_and_without_a_parent_ignored():

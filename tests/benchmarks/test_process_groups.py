@@ -1,23 +1,92 @@
-"""Groups of processes: they time the same steps, and say which processes a machine has no GPUs for."""
+"""Groups of processes: they always end, time the same steps, and say which processes a machine has no GPUs for."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import process_groups
-from benchmarks.harness import Outcome, Status
-from benchmarks.process_groups import slowest_of, time_together, too_few_gpus, unsupported
+from benchmarks.harness import Case, Outcome, Status
+from benchmarks.process_groups import run_group, slowest_of, time_together, too_few_gpus, unsupported
 from benchmarks.steps import most_steps_of
 from cs336_systems.parallel import Layout
 from cs336_systems.profiling import RoundTimes
 from cs336_systems.profiling.steps import AllocatorStats, StepTimes
 
-from .small_models import CPU
+from .small_models import CPU, context
 
 CUDA = torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class Told(Case):
+    """A case whose processes do what it says."""
+
+    what: str = ""
+
+    @property
+    def name(self):
+        return "told"
+
+
+def obey(case, options, layout):
+    """Do what the case says in the second process, or in the only one, while the others wait."""
+    Path(options.out, f"pid-{layout.rank}").write_text(str(os.getpid()))
+    print(f"rank {layout.rank} speaks", flush=True)
+    if layout.rank == layout.size - 1:
+        if case.what == "full":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if case.what == "exit":
+            os._exit(3)
+        if case.what == "hang":
+            time.sleep(600)
+    total = layout.all_reduce(torch.ones(1))
+    return {"total": float(total), "threads": torch.get_num_threads(), "rank": layout.rank}
+
+
+def obeyed(folder, what, processes=2, timeout=200.0):
+    """The row of a group that is told something; all of its processes have ended."""
+    mode = "ddp" if processes > 1 else "none"
+    row = run_group(obey, Told(what), processes, mode, context(folder, timeout=timeout).options)
+    pids = [path.read_text() for path in folder.glob("pid-*")]
+    assert len(pids) == processes
+    assert not any(map(alive, pids))
+    return row
+
+
+def alive(pid):
+    try:
+        return "zombie" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_group_measures_and_leaves_what_it_prints(tmp_path, monkeypatch, processes):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert obeyed(tmp_path, "measure", processes) == {"total": processes, "threads": 1, "rank": 0}
+    text = (tmp_path / "logs/told.txt").read_text()
+    assert sorted(text.splitlines()) == [f"rank {rank} speaks" for rank in range(processes)]
+
+
+@pytest.mark.parametrize(
+    ("what", "timeout", "status", "reason"),
+    [
+        ("full", 200.0, "oom", "CUDA out of memory"),
+        ("exit", 200.0, "error", "the process ended with status 3"),
+        pytest.param("hang", 30.0, "error", "took longer than 30 s", marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_that_fails_ends_the_group_and_gives_the_reason(tmp_path, what, timeout, status, reason):
+    row = obeyed(tmp_path, what, timeout=timeout)
+    assert row["status"] == status
+    assert row["reason"].startswith(reason)
 
 
 def times(forward, backward, peak=None, allocated=None, host=0.5):

@@ -1,28 +1,24 @@
-"""The benchmark of several GPUs: groups of processes that always end, figures that compare, and a search."""
+"""The benchmark of several GPUs: figures that compare, and a search."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
-import sys
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 
 import pandas as pd
 import pytest
 import torch
 
-from benchmarks import process_groups, scaling, scaling_process
+from benchmarks import scaling, scaling_process
 from benchmarks.models import rate_columns
-from benchmarks.process_groups import FAILURE, RESULT, result_of
 from benchmarks.scaling import drive, impossible, search, tables, with_efficiency, wrong_losses
-from benchmarks.scaling_process import LONGEST, STEP, STRONG, WEAK, ScalingCase, run_group
+from benchmarks.scaling_process import LONGEST, STEP, STRONG, WEAK, ScalingCase
 from cs336_systems.parallel import Layout
 from cs336_systems.profiling import RoundTimes
 from cs336_systems.profiling.steps import AllocatorStats, StepTimes
 
-from .small_models import CPU, context, run_here
+from .small_models import CPU, run_here
 
 CASE = ScalingCase(STEP, "tiny", "2025", 64, STRONG, "ddp", 2, length=32, batch=2, compile="none", warmup_steps=1)
 ONE = replace(CASE, parallel="none", processes=1)
@@ -38,13 +34,6 @@ def row_of(case, **figures):
     if row["status"] == "ok" and case.what == STEP:
         row |= rate_columns(case.config, tokens, "step", row["median_ms"], 989.5, case.processes)
     return {"case": case.name, **case.columns, **case.work_columns, **row}
-
-
-def group(case, tmp_path, program="", timeout=200.0):
-    path = tmp_path / "program.py"
-    path.write_text(program)
-    options = context(tmp_path, steps=2, timeout=timeout).options
-    return run_group(case, options, [str(path)] if program else scaling_process.PROCESS)
 
 
 def test_every_mode_runs_on_several_processes_and_none_on_one():
@@ -189,7 +178,6 @@ def test_the_longest_that_fits():
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", ["cpu", ON_GPUS])
 def test_the_work_of_one_is_shared(tmp_path, place):
     modes = ("ddp", "fsdp", "context", "fsdp+context")
@@ -209,31 +197,16 @@ def test_the_work_of_one_is_shared(tmp_path, place):
     assert [*pd.read_csv(tmp_path / "longest/results.csv")["status"]] == ["ok"]
 
 
-def job_of(case, folder, **changes):
-    fixed = {"device": "cpu", "steps": 2, "tf32": False, "seed": 0, "timeout": 60.0}
-    return [json.dumps(fixed | {"case": asdict(case), "folder": str(folder)} | changes)]
-
-
 @pytest.mark.parametrize("what", [STEP, LONGEST])
-def test_one_process_measures_and_writes(tmp_path, what):
-    scaling_process.main(job_of(replace(ONE, what=what), tmp_path))
-    row = result_of(tmp_path) or {}
+def test_one_process_measures(what):
+    row = scaling_process.measure(replace(ONE, what=what), argparse.Namespace(steps=2, seed=0), Layout(CPU))
     assert len(row["steps_ms"]) == (2 if what == STEP else 1)
     assert ("tokens_per_second" in row) == (what == STEP)
     assert row["last_loss"] <= row["first_loss"]
 
 
-def test_a_process_that_fails_writes_why_and_exits_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(process_groups.os, "_exit", sys.exit)
-    with pytest.raises(SystemExit):
-        scaling_process.main(job_of(replace(ONE, model="small", suite="1999"), tmp_path))
-    row = result_of(tmp_path) or {}
-    assert row["status"] == "error"
-    assert "1999" in row["reason"]
-
-
 def test_a_run_and_a_search_that_is_resumed(tmp_path, monkeypatch):
-    monkeypatch.setattr(scaling, "run_group", lambda case, options: {"median_ms": 1.0, "peak_bytes_of_each": [2**20]})
+    monkeypatch.setattr(scaling, "run_group", lambda *arguments: {"median_ms": 1.0, "peak_bytes_of_each": [2**20]})
     common = [*FLAGS, "--lengths", "64", "--device", "cpu"]
     run_here(monkeypatch, scaling.main, tmp_path / "steps", *common, "--processes", "1", "--batch", "2")
     search = [*common, "--longest", "--processes", "2", "--parallel", "context", "--recompute-every", "1"]
@@ -243,69 +216,3 @@ def test_a_run_and_a_search_that_is_resumed(tmp_path, monkeypatch):
     assert (tmp_path / "journal.jsonl").read_text().startswith(journal)
     found = [(row["length"], row["status"], row["peak_mib"]) for row in rows]
     assert found == [("64", "ok", "1.0"), ("128", "ok", "1.0")]
-
-
-@pytest.mark.slow
-def test_a_group_that_runs_out_of_memory_or_hangs_is_ended(tmp_path):
-    assert group(CASE, tmp_path, PROGRAM.format(FULL)) == {"status": "oom", "reason": "CUDA out of memory"}
-    late = {"status": "error", "reason": "took longer than 30 s"}
-    assert group(CASE, tmp_path, PROGRAM.format(HANGS.format(str(tmp_path))), timeout=30.0) == late
-    pids = [path.name for path in (tmp_path / "pids").iterdir()]
-    assert pids
-    assert not any(map(alive, pids))
-
-
-WRITES = "import json, pathlib, sys; folder = pathlib.Path(json.loads(sys.argv[1])['folder']); "
-
-
-@pytest.mark.parametrize(
-    ("program", "timeout", "row"),
-    [
-        ("raise SystemExit('full')", 20.0, {"status": "error", "reason": "ended with status 1: full"}),
-        ("import time; time.sleep(60)", 1.0, {"status": "error", "reason": "took longer than 1 s"}),
-        (WRITES + f"(folder / '{RESULT}').write_text('{{}}')", 20.0, {}),
-    ],
-)
-def test_the_end_of_a_group(tmp_path, program, timeout, row):
-    assert group(ONE, tmp_path, program, timeout) == row
-
-
-def test_memory_is_the_reason_if_others_fail_too(tmp_path):
-    for rank, status in enumerate(("error", "oom")):
-        (tmp_path / FAILURE.format(rank)).write_text(json.dumps({"status": status}))
-    assert result_of(tmp_path) == {"status": "oom"}
-
-
-def alive(pid):
-    try:
-        return "zombie" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-
-
-PROGRAM = """
-import os, pathlib, sys, time
-import torch
-import torch.distributed as dist
-from benchmarks import scaling_process
-
-measure = scaling_process.measure
-
-def other(job, case, layout):
-    {0}
-
-scaling_process.measure = other
-scaling_process.main(sys.argv[1:])
-"""
-FULL = """
-    if layout.rank == 1:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-    return measure(job, case, layout)
-"""
-HANGS = """
-    pathlib.Path({0!r}, "pids").mkdir(exist_ok=True)
-    pathlib.Path({0!r}, "pids", str(os.getpid())).touch()
-    if layout.rank == 1:
-        time.sleep(600)
-    dist.barrier()
-"""
