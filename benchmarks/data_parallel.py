@@ -3,6 +3,7 @@
     python benchmarks/data_parallel.py                                          # every mode, on 1 and on all GPUs
     python benchmarks/data_parallel.py --models medium --lengths 256 --parallel none naive flat overlapped
     python benchmarks/data_parallel.py --parallel bucketed --bucket-mb 1 10 100 1000
+    python benchmarks/data_parallel.py --parallel flat overlapped torch-ddp --overlap
     python benchmarks/data_parallel.py --device cpu --models tiny --processes 1 2 4
 
 Each case has a group of processes, one for each GPU: NCCL on GPUs, gloo on a CPU.
@@ -50,6 +51,9 @@ def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentPars
     sizes = [1, 10, 100, 1000] if on_gpu else [1, 10]
     text = f"MiB of gradients in a bucket of {BUCKETED} (default: {' '.join(map(str, sizes))})"
     add("--bucket-mb", nargs="+", type=flags.positive, default=sizes, metavar="MB", help=text)
+    text = "also profile a step: how much of its communication computation hides, and timelines/ of both; on GPUs"
+    add("--overlap", action="store_true", help=text)
+    add("--trace", action="store_true", help="keep the traces of such steps in traces/, for https://ui.perfetto.dev")
     return parser
 
 
@@ -118,6 +122,7 @@ PROGRAM = harness.Program(
         "times are those of the process that is slowest in a step; memory is that of the process that has most",
         "communication: what the step waits for after the backward pass; torch's modes wait within it, and have no "
         "such phase",
+        "collectives: time in which they run, on rank 0 in a profiled step; hidden: the share in which others run too",
         "over one process: the step's time less that of one process; efficiency: the time of one process over it",
     ),
     memory=lambda case, options: case.state_bytes["after_step"],

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from benchmarks.data_parallel_modes import AFTER_BACKWARD, Training, make_training, shares_of
 from benchmarks.harness import Case, Row
-from benchmarks.models import SIZES
+from benchmarks.models import SIZES, file_of
 from benchmarks.process_groups import GroupTimes, time_together
 from benchmarks.results import mebibytes
 from benchmarks.steps import finite_loss, make_batch, step_columns
+from benchmarks.tables import COLOURS, new_figure
 from cs336_systems.parallel import Layout
 from cs336_systems.profiling.memory import release_memory
+from cs336_systems.profiling.overlap import Overlap, read_overlap
 from cs336_systems.profiling.timing import synchronize
+from cs336_systems.profiling.trace import record_trace
 from cs336_systems.transformer import TransformerConfig
 
 PHASES = ("forward", "backward", "communication", "optimizer")
@@ -128,13 +133,51 @@ def measure(case: DataParallelCase, options: Namespace, layout: Layout) -> Row:
     memory.note("after_step")
     training.optimizer.zero_grad()
     times = time_together(phases, layout, steps=options.steps, most_steps=options.most_steps, warmup=case.warmup_steps)
+    overlap = overlap_columns(phases, case, options, layout) if options.overlap or options.trace else {}
     # Of a step that all cases with as much warm-up take, however many more are timed.
     ends = [finite_loss(losses[index], case.dtype) or 0.0 for index in (0, case.warmup_steps + options.steps)]
     return {
         **time_columns(times, case),
         **dict(zip(("first_loss", "last_loss"), map(_mean, zip(*layout.all_gather(ends), strict=True)), strict=True)),
         **highest(layout.all_gather(memory.sizes), times.peak_bytes_of_each),
+        **overlap,
     }
+
+
+def overlap_columns(
+    phases: Mapping[str, Callable[[], object]], case: DataParallelCase, options: Namespace, layout: Layout
+) -> Row:
+    """Profile a step in each process: milliseconds of collectives, and the share in which computation runs too.
+
+    Both are of rank 0, whose GPU is drawn in timelines/ of the results. There are none on a CPU.
+    """
+
+    def step() -> None:
+        for phase in phases.values():
+            phase()
+
+    suffix = f"{layout.rank}.json"
+    with tempfile.TemporaryDirectory() as temporary:
+        path = file_of(options.out if options.trace else Path(temporary), "traces", case, suffix)
+        record_trace(step, path, device=layout.device)
+        if layout.device.type != "cuda" or not layout.is_main:
+            return {}
+        overlap = read_overlap(path)
+    if options.plots:
+        draw_overlap(file_of(options.out, "timelines", case, "png"), overlap, case.name)
+    ran, hidden = overlap.communication_ms, overlap.hidden_ms
+    return {"collectives_ms": ran, "share_hidden": hidden / ran if ran else None}
+
+
+def draw_overlap(path: Path, overlap: Overlap, title: str) -> None:
+    """Draw when a GPU computed and when collectives ran, a line each."""
+    with new_figure(path, figsize=(10, 1.9)) as (_, axes):
+        for line, (name, spans) in enumerate(vars(overlap).items()):
+            bars = [(begin, end - begin) for begin, end in spans]
+            axes.broken_barh(bars, (line - 0.4, 0.8), facecolors=COLOURS[3 * line + 2], label=name)
+        axes.set_yticks(range(2), labels=[*vars(overlap)])
+        axes.set_xlabel("ms")
+        axes.set_title(title, fontsize=9)
 
 
 def time_columns(times: GroupTimes, case: DataParallelCase) -> Row:

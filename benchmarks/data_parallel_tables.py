@@ -16,7 +16,7 @@ WORK = ["model", "suite", "vocab_size", "batch", "length", "dtype", "warmup_step
 _SAME_LOSS = 0.02
 _SIZES = [f"{stage}_{size}_mib" for stage in STAGES for size in ("peak", "held", "predicted")]
 _FIGURES = ["median_ms", "low_ms", "high_ms", "share_communication", "tokens_per_second", "first_loss", "last_loss"]
-_FIGURES += [f"{phase}_median_ms" for phase in PHASES] + [*_SIZES, "peak_mib"]
+_FIGURES += [f"{phase}_median_ms" for phase in PHASES] + [*_SIZES, "peak_mib", "collectives_ms", "share_hidden"]
 
 
 def axes_of(frame: pd.DataFrame) -> list[str]:
@@ -65,6 +65,8 @@ def tables(frame: pd.DataFrame) -> str:
     axes = axes_of(frame)
     columns = {f"{phase}_median_ms": phase for phase in PHASES} | {"share_communication": "share of communication"}
     columns |= {"over_one_ms": "over one process", "efficiency": "efficiency"}
+    if frame["collectives_ms"].notna().any():
+        columns |= {"collectives_ms": "collectives", "share_hidden": "hidden"}
     steps = frame[axes].assign(step=figures(frame, "time")).join(frame[[*columns, "tokens_per_second", "status"]])
     buckets = frame[(frame["mode"] == BUCKETED) & (frame["status"] == Status.OK.value)]
     buckets = buckets.astype({"bucket_mb": int})

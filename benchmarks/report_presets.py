@@ -53,6 +53,7 @@ training_step {suite} --models small medium large --lengths 1024 --compile block
 all_reduce
 data_parallel = data_parallel {suite} --models xl --dtypes fp32
 data_parallel-bf16 = data_parallel {suite} --models xl --dtypes bf16
+data_parallel-overlap = data_parallel {suite} --models xl --dtypes fp32 {overlap}
 generation
 host_overhead
 leaderboard
@@ -87,6 +88,7 @@ _FLAGS = {
     "cold": "--warmup-steps 0 1 2 5 --steps 10 --most-steps 10",
     "few": "--steps 3 --most-steps 3",
     "slow": "--passes forward backward --max-seconds 10 --rounds 3 --most-rounds 3",
+    "overlap": "--parallel none naive flat overlapped bucketed torch-ddp --bucket-mb 100 --overlap --steps 5",
     "gpt2": "--vocab-size 50257 --modes forward forward+backward step",
     "each_mode": "--modes forward forward+backward step",
     "rivals": "--providers naive compiled flash torch-flash torch-efficient torch-cudnn",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from argparse import Namespace
 from dataclasses import replace
@@ -10,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
-from benchmarks import data_parallel
+from benchmarks import data_parallel, data_parallel_process
 from benchmarks.data_parallel_modes import MODES, STAGES, make_training, shares_of
 from benchmarks.data_parallel_process import PHASES, DataParallelCase, make_phases, measure
 from benchmarks.data_parallel_tables import complete, plots, tables, with_one_process, wrong_losses
@@ -24,7 +25,7 @@ __all__ = ["group_of_one"]
 
 CASE = DataParallelCase("tiny", "2025", CONFIG, "flat", None, 2, "float32", batch=2, warmup_steps=1)
 ONE = replace(CASE, parallel="none", processes=1)
-OPTIONS = Namespace(steps=2, most_steps=2, seed=0)
+OPTIONS = Namespace(steps=2, most_steps=2, seed=0, overlap=False, trace=False)
 COURSE = ("naive", "flat", "overlapped", "bucketed", "sharded-optimizer", "fsdp")
 ON_GPUS = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.multi_gpu])
 
@@ -132,6 +133,26 @@ def test_phases_of_a_step(group_of_one):
     assert all(parameter.grad is None for group in training.optimizer.param_groups for parameter in group["params"])
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_overlap_is_that_of_rank_0_and_drawn(tmp_path, monkeypatch, keep):
+    def record(step, path, **how):
+        step()
+        kernels = [("gemm", 0, 3000), ("ncclDevKernel_AllReduce", 2000, 4000)]
+        events = [{"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur} for name, ts, dur in kernels]
+        path.write_text(json.dumps({"traceEvents": events}))
+
+    monkeypatch.setattr(data_parallel_process, "record_trace", record)
+    options = Namespace(out=tmp_path, trace=keep, plots=True)
+    ran = []
+    for rank in (0, 1):
+        layout = Layout(torch.device("cuda"), "ddp", rank, 2)
+        row = data_parallel_process.overlap_columns({"forward": lambda: ran.append(1)}, CASE, options, layout)
+        assert row == ({"collectives_ms": 4.0, "share_hidden": 0.25} if rank == 0 else {})
+    assert len(ran) == 2
+    assert len([*tmp_path.glob("timelines/*.png")]) == 1
+    assert len([*tmp_path.glob("traces/*.json")]) == (2 if keep else 0)
+
+
 def row_of(case, median=None, **figures):
     row: Row = {"status": "ok", "reason": "", **figures}
     if median is not None:
@@ -144,7 +165,7 @@ def test_tables_compare_with_one_process(tmp_path):
     bucketed = [replace(CASE, parallel="bucketed", bucket_mb=size) for size in (1, 10)]
     rows = [
         row_of(ONE, 10.0, **{f"{stage}_held_mib": 1.0 + index for index, stage in enumerate(STAGES)}),
-        row_of(CASE, 16.0, share_communication=0.25, communication_median_ms=4.0),
+        row_of(CASE, 16.0, share_communication=0.25, communication_median_ms=4.0, collectives_ms=5.0, share_hidden=0.5),
         *(row_of(case, 12.5) for case in bucketed),
         row_of(replace(CASE, parallel="fsdp"), status="oom", reason="full"),
     ]
@@ -153,7 +174,7 @@ def test_tables_compare_with_one_process(tmp_path):
     assert found["efficiency"]["bucketed 10 MiB"] == 0.8
     assert found["over_one_ms"].dropna().to_dict() == {"flat": 6.0, "bucketed 1 MiB": 2.5, "bucketed 10 MiB": 2.5}
     text = re.sub(" +", " ", tables(frame))
-    assert "| flat | 16.0 | 8.00 | – | 4.00 | – | 0.250 | 6.00 | 0.625 |" in text
+    assert "| flat | 16.0 | 8.00 | – | 4.00 | – | 0.250 | 6.00 | 0.625 | 5.00 | 0.500 |" in text
     assert "| bucket_mb 1 | bucket_mb 10 |" in text
     assert "| after step, held | after step, predicted |" in text
     assert "| fsdp | oom |" in text
