@@ -48,6 +48,8 @@ PROVIDERS = {
 NOT_COMPILED, BLOCKS, WHOLE = COMPILE = ("none", "blocks", "whole")
 """What torch.compile compiles: nothing, each block separately, or the whole model."""
 BEFORE = " before"
+MORE_IS_BETTER = ("tokens_per_second", "mfu", "mfu_causal")
+"""Columns of rates."""
 SIZES = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")
 AXES = ("model", "batch", "length", "provider", "dtype", "compile", "mode", "warmup_steps")
 """The columns that identify a case in tables."""
@@ -234,8 +236,9 @@ def paired(
 ) -> str:
     """A table of rows next to those that differ in ``axis`` alone, which is ``baseline`` there; "" without any.
 
-    A cell is `before → after (before / after)`, with the interval of the ratio. The last line has the geometric means
-    of the ratios. ``figures`` are titles by column.
+    A cell is `before → after (ratio)`, with the interval of the ratio: before over after, or after over before in a
+    column of `MORE_IS_BETTER`, so that above 1 is always a gain. The last line has the geometric means of the ratios.
+    ``figures`` are titles by column.
     """
     frame = frame[frame["status"] == "ok"]
     others = [name for name in axes if name != axis]
@@ -247,7 +250,8 @@ def paired(
     last = dict.fromkeys(shown, "") | {shown.columns[0]: "geometric mean"}
     rows = pairs.to_dict("records")
     for column, title in figures.items():
-        ratios = [quotient(_before(row), row, column) for row in rows]
+        pairs_of = [(row, _before(row)) if column in MORE_IS_BETTER else (_before(row), row) for row in rows]
+        ratios = [quotient(above, below, column) for above, below in pairs_of]
         cells = zip(rows, ratios, strict=True)
         shown[title] = [ABSENT if ratio is None else _arrow(row, column, ratio) for row, ratio in cells]
         known = [ratio for ratio in ratios if ratio is not None and min(ratio) > 0]

@@ -112,7 +112,9 @@ def measured(parts: Sequence[Path]) -> str:
     commands = bullets(
         [f"{names.get(name, name)}: `{each['command']}`" for name, each in found.items() if each.get("command")]
     )
-    return "\n\n".join(filter(None, [together, markdown(facts.drop(columns=shared)), commands]))
+    differing = facts.drop(columns=shared)
+    table = markdown(differing) if len(differing.columns) > 1 else ""
+    return "\n\n".join(filter(None, [together, table, commands]))
 
 
 def overview(parts: Sequence[Path], titles: Mapping[str, str]) -> str:

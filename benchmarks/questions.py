@@ -25,8 +25,10 @@ Tables = dict[str, str]
 _MODEL = ["model", "batch", "length"]
 _USUAL_BATCH, _USUAL_LENGTHS = 4, 256
 _TIMED = (f"== '{FORWARD}'", f"!= '{FORWARD}'", f"== '{STEP}'")
-_RIVALS = ("naive", "compiled", "flash", "torch-flash", "torch-efficient", "tiled", "torch-math")
-_MOST_RIVALS = 4
+_RIVALS = ("naive", "compiled", "flash", "torch-flash", "torch-cudnn", "torch-efficient", "tiled", "torch-math")
+_MOST_RIVALS = 5
+_BUSY = 0.9
+"""A forward whose kernels take a smaller share of its time is one that waits for the host."""
 _DTYPES = ("float32", "bfloat16")
 
 
@@ -139,7 +141,8 @@ def precision(frame: pd.DataFrame) -> Tables:
 
 def kernels(frame: pd.DataFrame) -> Tables:
     """Shares of matrix products, kernels that take longest, softmax against products, and what the profiler costs."""
-    frame = ordered(frame, "length", "dtype")
+    frame = ordered(with_columns(frame, ["busy"]), "length", "dtype")
+    frame = frame.assign(host_bound=frame["busy"] < _BUSY)
     modes = {FORWARD: "forward", FORWARD_BACKWARD: "both", STEP: "step"}
     names = {}
     for column in ("top", "top_forward", "top_backward", "top_no_product"):
@@ -211,6 +214,8 @@ def attention(frame: pd.DataFrame) -> Tables:
             if "heads" in able:
                 found |= memory_tables(able[able["length"] >= _USUAL_LENGTHS])
     failed = with_columns(frame[frame["status"].isin(["oom", "skipped"])], ["reason"])
+    # The sentences after these say how full the memory was.
+    failed["reason"] = failed["reason"].fillna("").map(lambda reason: ". ".join(reason.split(". ")[:2]))
     shown = failed[[*index, "dtype", "provider", "pass", "status", "reason"]]
     found["What has no figure"] = markdown(shown) if len(shown) else ""
     return found

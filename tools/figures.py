@@ -14,17 +14,21 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import re
 import sqlite3
 import statistics
 import sys
+import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO, cast
 
 import tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
+PACKED = "rows.tar.xz"
 
 NUMBER = r"(?<![\w.,-])\d+(?:,\d{3})*(?:\.\d+)?"
 ALONE = r"(?![\w/]|\.\w)"
@@ -100,11 +104,21 @@ class Rows:
             raise ValueError(f"the query gives {found or 'no rows'}")
         return found
 
+    def text(self, name: str) -> str:
+        """The file, or that of the rows.tar.xz with which a report was published: of its folder, and of its parts'."""
+        path = self.folder / name
+        for report in path.parents[:2]:
+            if not path.exists() and (report / PACKED).exists():
+                with tarfile.open(report / PACKED) as packed:
+                    for member in packed:  # below a folder that has the name of the report where it was measured
+                        if Path(*Path(member.name).parts[1:]) == path.relative_to(report):
+                            return io.TextIOWrapper(cast("IO[bytes]", packed.extractfile(member))).read()
+        return path.read_text(encoding="utf-8")
+
     def read(self, name: str) -> None:
         if name in self.files:
             return
-        with (self.folder / name).open(newline="") as file:
-            header, *rows = csv.reader(file)
+        header, *rows = csv.reader(io.StringIO(self.text(name)))
         columns = ", ".join(f'"{column}" numeric' for column in header)
         self.database.execute(f'create table "{name}" ({columns})')
         places = ", ".join("?" for _ in header)

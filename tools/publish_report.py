@@ -1,9 +1,9 @@
-"""Put a report into the repository: its pages with the files that they link to, and the folders of its parts, packed.
+"""Put a report into the repository: its pages with the pictures and tables that they link to, and all rows, packed.
 
     python tools/publish_report.py results/2025 docs/results/h100/2025
 
-Answers in the target are kept, and are in the pages. rows.tar.xz holds what `benchmarks/report.py` needs to go on with
-the report and to make its pages again, HTML among them.
+Answers in the target are kept, and are in the pages. rows.tar.xz holds the rows of each page as CSV and as JSON, and
+what `benchmarks/report.py` needs to go on with the report and to make its pages again, HTML among them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,15 @@ ROWS = "rows.tar.xz"
 _NOT_PACKED = (LOCK, LOG, JSON)
 _MADE_AGAIN = (".png", ".html", ".pickle")
 _LINK = re.compile(r"\]\(([^)#:]+)\)")
+_LINK_TO_ROWS = re.compile(r"\]\([^)#:]+\.(?:csv|json)\)")
 
 
-def pack(report: Path, archive: Path) -> None:
-    """Pack the folders of the parts that have rows, without what can be made again."""
+def pack(report: Path, archive: Path, pages: Path | None = None) -> None:
+    """Pack the folders of the parts that have rows, without what can be made again, and the rows of the pages."""
     with tarfile.open(archive, "w:xz", preset=9) as packed:
+        for path in sorted(pages.glob("*.*")) if pages is not None else ():
+            if path.suffix in (".csv", ".json"):
+                packed.add(path, Path(report.name, path.name))
         for rows in sorted(report.glob(f"*/{CSV}")):
             for path in sorted(rows.parent.rglob("*")):
                 if path.is_file() and path.name not in _NOT_PACKED and path.suffix not in _MADE_AGAIN:
@@ -58,15 +62,17 @@ def publish(report: Path, target: Path) -> list[Path]:
         if (target / ANSWERS).exists():
             shutil.copytree(target / ANSWERS, folder / ANSWERS)
         pages = [path for path in write_pages(folder) if path.suffix == ".md"]
-        texts = [page.read_text(encoding="utf-8") for page in pages]
-        links = {link for text in texts for link in _LINK.findall(text) if (folder / link).is_file()}
+        for page in pages:
+            page.write_text(_LINK_TO_ROWS.sub(f"]({ROWS})", page.read_text(encoding="utf-8")), encoding="utf-8")
+        links = {link for page in pages for link in _LINK.findall(page.read_text(encoding="utf-8"))}
+        links = {link for link in links if (folder / link).is_file()}
         answers = {str(path.relative_to(folder)) for path in (folder / ANSWERS).glob("*")}
         shutil.rmtree(target, ignore_errors=True)
         names = sorted(links | answers | {page.name for page in pages})
         for name in names:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder / name, target / name)
-    pack(report, target / ROWS)
+        pack(report, target / ROWS, folder)
     return [target / name for name in [*names, ROWS]]
 
 

@@ -184,6 +184,15 @@ def test_pairs_differ_in_one_thing():
     assert paired(pd.DataFrame(rows), "compile", "none", {"median_ms": "ms"}) == ""
 
 
+def test_a_ratio_above_one_is_a_gain_for_rates_too():
+    rows = [
+        changed(dtype=dtype).columns | {"status": "ok", "tokens_per_second": rate}
+        for dtype, rate in (("float32", 100.0), ("bfloat16", 150.0))
+    ]
+    table = paired(pd.DataFrame(rows), "dtype", "float32", {"tokens_per_second": "tokens/s"})
+    assert "100 → 150 (1.50×)" in table
+
+
 def test_a_dry_run_knows_the_least_memory():
     found = [models.least_memory(changed(mode=mode), context().options) for mode in MODES]
     assert found == [4 * n * CONFIG.parameters() for n in (1, 2, 4)]

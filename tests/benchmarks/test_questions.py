@@ -124,12 +124,12 @@ def test_kernels_and_memory():
         "softmax_over_products_flops": 0.02,
     }
     row |= {"top": "gemm", "top_share": 0.4, "top_no_product": "softmax", "top_no_product_share": 0.25}
-    row |= {"top_instances": 73.0, "median_ms": 2.0, "profiled_ms": 3.0}
+    row |= {"top_instances": 73.0, "median_ms": 2.0, "profiled_ms": 3.0, "busy": 0.5}
     tables = BY_NAME["kernels"].tables(pd.DataFrame([row]))
     shares, softmax, longest, others, cost = (cells(table)[1][3:] for table in tables.values())
     assert (shares, softmax) == (["0.750"], ["0.500", "0.0200"])
     assert (longest, others) == (["`gemm` 40%, 73 ×"], ["`softmax` 25%"])
-    assert cost == ["2.00", "3.00"]
+    assert cost == ["2.00†", "3.00"]  # the GPU waits for the host half of the time
     rows = [
         columns | {"recompute_every": every, "residual_mib": 1.0, "peak_mib": peak}
         for every, peak in ((None, 9.0), (2, 5.0))
@@ -150,7 +150,8 @@ def test_attention_shows_where_memory_ends():
         for name in ("naive", "flash")
         for which in ("forward", "backward")
     ]
-    rows += [columns | {"length": 65536, "provider": "naive", "pass": "backward", "status": "oom"}]
+    reason = "CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has a total capacity of 1 GiB."
+    rows += [columns | {"length": 65536, "provider": "naive", "pass": "backward", "status": "oom", "reason": reason}]
     rows += [columns | {"length": 64, "provider": "torch-efficient", "pass": "forward", "status": "unsupported"}]
     tables = BY_NAME["attention"].tables(pd.DataFrame(rows))
     title, first, last = cells(tables["Attention alone, float32, without a mask, ms"])
@@ -161,4 +162,12 @@ def test_attention_shows_where_memory_ends():
         ["1024", "64", "3.00", "3.00", "–"],
         ["65536", "64", "oom", "–", "oom"],
     ]
-    assert cells(tables["What has no figure"])[1] == ["65536", "64", "float32", "naive", "backward", "oom", "–"]
+    assert cells(tables["What has no figure"])[1] == [
+        "65536",
+        "64",
+        "float32",
+        "naive",
+        "backward",
+        "oom",
+        "CUDA out of memory. Tried to allocate 2 GiB",
+    ]

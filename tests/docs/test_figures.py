@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,20 @@ def test_figures_of_the_pages_follow_from_rows(capsys):
 def test_a_figure_is_its_rows_rounded_to_the_decimals_printed(tmp_path):
     assert found(tmp_path, "It takes 3.02 ms\nat 512.\n") == []
     assert found(tmp_path, "It takes 3 ms at 512.\n") == []
+
+
+def test_a_figure_from_the_packed_rows_of_a_report(tmp_path):
+    part = tmp_path / "rows.csv"
+    part.write_text("provider,median_ms\ntheirs,3.016\n")
+    report = tmp_path / "docs/results/cpu/2025"
+    report.mkdir(parents=True)
+    with tarfile.open(report / "rows.tar.xz", "w:xz") as packed:
+        packed.add(part, "2025-cpu/timing.csv")
+        packed.add(part, "2025-cpu/attention/results.csv")
+    for name in ("timing.csv", "attention/results.csv"):
+        assert found(tmp_path, "It takes 3.02 ms\nat 512.\n", TIME.replace("rows.csv", f"cpu/2025/{name}")) == []
+    problems = found(tmp_path, "It takes 3.02 ms\nat 512.\n", TIME.replace("rows.csv", "cpu/2025/memory.csv"))
+    assert "memory.csv" in problems[0]
 
 
 def test_a_wrong_figure(tmp_path):

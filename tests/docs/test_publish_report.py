@@ -37,18 +37,21 @@ def test_pages_and_what_they_link_to_are_published_and_the_rest_is_packed(report
         assert publish_report.main([str(report), str(target)]) == 0
         found = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
         assert found == {
-            *("report.md", "warm-up.md", "warm-up.csv", "warm-up.json", "answers/warm-up.md", "rows.tar.xz"),
-            *("host.md", "host/results.csv", "host/tables.md", "host/environment.json"),
+            *("report.md", "warm-up.md", "answers/warm-up.md", "rows.tar.xz", "host.md", "host/tables.md"),
             *("transformer-warmup/tables.md", "warm-up-steps.png"),
         }
         (target / "old.md").touch()
-    assert "12 files, 0.0 MiB in" in capsys.readouterr().out
-    assert "Much." in (target / "warm-up.md").read_text()
+    assert "8 files, 0.0 MiB in" in capsys.readouterr().out
+    page = (target / "warm-up.md").read_text()
+    assert "Much." in page
+    assert "Rows: [warm-up.csv](rows.tar.xz), [warm-up.json](rows.tar.xz)" in page
     with tarfile.open(target / "rows.tar.xz") as packed:
         names = {name.removeprefix("2025/host/") for name in packed.getnames() if name.startswith("2025/host/")}
         files = {"results.csv", "tables.md", "environment.json", "journal.jsonl", "settings.json", "details/a.md"}
         assert names == files
-        assert pd.read_csv(packed.extractfile("2025/host/results.csv"))["median_ms"].tolist() == [2.5]
+        for name in ("host/results.csv", "warm-up.csv"):
+            assert pd.read_csv(packed.extractfile(f"2025/{name}"))["median_ms"].tolist() == [2.5]
+        assert "2025/warm-up.json" in packed.getnames()
 
 
 def test_nothing_is_removed_from_a_folder_that_is_no_published_report(report, tmp_path, capsys):
