@@ -42,9 +42,9 @@ def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentPars
     parser = flags.make_parser(__doc__, "--warmup-steps 5 --steps 10 --most-steps", timeout=600)
     sizes = [1.0, 10.0, 100.0, 1000.0] if on_gpu else [1.0, 10.0, 100.0]
     text = f"sizes of the tensor, in 10⁶ bytes (default: {' '.join(f'{size:g}' for size in sizes)})"
-    parser.add_argument("--megabytes", nargs="+", type=megabytes, default=sizes, metavar="MB", help=text)
+    parser.add_argument("--megabytes", **flags.several(megabytes), default=sizes, metavar="MB", help=text)
     text = "processes that take part, 2 or more (default: 2, 4 and 6 on a CPU; on GPUs these, up to one for each)"
-    parser.add_argument("--processes", nargs="+", type=flags.positive, metavar="N", help=text)
+    parser.add_argument("--processes", **flags.several(flags.positive), metavar="N", help=text)
     return parser
 
 

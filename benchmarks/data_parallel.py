@@ -45,12 +45,13 @@ def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentPars
     parser = models.make_parser(__doc__, f"{_USUAL} {_ON_A_GPU if on_gpu else _WITHOUT}")
     parser.epilog = "\n".join(["parallel:", *(f"  {name}: {text}" for name, text in MODES.items())])
     add = parser.add_argument
-    add("--parallel", nargs="+", choices=MODES, default=[*MODES], metavar="MODE", help="see below (default: all)")
+    modes = flags.several(flags.one_of(*MODES))
+    add("--parallel", **modes, default=[*MODES], metavar="MODE", help="see below (default: all)")
     text = "processes of each mode; none has 1 (default: 1 and as many as there are GPUs, or 2)"
-    add("--processes", nargs="+", type=flags.positive, metavar="N", help=text)
+    add("--processes", **flags.several(flags.positive), metavar="N", help=text)
     sizes = [1, 10, 100, 1000] if on_gpu else [1, 10]
     text = f"MiB of gradients in a bucket of {BUCKETED} (default: {' '.join(map(str, sizes))})"
-    add("--bucket-mb", nargs="+", type=flags.positive, default=sizes, metavar="MB", help=text)
+    add("--bucket-mb", **flags.several(flags.positive), default=sizes, metavar="MB", help=text)
     text = "also profile a step: how much of its communication computation hides, and timelines/ of both; on GPUs"
     add("--overlap", action="store_true", help=text)
     add("--trace", action="store_true", help="keep the traces of such steps in traces/, for https://ui.perfetto.dev")

@@ -10,6 +10,7 @@ parser with ``add_argument``.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -164,21 +165,29 @@ def make_parser(description: str | None, usual: str, *, timeout: float = 600.0) 
             values = [convert(word) for word in words]
             text += f" (default: {' '.join(map(str, values))})"
             default = values if name in _SEVERAL else values[0]
-        how = {"nargs": "+", "action": _Several} if name in _SEVERAL else {"type": convert}
+        how = several(convert) if name in _SEVERAL else {"type": convert}
         parser.add_argument(f"--{flag}", default=default, metavar=metavar, help=text, **how)
     _add_run_flags(parser, timeout)
     return parser
 
 
+def several(convert: Callable[[str], Any]) -> dict[str, Any]:
+    """Arguments of ``add_argument`` for a flag of several values, which spaces or commas separate."""
+    return {"nargs": "+", "action": functools.partial(_Several, convert)}
+
+
 class _Several(argparse.Action):
     """Values separated by spaces or commas, as one list without repetitions."""
+
+    def __init__(self, convert: Callable[[str], Any], option_strings: Sequence[str], dest: str, **how: Any) -> None:
+        super().__init__(option_strings, dest, **how)
+        self._convert = convert
 
     def __call__(
         self, parser: argparse.ArgumentParser, options: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
-        convert = _SEVERAL[self.dest][0]
         try:
-            found = list(dict.fromkeys(convert(word) for text in values for word in text.split(",") if word))
+            found = list(dict.fromkeys(self._convert(word) for text in values for word in text.split(",") if word))
         except argparse.ArgumentTypeError as error:
             raise argparse.ArgumentError(self, str(error)) from None
         if not found:

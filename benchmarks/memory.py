@@ -68,7 +68,7 @@ def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentPars
     add = parser.add_argument
     text = "steps at the longest length with groups of this many blocks recomputed; 0: none"
     every = [1, 2, 3, 4, 6] if gpu else [1, 2]
-    add("--recompute-every", nargs="+", type=flags.count, default=every, metavar="K", help=f"{text} ({every})")
+    add("--recompute-every", **flags.several(flags.count), default=every, metavar="K", help=f"{text} ({every})")
     add("--snapshots", action=argparse.BooleanOptionalAction, default=True, help="keep pickles for torch's viewer")
     return parser
 

@@ -47,7 +47,7 @@ PROVIDERS = {
 """What --providers can name."""
 NOT_COMPILED, BLOCKS, WHOLE = COMPILE = ("none", "blocks", "whole")
 """What torch.compile compiles: nothing, each block separately, or the whole model."""
-BEFORE = " before"
+BEFORE = " (before)"
 MORE_IS_BETTER = ("tokens_per_second", "mfu", "mfu_causal")
 """Columns of rates."""
 SIZES = ("d_model", "d_ff", "num_layers", "num_heads", "vocab_size")

@@ -248,7 +248,8 @@ _WITHOUT = "--masks causal --lengths 128 512 --head-dims 64 --providers flash sd
 def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
     parser = flags.make_parser(__doc__, f"{_USUAL} {_ON_A_GPU if flags.wants_gpu(arguments) else _WITHOUT}")
     text = f"of {', '.join(TOPICS)} (default: all)"
-    parser.add_argument("--topics", nargs="+", choices=TOPICS, default=[*TOPICS], metavar="TOPIC", help=text)
+    topics = flags.several(flags.one_of(*TOPICS))
+    parser.add_argument("--topics", **topics, default=[*TOPICS], metavar="TOPIC", help=text)
     return parser
 
 

@@ -37,7 +37,7 @@ from benchmarks import flags
 from benchmarks.harness import default_folder
 from benchmarks.isolation import termination_as_interruption
 from benchmarks.page import LOG, OUTCOME, write_pages
-from benchmarks.report_presets import PRESETS, Part, parts_of
+from benchmarks.report_presets import OF_SEVERAL_PROCESSES, PRESETS, Part, parts_of
 from benchmarks.results import JOURNAL
 from cs336_systems.files import write_text
 
@@ -150,7 +150,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def chosen_parts(options: argparse.Namespace) -> list[Part]:
     """The parts that --filter leaves. Raises ValueError if there are none, or one has rows and --resume is missing."""
-    every = parts_of(options.preset, gpu=options.device.type == "cuda")
+    device = options.device.type
+    every = parts_of(options.preset, gpu=device == "cuda")
+    if device not in ("cpu", "cuda"):
+        every = [part for part in every if part.program not in OF_SEVERAL_PROCESSES]
     parts = [part for part in every if options.filter is None or options.filter.search(part.name)]
     if not parts:
         names = ", ".join(part.name for part in every)

@@ -130,6 +130,10 @@ PRESETS = {
 Stanford's CS336, and `full` is 2025, the models of 2026 that it lacks, and the other sweeps of attention."""
 
 
+OF_SEVERAL_PROCESSES = ("all_reduce", "data_parallel")
+"""Programs that need CPUs or NVIDIA's GPUs."""
+
+
 @dataclass(frozen=True)
 class Part:
     """One run of a program. ``name`` is that of its folder."""

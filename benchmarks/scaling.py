@@ -5,7 +5,7 @@
     python benchmarks/scaling.py --models medium --longest --recompute-every 1 --loss-chunk 4096
     python benchmarks/scaling.py --models tiny --lengths 64 --batch 2 --processes 1 2 --device cpu
 
-Each case has a group of processes. docs/scaling.md says what is measured, and what the columns mean.
+Each case has a group of processes. docs/measuring/scaling.md says what is measured, and what the columns mean.
 """
 
 from __future__ import annotations
@@ -51,12 +51,14 @@ def make_parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentPars
     add = parser.add_argument
     add("--vocab-size", type=flags.positive, default=VOCAB_SIZE, metavar="N", help="tokens (default: %(default)s)")
     several = [mode for mode in MODES if mode != NONE]
-    add("--parallel", nargs="+", choices=several, metavar="MODE", help=f"of {', '.join(several)} (default: all)")
-    add("--processes", nargs="+", type=flags.positive, default=[1, 2, 4], metavar="N", help="default: %(default)s")
+    text = f"of {', '.join(several)} (default: all)"
+    add("--parallel", **flags.several(flags.one_of(*several)), metavar="MODE", help=text)
+    text = "processes that share the work, each with a GPU if there are any (default: 1 2 4)"
+    add("--processes", **flags.several(flags.positive), default=[1, 2, 4], metavar="N", help=text)
     add("--scale", choices=SCALES, help=f"whether the work grows with the processes (default: {WEAK})")
     add("--longest", action="store_true", help="search for the longest sequence that fits, instead of timing steps")
     add("--most", type=flags.positive, default=2**23, metavar="N", help="the longest length tried (%(default)s)")
-    text = "lengths tried between the last two (default: 0)"
+    text = "how often the search halves the gap between what fits and what does not (default: 0)"
     add("--bisections", type=flags.count, default=0, metavar="N", help=text)
     add("--recompute-every", type=flags.positive, metavar="N", help="activation checkpointing, as in training")
     add("--loss-chunk", type=flags.positive, metavar="N", help="tokens whose logits are in memory, as in training")

@@ -36,7 +36,7 @@ def gpus(monkeypatch, count):
 
 
 def test_one_process_without_communication_and_every_mode_on_several():
-    cases = data_parallel.parse(["--device", "cpu", "--processes", "1", "2", "4", "--bucket-mb", "10", "1"]).cases
+    cases = data_parallel.parse(["--device", "cpu", "--processes", "1,2", "4", "--bucket-mb", "10", "1"]).cases
     several = [mode for mode in MODES if mode != "none"]
     assert [(case.parallel, case.processes) for case in cases if case.bucket_mb != 10] == [
         ("none", 1),
@@ -65,7 +65,7 @@ def test_defaults_on_gpus(monkeypatch):
             ["--processes", "1", "--parallel", "naive"],
             "--processes must have 1 for --parallel none, and more for others",
         ),
-        (["--parallel", "zero"], "invalid choice: 'zero'"),
+        (["--parallel", "zero"], "--parallel: expected one of none, naive, flat"),
         (["--models", "huge"], "--models must be of"),
         (["--dtypes", "fp16"], "--dtypes must be of float32, bfloat16; got float16"),
         (["--bucket-mb", "0"], "--bucket-mb: expected a whole number of at least 1; got '0'"),

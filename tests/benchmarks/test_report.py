@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
 from benchmarks import report
 from benchmarks.page import write_pages
@@ -99,6 +101,15 @@ def test_parts_have_distinct_names_and_known_programs(preset, gpu):
     programs = "transformer attention breakdown memory precision training_step generation host_overhead leaderboard"
     of_groups = {"all_reduce", "data_parallel"} if preset != "quick" else set()
     assert {part.program for part in parts} == {*programs.split(), *of_groups}
+
+
+def test_apples_gpus_do_not_run_groups_of_processes(tmp_path):
+    options = argparse.Namespace(preset="2025", filter=None, out=tmp_path, resume=False, dry_run=False)
+    programs = {}
+    for device in ("mps", "cpu"):
+        options.device = torch.device(device)
+        programs[device] = {part.program for part in report.chosen_parts(options)}
+    assert programs["cpu"] - programs["mps"] == {"all_reduce", "data_parallel"}
 
 
 def test_every_model_of_a_year_is_measured_with_naive_attention_in_all_ways():

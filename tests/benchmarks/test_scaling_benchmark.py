@@ -54,7 +54,7 @@ def test_every_mode_runs_on_several_processes_and_none_on_one():
         (["--longest", "--parallel", "ddp"], "--parallel must be of context, fsdp.context; got ddp"),
         (["--longest", "--scale", "weak"], "--scale cannot be given with --longest"),
         (["--longest", "--lengths", "64", "128"], "must have one value with --longest"),
-        (["--parallel", "none"], "invalid choice: 'none'"),
+        (["--parallel", "none"], "--parallel: expected one of ddp, fsdp, context, fsdp.context; got 'none'"),
         (["--models", "huge"], "--models must be of"),
         (["--compile", "blocks"], "--compile must be of none, auto"),
     ],
