@@ -1,17 +1,19 @@
 """The language that masks and score changes are written in: one function, for Triton's kernels and for torch's tensors.
 
 `jit` functions compute element by element: with operators, with what `tl` has for elements (where, minimum, maximum,
-abs, exp, exp2, log, log2, sqrt, sin, cos, floor, sigmoid), and with `at` and `tanh` from here. Triton compiles them
-into its kernels. `in_torch` runs the same source on torch's tensors, where autograd differentiates it; that needs no
-Triton.
+abs, exp, exp2, log, log2, sqrt, sin, cos, floor, sigmoid), and with `at`, `tanh` and so on from here. Triton compiles
+them into its kernels. `in_torch` runs the same source on torch's tensors, where autograd differentiates it; that needs
+no Triton.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import linecache
 import os
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ try:
 except ImportError:  # Triton has no wheel for this platform: the functions run on torch alone
     triton = tl = None
 
-__all__ = ["at", "in_torch", "interpreting", "jit", "tanh", "tl"]
+__all__ = ["at", "floor_divide", "in_torch", "inside", "interpreting", "jit", "remainder", "tanh", "tl", "written"]
 
 
 def interpreting() -> bool:
@@ -39,6 +41,23 @@ def jit(function: Callable[..., Any]) -> Any:
         # The interpreter insists on finding the language among a function's globals, used or not.
         function.__globals__.setdefault("_triton_language", tl)
     return triton.jit(function)
+
+
+_numbers = itertools.count()
+
+
+def written(name: str, parameters: str, lines: Sequence[str], names: Mapping[str, Any]) -> Any:
+    """A `jit` function of these lines, in which the names stand for these values.
+
+    Triton reads its source, so that is left where Python looks for it.
+    """
+    source = "\n".join([f"def {name}({parameters}):", *[f"    {line}" for line in lines], ""])
+    file = f"<{name} {next(_numbers)}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    scope: dict[str, Any] = {"__name__": __name__, **names}
+    exec(compile(source, file, "exec"), scope)
+    function: Callable[..., Any] = scope[name]
+    return jit(function)
 
 
 @jit
@@ -78,6 +97,26 @@ def tanh(x):
     return tl.where(tl.abs(x) < 0.55, near, tl.where(x < 0.0, -far, far))
 
 
+@jit
+def floor_divide(x, y):
+    """The quotient of integers, rounded down, as Python's and torch's // is; Triton's rounds towards 0."""
+    quotient = x // y
+    return quotient - ((quotient * y != x) & ((x < 0) != (y < 0))).to(tl.int32)
+
+
+@jit
+def remainder(x, y):
+    """What is left of integers by `floor_divide`: it has the sign of y."""
+    return x - floor_divide(x, y) * y
+
+
+@jit
+def inside(index, size):
+    """An index of an axis of this size: a negative one counts from the end, and one beyond becomes the nearest."""
+    wrapped = tl.where(index < 0, index + size, index)
+    return tl.minimum(tl.maximum(wrapped, 0), size - 1)
+
+
 class _TorchLanguage:
     """What stands for ``triton.language`` where functions run on torch's tensors; ``wide`` stands for float32."""
 
@@ -94,6 +133,9 @@ class _TorchLanguage:
         if name in ("abs", "minimum", "maximum"):
             return _of_tensors(getattr(torch, name))
         raise AttributeError(f"a function of pairs may not use tl.{name}: torch's tensors have no such operation")
+
+
+_TWINS: dict[Any, Any] = {tanh: torch.tanh, floor_divide: torch.floor_divide, remainder: torch.remainder}
 
 
 def _of_tensors(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -128,8 +170,8 @@ def in_torch(function: Any, wide: torch.dtype) -> Callable[..., Any]:
             twins[name] = language if value is tl else value
         elif value is at:
             twins[name] = functools.partial(_at_in_torch, wide=wide)
-        elif value is tanh:
-            twins[name] = torch.tanh
+        elif value in (tanh, floor_divide, remainder):
+            twins[name] = _of_tensors(_TWINS[value])
         elif hasattr(value, "fn"):
             twins[name] = in_torch(value, wide)
         elif hasattr(value, "value"):  # a tl.constexpr

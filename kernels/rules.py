@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import linecache
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .language import in_torch, jit, tanh
+from .language import in_torch, jit, tanh, written
 from .torch_names import constant_when_traced
 
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
@@ -91,7 +90,20 @@ class Code:
         return captured[self.origins[slot]] if slot in self.origins else 0
 
 
-registry: dict[str, Code] = {}
+MOD = "mod "
+"""How the names of rules begin whose code is in their names; see `mods`."""
+
+
+class _Registry(dict[str, Code]):
+    def __missing__(self, name: str) -> Code:
+        if not name.startswith(MOD):
+            raise KeyError(name)
+        from .mods import code_of
+
+        return self.setdefault(name, code_of(name))
+
+
+registry = _Registry()
 """Every rule by its name."""
 
 
@@ -264,17 +276,8 @@ class _Writer:
         return f"{self.name(registry[mask[0]].function)}({self.arguments(mask)})"
 
     def function(self, name: str, parameters: str, lines: list[str]) -> Any:
-        """A `jit` function of these lines. Triton reads its source, so that is left where Python looks for it."""
-        source = "\n".join([f"def {name}({parameters}):", *[f"    {line}" for line in lines], ""])
-        file = f"<{name} {next(_numbers)}>"
-        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-        scope: dict[str, Any] = {"__name__": __name__, **self._names}
-        exec(compile(source, file, "exec"), scope)
-        written: Callable[..., Any] = scope[name]
-        return jit(written)
-
-
-_numbers = itertools.count()
+        """A `jit` function of these lines."""
+        return written(name, parameters, lines, self._names)
 
 
 SOFTCAP = "softcap"

@@ -16,6 +16,7 @@ from . import dispatch
 from .call import Arguments, make_call, sizes_of
 from .explanation import Explanation, explain_call
 from .features import bind
+from .mods import MaskMod, ScoreMod, as_mask, as_scores
 from .plan import Run, remember
 from .precision import autocast_inputs
 from .rules import Mask, Scores
@@ -28,8 +29,8 @@ class TensorOptions(TypedDict, total=False):
 
     alibi_slopes: Tensor | None
     bias: Tensor | None
-    scores: Scores | None
-    mask: Tensor | Mask | None
+    scores: Scores | ScoreMod | None
+    mask: Tensor | Mask | MaskMod | None
     sinks: Tensor | None
     seed: int | Tensor | None
     generator: torch.Generator | None
@@ -76,8 +77,8 @@ def attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
-    scores: Scores | None = None,
-    mask: Tensor | Mask | None = None,
+    scores: Scores | ScoreMod | None = None,
+    mask: Tensor | Mask | MaskMod | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
@@ -107,9 +108,11 @@ def attention(
         alibi_slopes: (q_heads,) or (batch, q_heads); slope * distance is subtracted from each score. On a CPU they are
             checked to be finite.
         bias: is added to the scores; any shape that broadcasts to (*batch, q_heads, q_len, k_len).
-        scores: score changes of your own; see `cs336_systems.attention.rules`.
+        scores: score changes of your own: a function of (score, b, h, q_idx, kv_idx), what `mods.score_mod` makes of
+            one, or rules; see `cs336_systems.attention.mods`. A function is traced in each call, which takes a while.
         mask: True where a query sees a key: a bool tensor of any shape that broadcasts to (*batch, q_heads, q_len,
-            k_len), or a mask made of rules. What causal and window hide stays hidden.
+            k_len); a function of (b, h, q_idx, kv_idx), or what `mods.mask_mod` makes of one; or a mask made of rules.
+            What causal and window hide stays hidden.
         sinks: (q_heads,), a logit for each head that joins the softmax without a value.
         dropout_p: the probability that a weight of the softmax becomes 0; the others are divided by 1 - dropout_p.
             Which ones follows from the seed and a weight's batch entry, head, row and column alone.
@@ -139,7 +142,7 @@ def attention(
     """
     arguments = Arguments(
         causal, window, scale, softcap, dropout_p, deterministic, return_lse,
-        alibi_slopes, bias, scores, mask, sinks, seed, generator,
+        alibi_slopes, bias, as_scores(scores), as_mask(mask), sinks, seed, generator,
     )  # fmt: skip
     if getattr(q, "is_nested", False):
         from .varlen import nested_attention
@@ -156,7 +159,7 @@ def explain(
     q, k, v = autocast_inputs(q, k, v)
     arguments: dict[str, Any] = {**options}
     impl = arguments.pop("impl", "auto")
-    return explain_call(make_call(q, k, v, Arguments(**arguments, return_lse=return_lse)), impl)
+    return explain_call(make_call(q, k, v, Arguments.of(**arguments, return_lse=return_lse)), impl)
 
 
 def run(

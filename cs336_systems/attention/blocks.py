@@ -59,9 +59,7 @@ def find_blocks(
     for name, value in (("q_len", q_len), ("k_len", k_len), ("batch", numbers[0]), ("heads", numbers[1])):
         if value is not None or "len" in name:
             _check_count(name, value)
-    if device is None:
-        device = tensors[0].device if tensors else torch.get_default_device()
-    device = torch.empty(0, device=device).device  # "cuda" with its number
+    device = _device_of(tensors, device)
     sides = window_sides(check_causal(causal), check_window(window), q_len, k_len)
     options = Options(1.0, *sides, mask=mask)
     batch, heads = _told_apart(options, tensors, numbers, device)
@@ -79,6 +77,27 @@ def find_blocks(
         found.append(some.to(torch.int32) + every.to(torch.int32))
     kinds = torch.stack(found, -2)
     return Blocks(_listed(kinds), _listed(kinds.mT), q_len, k_len, *sides, batch, heads)
+
+
+def dense_mask(
+    mask: Mask, tensors: tuple[Tensor, ...], shape: tuple[int, int, int, int], device: torch.device | str | None
+) -> Tensor:
+    """A mask whose rules captured ``tensors`` as a bool tensor (batch, heads, q_len, k_len)."""
+    for name, value in zip(("batch", "heads", "q_len", "k_len"), shape, strict=True):
+        _check_count(name, value)
+    device = _device_of(tensors, device)
+    batch, heads, q_len, k_len = shape
+    check_captured("mask", leaves(mask), tensors, Sizes((batch,), heads, q_len, k_len), device)
+    pairs = _pairs(torch.arange(batch), torch.arange(heads), torch.arange(q_len)[:, None], torch.arange(k_len), device)
+    seen = seen_pairs(Options(1.0, mask=mask), pairs, (None, None), tensors)
+    assert seen is not None
+    return seen.expand(shape).contiguous()
+
+
+def _device_of(tensors: tuple[Tensor, ...], device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = tensors[0].device if tensors else torch.get_default_device()
+    return torch.empty(0, device=device).device  # "cuda" with its number
 
 
 def _check_count(name: str, value: int | None) -> None:

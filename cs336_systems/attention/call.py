@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..kernels.call import NO_AUX, Aux, Call, Options
 from .features import bind, check_features, expressions
+from .mods import as_mask, as_scores
 from .rules import Mask, Scores
 from .sizes import Packed, Sizes
 from .validation import (
@@ -51,6 +52,12 @@ class Arguments(NamedTuple):
         window = plain[1]
         types = *map(type, plain), *(() if window is None else map(type, window))
         return (plain, types, *map(_metadata, self[7:])) if has_tensors else (plain, types)
+
+    @classmethod
+    def of(cls, **options: Any) -> Arguments:
+        """The arguments, with masks and score changes in place of functions of a pair. Raises what `mods` says."""
+        scores, mask = as_scores(options.pop("scores", None)), as_mask(options.pop("mask", None))
+        return cls(scores=scores, mask=mask, **options)
 
     @property
     def has_tensors(self) -> bool:

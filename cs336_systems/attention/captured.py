@@ -20,14 +20,7 @@ def check_captured(
     Raises:
         ValueError: a tensor is on another device, or has another shape than its rule declares.
     """
-    full = {
-        "batch": math.prod(sizes.batch),
-        "head": sizes.num_heads,
-        "row": sizes.q_len,
-        "column": sizes.k_len,
-        expressions.DISTANCE: sizes.q_len + sizes.k_len - 1,
-    }
-    rest = iter(tensors)
+    full, rest = _size_of_axes(sizes), iter(tensors)
     for leaf in rules:
         for slot in (slot for slot, item in enumerate(leaf[1]) if item is None):
             tensor, code = next(rest), expressions.registry[leaf[0]]
@@ -37,8 +30,8 @@ def check_captured(
             if axes is None:
                 continue
             expected, own = tuple(full[axis] for axis in axes), tuple(tensor.shape)
-            # What lies beyond the call is never read; a gradient there would have nowhere to come from.
-            longer = slot not in code.gradients
+            # What lies beyond the call is never read. Of a gradient's tensor `within_call` leaves it out.
+            longer = slot not in code.gradients or not sizes.note
             fits = [
                 broadcasts(x, y) or ((longer or axis == expressions.DISTANCE) and x > y)
                 for x, y, axis in zip(own, expected, axes, strict=False)
@@ -51,6 +44,29 @@ def check_captured(
                 )
             if slot in code.origins and own[-1] != 1:
                 _check_origin(name, own[-1], code.origin(slot, leaf[1]), sizes)
+
+
+def within_call(rules: Iterable[expressions.Leaf], tensors: tuple[Tensor, ...], sizes: Sizes) -> tuple[Tensor, ...]:
+    """What rules captured, without what lies beyond the call where a gradient is computed: autograd makes that 0."""
+    full, rest, found = _size_of_axes(sizes), iter(tensors), []
+    for name, captured in rules:
+        for slot in (slot for slot, item in enumerate(captured) if item is None):
+            tensor, gradient = next(rest), expressions.registry[name].gradients.get(slot)
+            for axis, own in enumerate(gradient.axes if gradient is not None else ()):
+                if own != expressions.DISTANCE and tensor.shape[axis] > full[own] and tensor.shape[axis] != 1:
+                    tensor = tensor.narrow(axis, 0, full[own])
+            found.append(tensor)
+    return tuple(found)
+
+
+def _size_of_axes(sizes: Sizes) -> dict[str, int]:
+    return {
+        "batch": math.prod(sizes.batch),
+        "head": sizes.num_heads,
+        "row": sizes.q_len,
+        "column": sizes.k_len,
+        expressions.DISTANCE: sizes.q_len + sizes.k_len - 1,
+    }
 
 
 def _check_origin(name: str, length: int, origin: int, sizes: Sizes) -> None:

@@ -13,7 +13,7 @@ from ..kernels.call import Aux, Options
 from ..kernels.torch_names import exporting, must_dispatch
 from . import variants
 from .blocks import Blocks
-from .captured import broadcasts, check_captured
+from .captured import broadcasts, check_captured, within_call
 from .op import library
 from .rules import Mask, Scores
 from .sizes import Sizes, diagonal_shift
@@ -83,7 +83,7 @@ def bind(arguments: Arguments, sizes: Sizes, bottom_right: bool, device: torch.d
     if arguments.bias is not None:
         score_aux.append(_broadcast_view(arguments.bias, sizes))
     if scores is not None:
-        score_aux += scores.tensors
+        score_aux += within_call(scores.expression, scores.tensors, sizes)
     return Aux(
         sinks=None if arguments.sinks is None else arguments.sinks.contiguous(),
         seed=None if arguments.dropout_p == 0 else _seed(arguments, device),

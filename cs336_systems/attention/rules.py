@@ -34,7 +34,7 @@ from torch import Tensor
 from ..kernels import rules
 from ..kernels.language import jit
 from ..kernels.rules import AXES, DISTANCE, NUMBERS, Code, Gradient
-from .blocks import Blocks, find_blocks
+from .blocks import Blocks, dense_mask, find_blocks
 from .validation import Window
 
 Captured = Tensor | float
@@ -81,6 +81,19 @@ class Mask:
         """
         asked = (q_len, k_len), (batch, heads), causal, window, device
         return dataclasses.replace(self, blocks=find_blocks(self.expression, self.tensors, *asked))
+
+    def to_tensor(
+        self, q_len: int, k_len: int, *, batch: int = 1, heads: int = 1, device: torch.device | str | None = None
+    ) -> Tensor:
+        """The mask as a bool tensor (batch, heads, q_len, k_len), True where a query sees a key: to look at.
+
+        Args:
+            device: that of what the mask captured, or torch's default, if None.
+
+        Raises:
+            TypeError, ValueError: an argument is no integer from 1 on, or what the mask captured does not fit.
+        """
+        return dense_mask(self.expression, self.tensors, (batch, heads, q_len, k_len), device)
 
     def __and__(self, other: Mask) -> Mask:
         return self._with("and", other)

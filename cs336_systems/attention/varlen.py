@@ -109,7 +109,7 @@ def attention_varlen(
     arguments: dict[str, Any] = {**options}
     impl = arguments.pop("impl", "auto")
     packed = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    out, lse = run(*_as_heads(q, k, v), Arguments(**arguments, return_lse=return_lse), impl, packed)
+    out, lse = run(*_as_heads(q, k, v), Arguments.of(**arguments, return_lse=return_lse), impl, packed)
     out = out[0].transpose(0, 1)
     return out if lse is None else (out, lse[0])
 
@@ -131,7 +131,7 @@ def explain_varlen(
     arguments: dict[str, Any] = {**options}
     impl = arguments.pop("impl", "auto")
     packed = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    call = make_call(*_as_heads(q, k, v), Arguments(**arguments, return_lse=return_lse), packed)
+    call = make_call(*_as_heads(q, k, v), Arguments.of(**arguments, return_lse=return_lse), packed)
     return explain_call(call, impl)
 
 

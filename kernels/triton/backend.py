@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..call import MAX_LENGTH, Aux, Call, Gradients, Wanted
 from ..language import interpreting
+from ..rules import MOD
 from ..torch_names import surely
 from .bound_mods import gradient_missing
 from .decode_launch import DecodePlan
@@ -60,6 +61,10 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
 
 
 def _no_gradient(rule: str) -> str:
+    if rule.startswith(MOD):
+        return (
+            "the score_mod reads a tensor that needs a gradient at another index than b, h, q_idx, kv_idx or a distance"
+        )
     return f"the score rule {rule} captured a tensor that needs a gradient, and has no `gradient` for it"
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..call import Aux
 from ..lib.reductions import locate_rows
+from ..rules import AXES
 from .bound_mods import Term
 
 AXES_LEFT = {name: ("batch", "head", name) for name in ("row", "column", "distance")}
@@ -17,8 +18,8 @@ AXES_LEFT = {name: ("batch", "head", name) for name in ("row", "column", "distan
 def empty_buffer(term: Term, shape: tuple[int, int, int, int], lengths: tuple[int, int], size: int, aux: Aux) -> Tensor:
     """The uninitialised buffer of a term.
 
-    "pair": the gradient itself. "distance": (batch, heads, bands, 2, size) in float32, two sums for each diagonal of
-    square tiles, see `pair_gradients`. "row" and "column": (batch, heads, length) in float32.
+    "pair": the gradient itself, with all of `AXES`. "distance": (batch, heads, bands, 2, size) in float32, two sums for
+    each diagonal of square tiles, see `pair_gradients`. "row" and "column": (batch, heads, length) in float32.
 
     Args:
         shape: (batch, heads, q_len, k_len); for packed sequences (sequences, heads, max_seqlen_q, max_seqlen_k).
@@ -27,7 +28,8 @@ def empty_buffer(term: Term, shape: tuple[int, int, int, int], lengths: tuple[in
     """
     tensor = aux.score_aux[term.position]
     if term.computed_by == "pair":
-        return torch.empty_like(tensor)
+        full = [size if axis in term.axes else 1 for axis, size in zip(AXES, shape, strict=True)]
+        return torch.empty(full, dtype=tensor.dtype, device=tensor.device)
     batch, heads, q_len, k_len = shape
     if term.computed_by == "distance":
         bands = -(-q_len // size) - (-k_len // size) - 1
@@ -41,7 +43,7 @@ def reduce_buffer(term: Term, buffer: Tensor, shape: tuple[int, int, int, int], 
     """The gradient of a captured tensor from the buffer that a pass has written."""
     tensor, name = aux.score_aux[term.position], term.computed_by
     if name == "pair":
-        return buffer
+        return buffer.reshape(tensor.shape)
     sums = sum_bands(buffer, *shape[2:]) if name == "distance" else buffer
     summed = [axis for axis, left in enumerate(AXES_LEFT[name]) if left not in term.axes]
     starts = aux.cu_seqlens_k if name == "column" else aux.cu_seqlens_q

@@ -1,0 +1,137 @@
+"""Torch's operators in the language of `cs336_systems.kernels.language`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .graph import SAME, Node
+
+TEMPLATES = {
+    "neg": "(-{0})",
+    "abs": "tl.abs({0})",
+    "exp": "tl.exp({0})",
+    "exp2": "tl.exp2({0})",
+    "log": "tl.log({0})",
+    "log2": "tl.log2({0})",
+    "sqrt": "tl.sqrt({0})",
+    "rsqrt": "tl.rsqrt({0})",
+    "sin": "tl.sin({0})",
+    "cos": "tl.cos({0})",
+    "floor": "tl.floor({0})",
+    "ceil": "tl.ceil({0})",
+    "tanh": "tanh({0})",
+    "sigmoid": "tl.sigmoid({0})",
+    "reciprocal": "(1.0 / {0})",
+    "relu": "tl.maximum({0}, 0.0)",
+    "square": "({0} * {0})",
+    "sgn": "(({0} > 0).to(tl.int32) - ({0} < 0).to(tl.int32))",
+    "sign": "(({0} > 0).to(tl.int32) - ({0} < 0).to(tl.int32))",
+    "logical_not": "({0} == 0)",
+    "add": "({0} + {1})",
+    "sub": "({0} - {1})",
+    "rsub": "({1} - {0})",
+    "mul": "({0} * {1})",
+    "div": "({0} / {1})",
+    "floor_divide": "floor_divide({0}, {1})",
+    "remainder": "remainder({0}, {1})",
+    "minimum": "tl.minimum({0}, {1})",
+    "maximum": "tl.maximum({0}, {1})",
+    "eq": "({0} == {1})",
+    "ne": "({0} != {1})",
+    "lt": "({0} < {1})",
+    "le": "({0} <= {1})",
+    "gt": "({0} > {1})",
+    "ge": "({0} >= {1})",
+    "bitwise_and": "({0} & {1})",
+    "bitwise_or": "({0} | {1})",
+    "bitwise_xor": "({0} ^ {1})",
+    "logical_and": "(({0} != 0) & ({1} != 0))",
+    "logical_or": "(({0} != 0) | ({1} != 0))",
+    "logical_xor": "(({0} != 0) ^ ({1} != 0))",
+    "where": "tl.where({0}, {1}, {2})",
+    "masked_fill": "tl.where({1}, {2}, {0})",
+    "tanh_backward": "({0} * (1.0 - {1} * {1}))",
+    "sigmoid_backward": "({0} * {1} * (1.0 - {1}))",
+    "threshold_backward": "tl.where({1} > {2}, {0}, 0.0)",
+}
+"""By torch's name, an expression of the operands; `expression` has those that depend on more."""
+KNOWN = SAME | TEMPLATES.keys() | {"bitwise_not", "clamp", "clamp_max", "clamp_min", "_to_copy", "pow"}
+"""The operators that a mod and its derivative may use."""
+_COMPARES = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+_OF_FLOATS = frozenset(
+    (
+        *("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "reciprocal", "div"),
+        *("add", "sub", "rsub", "mul", "minimum", "maximum"),
+    )
+)
+_MOST_FACTORS = 8
+
+
+def expression(node: Node, name_of: Callable[[Any, bool], str]) -> str:
+    """The text of an operation, which is `KNOWN`. Raises ValueError for arguments that kernels do not have.
+
+    Args:
+        name_of: the text of an operand, as a float32 number if the second argument is true.
+    """
+    name, keywords = node.name, dict(node.keywords)
+    # Integers become floats as torch promotes them. Of a choice, both sides have the dtype of the result.
+    as_float = not node.is_integer and (name in _OF_FLOATS or name == "masked_fill")
+    chosen = (1, 2) if name == "where" else ()
+    compared = name in _COMPARES and any(not each.is_integer for each in node.inputs)
+    operands = [
+        name_of(value, as_float or compared or (place in chosen and not node.is_integer))
+        if not (name == "masked_fill" and place == 1)
+        else name_of(value, False)
+        for place, value in enumerate(node.arguments)
+        if value is not None and not isinstance(value, (torch.dtype, list, tuple))
+    ]
+    if name in ("add", "sub", "rsub") and keywords.get("alpha", 1) != 1:
+        operands[1] = f"({name_of(keywords['alpha'], as_float)} * {operands[1]})"
+    if name == "bitwise_not":
+        return f"({operands[0]} == 0)" if node.dtype is torch.bool else f"(~{operands[0]})"
+    if name == "_to_copy":
+        return f"{operands[0]}.to(tl.{_triton_dtype(node.dtype)})"
+    if name == "div" and keywords.get("rounding_mode") is not None:
+        if keywords["rounding_mode"] != "floor":
+            raise ValueError("a mod may divide with rounding_mode None or 'floor'; got 'trunc'")
+        return TEMPLATES["floor_divide"].format(*operands)
+    if name in ("clamp", "clamp_min", "clamp_max"):
+        return _clamped(node, name_of)
+    if name == "pow":
+        return _power(node, operands)
+    return TEMPLATES[name].format(*operands)
+
+
+def _triton_dtype(dtype: torch.dtype) -> str:
+    if dtype is torch.bool:
+        return "int1"
+    return "float32" if dtype.is_floating_point else "int64" if dtype is torch.int64 else "int32"
+
+
+def _clamped(node: Node, name_of: Callable[[Any, bool], str]) -> str:
+    value, *ends = node.arguments
+    named = dict(node.keywords)
+    if node.name == "clamp_max":
+        least, most = None, ends[0]
+    else:
+        least = ends[0] if ends else named.get("min")
+        most = ends[1] if len(ends) > 1 else named.get("max")
+    text = name_of(value, not node.is_integer)
+    if least is not None:
+        text = f"tl.maximum({text}, {name_of(least, not node.is_integer)})"
+    return text if most is None else f"tl.minimum({text}, {name_of(most, not node.is_integer)})"
+
+
+def _power(node: Node, operands: list[str]) -> str:
+    exponent = node.arguments[1]
+    exponent = exponent.value if isinstance(exponent, Node) and exponent.kind == "number" else exponent
+    if exponent == 0.5:
+        return f"tl.sqrt({operands[0]})"
+    whole = isinstance(exponent, (int, float)) and exponent == int(exponent) and 0 <= abs(exponent) <= _MOST_FACTORS
+    if not whole:
+        raise ValueError(f"a mod may raise to 0.5 or to a whole number up to {_MOST_FACTORS}; got {exponent}")
+    product = " * ".join([operands[0]] * int(abs(exponent))) or "1.0"
+    return f"({product})" if exponent >= 0 else f"(1.0 / ({product}))"

@@ -1,0 +1,189 @@
+"""Records what a mod computes: torch's operators on tensors without axes that stand for a pair."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from ...kernels.rules import AXES
+from .graph import SCORE, Graph, Node, in_order
+from .operations import KNOWN
+
+_OURS = os.path.dirname(os.path.dirname(__file__))
+_TORCH = os.path.dirname(torch.__file__)
+
+
+def refuse(what: str) -> ValueError:
+    """The exception for a mod that does this, with the line that does it.
+
+    No TypeError: of an operator such as + Python would hide it.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
+        frame = frame.f_back  # type: ignore[assignment]
+    where = "" if frame is None else f" ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+    return ValueError(f"a mod must compute one element from one pair, by torch's operators; it {what}{where}")
+
+
+class Recorder(TorchDispatchMode):
+    """Knows the nodes of tensors; what an operator makes of such tensors is a new node.
+
+    What is computed from captured tensors alone is computed, and its results are captured.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__()
+        self.graph = graph
+        self._known: dict[int, tuple[Tensor, Node]] = {}
+
+    def stand_for(self, tensor: Tensor, node: Node) -> Tensor:
+        """Let a tensor without axes stand for a node."""
+        self._known[id(tensor)] = tensor, node  # kept, so that its id stays its own
+        return tensor
+
+    def knows(self, value: Any) -> bool:
+        """Whether a value is a tensor that stands for a node."""
+        return isinstance(value, Tensor) and id(value) in self._known
+
+    def node_of(self, value: Any) -> Node:
+        """The node of a tensor without axes, or of a number: a captured one is a read."""
+        if not isinstance(value, Tensor):
+            return self.graph.number(value)
+        if id(value) in self._known:
+            return self._known[id(value)][1]
+        if value.ndim:
+            raise refuse(
+                f"takes a captured tensor of shape {tuple(value.shape)} whole; index it by b, h, q_idx, kv_idx"
+            )
+        if value.device.type == "cpu" and not value.requires_grad:
+            return self.graph.number(value.item())
+        return self.graph.read(value, ())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keywords = kwargs or {}
+        flat, _ = tree_flatten((args, keywords))
+        tensors = [value for value in flat if isinstance(value, Tensor)]
+        name = func.overloadpacket.__name__
+        if not any(map(self.knows, tensors)):
+            result = func(*args, **keywords)
+            if not tensors and isinstance(result, Tensor) and result.ndim == 0:
+                self.stand_for(result, self.graph.number(result.item()))
+            return result
+        if name in ("_local_scalar_dense", "is_nonzero", "equal"):
+            raise refuse("branches on a value, or takes it out of its tensor; use torch.where")
+        if func._schema.is_mutable and not self.knows(args[0]):
+            raise refuse(f"changes a captured tensor by {name}")
+        for tensor in tensors:
+            self.node_of(tensor)  # refuses those that have axes
+        result = func(*args, **keywords)
+        if not isinstance(result, Tensor) or result.ndim:
+            raise refuse(f"uses {name}, which does not make one element")
+        self.stand_for(result, self._made_by(func, name, result, args, keywords))
+        return result
+
+    def _made_by(self, func: Any, name: str, result: Tensor, args: Any, keywords: dict[str, Any]) -> Node:
+        if name in ("full_like", "zeros_like", "ones_like", "new_zeros", "new_ones", "new_full", "zero_", "fill_"):
+            return self.graph.number(result.item())
+        if func._schema.is_mutable:
+            # The tensor stands for the new node from here on.
+            name = name.removesuffix("_")
+            func = getattr(getattr(torch.ops.aten, name, None), func._overloadname, func)
+        if name not in KNOWN:
+            raise refuse(f"uses {name}, which kernels do not have for elements")
+        nodes = tuple(self.node_of(value) if isinstance(value, Tensor) else value for value in args)
+        named = tuple((key, self.node_of(x) if isinstance(x, Tensor) else x) for key, x in keywords.items())
+        return self.graph.operation(func, result.dtype, nodes, named)
+
+
+class IndexedByPairs(TorchFunctionMode):
+    """``x[b, q_idx]`` asks a tensor without axes for its value; here it is a read."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._begun: dict[int, tuple[Tensor, Tensor, tuple[Node, ...]]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(map(self._recorder.knows, indices)) or id(args[0]) in self._begun:
+                return self._read(args[0], indices)
+        elif any(id(value) in self._begun for value in args):
+            raise refuse("uses a captured tensor that has an index for some of its axes only")
+        return func(*args, **(kwargs or {}))
+
+    def _read(self, tensor: Tensor, indices: tuple[Any, ...]) -> Tensor:
+        recorder = self._recorder
+        if recorder.knows(tensor):
+            raise refuse("indexes what has no axes")
+        nodes: tuple[Node, ...] = ()
+        if id(tensor) in self._begun:
+            _, tensor, nodes = self._begun[id(tensor)]
+        for index in indices:
+            axis = len(nodes)
+            if axis >= tensor.ndim:
+                raise refuse(f"has more indices than the {tensor.ndim} axes of a captured tensor")
+            if isinstance(index, int) and not isinstance(index, bool):
+                tensor = tensor.select(axis, index)
+            elif isinstance(index, Tensor) and index.ndim == 0 and not index.is_floating_point():
+                nodes += (recorder.node_of(index),)
+            else:
+                raise refuse(f"indexes by {type(index).__name__}; an index must be an integer for one pair")
+        if len(nodes) == tensor.ndim:
+            return recorder.stand_for(torch.zeros((), dtype=tensor.dtype), recorder.graph.read(tensor, nodes))
+        rest = torch.zeros(tensor.shape[len(nodes) :], dtype=tensor.dtype, device="meta")
+        self._begun[id(rest)] = rest, tensor, nodes
+        return rest
+
+
+def record(mod: Callable[..., Any], places: tuple[str, ...]) -> tuple[Graph, Node]:
+    """What a mod computes of these places. Raises ValueError for what cannot be traced, and names the line."""
+    graph = Graph()
+    recorder = Recorder(graph)
+    with IndexedByPairs(recorder), recorder:
+        arguments = []
+        for name in places:
+            node = graph.place(name)
+            arguments.append(recorder.stand_for(torch.zeros((), dtype=node.dtype, device="cpu"), node))
+        result = mod(*arguments)
+        if not isinstance(result, (Tensor, bool, int, float)):
+            raise TypeError(f"a mod must return a tensor; got {type(result).__name__}")
+        return graph, recorder.node_of(result)
+
+
+def slopes(graph: Graph, result: Node, by: tuple[Node, ...]) -> list[Node | None]:
+    """The derivatives of a result by some of the nodes that it is made of; None where there is none.
+
+    autograd finds them, and is recorded as it does.
+    """
+    recorder, values = Recorder(graph), dict[Node, Any]()
+    with torch.enable_grad(), recorder:
+        for node in in_order(result):
+            if node.kind == "number":
+                values[node] = recorder.stand_for(torch.tensor(node.value, dtype=node.dtype), node)
+            elif node.kind == "operation":
+                arguments = [values[x] if isinstance(x, Node) else x for x in node.arguments]
+                named = {key: values[x] if isinstance(x, Node) else x for key, x in node.keywords}
+                values[node] = node.value(*arguments, **named)
+            else:
+                leaf = torch.zeros((), dtype=node.dtype).requires_grad_(node in by)
+                values[node] = recorder.stand_for(leaf, node)
+        if not values[result].requires_grad:
+            return [None] * len(by)
+        one = recorder.stand_for(torch.ones((), dtype=result.dtype), graph.number(1.0))
+        inputs = [node for node in by if node in values]
+        found = torch.autograd.grad(values[result], [values[node] for node in inputs], one, allow_unused=True)
+        known = dict(zip(inputs, found, strict=True))
+        return [None if known.get(node) is None else recorder.node_of(known[node]) for node in by]
+
+
+PLACES = {"mask": AXES, "score": (SCORE, *AXES)}
+"""What a mod of either kind is given."""

@@ -1,0 +1,252 @@
+"""Masks and score changes as plain functions of a pair: every implementation computes what torch computes of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cs336_systems.attention import attention, attention_varlen, dispatch
+from cs336_systems.attention.mods import mask_mod, score_mod
+from cs336_systems.attention.rules import Mask, Scores
+from cs336_systems.attention.variants import causal
+from cs336_systems.kernels import rules
+
+from ..helpers import each_implementation
+
+BATCH, HEADS, LENGTH, DIM = 2, 4, 45, 8
+SIZES = (BATCH, HEADS, LENGTH, LENGTH)
+PLACES = [torch.arange(size).view([-1 if axis == own else 1 for axis in range(4)]) for own, size in enumerate(SIZES)]
+
+
+def leaf(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape)), requires_grad=True)
+
+
+IDS = torch.randint(0, 4, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+PADDED = torch.tensor([[True] * 30 + [False] * 15, [True] * 45])
+BUCKETS = torch.randint(0, 9, (2 * LENGTH,), generator=torch.Generator().manual_seed(1))
+SLOPES, TABLE, BIAS, SCALAR = (
+    leaf(HEADS),
+    leaf(HEADS, 2 * LENGTH - 1),
+    leaf(*SIZES),
+    torch.tensor(0.7, requires_grad=True),
+)
+ROWS, LONG, LEARNED = leaf(LENGTH), leaf(LENGTH + 7), leaf(HEADS, 9)
+TURNED, ALL = leaf(LENGTH, LENGTH, HEADS), [SLOPES, TABLE, BIAS, SCALAR, ROWS, LONG, LEARNED]
+ALL.append(TURNED)
+
+MASKS = {
+    "documents": lambda b, h, q, k: (q >= k) & (IDS[b, q] == IDS[b, k]),
+    "window": lambda b, h, q, k: (q - k < 17) & (q >= k),
+    "of_some_heads": lambda b, h, q, k: (q >= k) | (h % 2 == 0),
+    "blocks": lambda b, h, q, k: (q // 16 == k // 16) | ((q - k) % 7 == 0),
+    "rounds_down": lambda b, h, q, k: (k - q) // 5 >= -3,
+    "inverted": lambda b, h, q, k: ~((q - k).abs() < 3) & torch.logical_not(q == 40),
+    "everything": lambda b, h, q, k: h >= 0,
+    "padded_keys": lambda b, h, q, k: PADDED[b, k],
+    "of_the_first_entry": lambda b, h, q, k: PADDED[0, k] ^ (q < k),
+}
+SCORES = {
+    "alibi": lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs(),
+    "softcap": lambda s, b, h, q, k: 2 * torch.tanh(s / 2),
+    "by_distance": lambda s, b, h, q, k: s + TABLE[h, k - q + LENGTH - 1],
+    "by_distance_backwards": lambda s, b, h, q, k: s + TABLE[h, q - k + LENGTH - 1],
+    "halved": lambda s, b, h, q, k: torch.where(q > k, s, s * 0.5) - (q - k).abs() * 0.01,
+    "squared_and_biased": lambda s, b, h, q, k: s * s * 0.1 + BIAS[b, h, q, k],
+    "turned_bias": lambda s, b, h, q, k: s + TURNED[k, q, h],
+    "learned_number": lambda s, b, h, q, k: s * SCALAR + ROWS[q] * ROWS[k],
+    "clamped": lambda s, b, h, q, k: s.clamp(-0.5, 0.4) ** 2 + torch.sigmoid(s) * torch.exp(-(q - k).abs() / 8),
+    "without_the_score": lambda s, b, h, q, k: SLOPES[h] * 1.0,
+    "of_a_computed_tensor": lambda s, b, h, q, k: s - SLOPES.exp()[h] * (q - k).abs() / 10,
+    "largest": lambda s, b, h, q, k: torch.maximum(s, ROWS[q] * 0.3).abs(),
+    "longer_than_the_call": lambda s, b, h, q, k: s + LONG[k],
+    "masked": lambda s, b, h, q, k: s.masked_fill(q - k > 30, float("-inf")) + torch.where(h < 2, ROWS[q], 0.25),
+}
+
+
+def in_place(s, b, h, q, k):
+    s += SLOPES[h]
+    s *= 0.5
+    return s
+
+
+SCORES["in_place"] = in_place
+BY_AUTOGRAD = {"learned_buckets": lambda s, b, h, q, k: s + LEARNED[h, BUCKETS[k - q + LENGTH]]}
+"""Read at an index that no kernel has a gradient for."""
+
+
+def tensors():
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(BATCH, HEADS, LENGTH, DIM, generator=generator, requires_grad=True) for _ in range(3)]
+
+
+def by_torch(q, k, v, mask=None, score=None):
+    """Attention in float64, with the functions on tensors of all pairs."""
+    q, k, v = (x.double() for x in (q, k, v))
+    scores = q @ k.mT / DIM**0.5
+    if score is not None:
+        scores = score(scores.clone(), *PLACES).double().expand(SIZES)
+    if mask is not None:
+        scores = scores.masked_fill(~mask(*PLACES), float("-inf"))
+    return torch.softmax(scores, -1).nan_to_num() @ v
+
+
+def assert_close(found, expected):
+    """Within a few roundings of float32."""
+    for own, other in zip(found, expected, strict=True):
+        assert (own is None) == (other is None) or not (own if other is None else other).any()
+        if own is not None and other is not None:
+            own, other = own.detach(), other.detach()
+            assert (own - other).abs().max() <= 4e-6 * max(1.0, float(other.abs().max()))
+
+
+@each_implementation
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(impl, name):
+    q, k, v = tensors()
+    assert_close([attention(q, k, v, mask=MASKS[name], impl=impl)], [by_torch(q, k, v, mask=MASKS[name])])
+
+
+@pytest.mark.parametrize(
+    ("impl", "name"),
+    [
+        *((impl, name) for impl in ("flash", "tiled", "naive") for name in SCORES),
+        *((impl, name) for impl in ("tiled", "naive") for name in BY_AUTOGRAD),
+    ],
+)
+def test_score_changes_and_all_gradients(impl, name):
+    mod = {**SCORES, **BY_AUTOGRAD}[name]
+    inputs = [*tensors(), *ALL]
+    expected = by_torch(*inputs[:3], mask=MASKS["window"], score=mod)
+    dout = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gradients = torch.autograd.grad(expected, inputs, dout, allow_unused=True)
+    out = attention(*inputs[:3], mask=MASKS["window"], scores=mod, impl=impl)
+    found = torch.autograd.grad(out, inputs, dout.float(), allow_unused=True)
+    assert_close([out, *found], [expected, *gradients])
+
+
+def test_no_kernel_takes_a_gradient_for_an_index_that_is_no_axis():
+    with pytest.raises(ValueError, match="the score_mod reads a tensor that needs a gradient at another index"):
+        attention(*tensors(), scores=BY_AUTOGRAD["learned_buckets"], impl="flash")
+    with torch.no_grad():
+        q, k, v = tensors()
+        out = attention(q, k, v, scores=BY_AUTOGRAD["learned_buckets"], impl="flash")
+        assert_close([out], [by_torch(q, k, v, score=BY_AUTOGRAD["learned_buckets"])])
+
+
+def test_a_mod_is_a_mask_or_a_score_change_that_combines_with_others():
+    mask, scores = mask_mod(lambda b, h, q, k: IDS[b][q] == IDS[b][k]), score_mod(SCORES["alibi"])
+    assert isinstance(mask, Mask)
+    assert isinstance(scores, Scores)
+    q, k, v = tensors()
+    out = attention(q, k, v, mask=mask & causal(), scores=scores + score_mod(SCORES["softcap"]))
+    both = by_torch(q, k, v, MASKS["documents"], lambda *pair: SCORES["softcap"](SCORES["alibi"](*pair), *pair[1:]))
+    assert_close([out], [both])
+    listed = mask.with_blocks(LENGTH, LENGTH)
+    assert listed.blocks is not None
+    assert listed.blocks.rows.shape[0] == BATCH
+    assert_close(
+        [attention(q, k, v, mask=listed, impl="flash")], [by_torch(q, k, v, lambda b, h, q, k: IDS[b, q] == IDS[b, k])]
+    )
+
+
+def test_equal_functions_share_a_plan_whatever_their_numbers(no_plans):
+    q, k, v = (x.detach() for x in tensors())
+    for width in (5, 9):
+        attention(q, k, v, mask=lambda b, h, q, k, width=width: q - k < width, impl="tiled")
+    windows = [mask_mod(lambda b, h, q, k, width=width: q - k < width).expression for width in (5, 9)]
+    assert windows[0][0] == windows[1][0]
+    assert [expression[1] for expression in windows] == [(5,), (9,)]
+    assert len(dispatch.plans) == 2
+    attention(q, k, v, mask=lambda b, h, q, k: q - k < 9, impl="tiled")
+    assert len(dispatch.plans) == 2
+
+
+def test_a_rule_is_made_again_from_its_name():
+    mask = mask_mod(MASKS["documents"])
+    q, k, v = tensors()
+    before = attention(q, k, v, mask=mask, impl="tiled")
+    rules.registry.pop(mask.expression[0])
+    assert torch.equal(attention(q, k, v, mask=mask, impl="tiled"), before)
+    with pytest.raises(KeyError):
+        rules.registry["no such rule"]
+
+
+def test_axes_are_seen_from_the_indices():
+    def axes(mod):
+        return rules.registry[score_mod(mod).expression[0][0]].axes
+
+    assert axes(SCORES["alibi"]) == {0: ("head",)}
+    assert axes(SCORES["turned_bias"]) == {0: ("head", "row", "column")}
+    assert axes(SCORES["by_distance_backwards"]) == {0: ("head", "distance")}
+    assert axes(SCORES["learned_number"]) == {0: (), 1: ("row",), 2: ("column",)}
+    assert axes(BY_AUTOGRAD["learned_buckets"]) == {0: ("distance",)}
+    steepness = {name: rules.registry[score_mod(mod).expression[0][0]].steepest for name, mod in SCORES.items()}
+    assert (steepness["alibi"], steepness["halved"], steepness["squared_and_biased"]) == (1.0, 1.5, 1024.0)
+
+
+@each_implementation
+def test_packed_sequences_count_from_where_they_begin(impl):
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(20, 2, DIM, generator=generator) for _ in range(3))
+    starts, tags = torch.tensor([0, 7, 20]), torch.tensor([3, 5])
+    mod = lambda s, b, h, q, k: s - (q - k).abs() * tags[b] / 10  # noqa: E731
+    out = attention_varlen(q, k, v, starts, mask=lambda b, h, q, k: q >= k, scores=mod, impl=impl)
+    for number, (first, stop) in enumerate(((0, 7), (7, 20))):
+        own = (x[None, first:stop].transpose(1, 2) for x in (q, k, v))
+        alone = attention(*own, causal=True, scores=lambda s, b, h, q, k, n=number: s - (q - k).abs() * tags[n] / 10)
+        torch.testing.assert_close(out[first:stop], alone[0].transpose(0, 1))
+
+
+REFUSED = {
+    "branches": (lambda b, h, q, k: q >= k if q > 3 else k > q, "branches on a value"),
+    "takes_out": (lambda b, h, q, k: q >= k.item(), "branches on a value"),
+    "unknown": (
+        lambda b, h, q, k: torch.special.bessel_j0(q.float()) > 0,
+        "uses special_bessel_j0, which kernels do not",
+    ),
+    "whole": (lambda b, h, q, k: q < SLOPES, r"takes a captured tensor of shape \(4,\) whole"),
+    "half_indexed": (lambda b, h, q, k: IDS[b] == q, "that has an index for some of its axes only"),
+    "slices": (lambda b, h, q, k: IDS[b, :] == q, "indexes by slice"),
+    "too_many": (lambda b, h, q, k: IDS[b, q, k] == q, "more indices than the 2 axes"),
+    "writes": (lambda b, h, q, k: IDS.add_(q) > 0, "changes a captured tensor by add_"),
+    "several": (lambda b, h, q, k: torch.stack([q, k]).any(), "uses stack|uses cat|does not make one element"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_traced_is_refused_with_its_line(name):
+    mod, message = REFUSED[name]
+    with pytest.raises(
+        ValueError, match=rf"a mod must compute one element from one pair.*({message}).*\(test_mods.py:\d+\)"
+    ):
+        attention(*tensors(), mask=mod)
+
+
+def test_other_mistakes():
+    with pytest.raises(TypeError, match=r"a mask_mod must return a bool tensor; got torch\.int32"):
+        mask_mod(lambda b, h, q, k: q - k)
+    with pytest.raises(TypeError, match=r"a score_mod must return a floating-point tensor; got torch\.bool"):
+        score_mod(lambda s, b, h, q, k: s > 0)
+    with pytest.raises(TypeError, match="a mod must return a tensor; got NoneType"):
+        mask_mod(lambda b, h, q, k: None)  # type: ignore[return-value]
+    with pytest.raises(TypeError, match="mask_mod must be given a function; got Mask"):
+        mask_mod(causal())
+    with pytest.raises(ValueError, match=r"may raise to 0\.5 or to a whole number"):
+        score_mod(lambda s, b, h, q, k: s.abs() ** 1.3)
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match=r"what mask captured must have shape .*; got"):
+        attention(q, k, v, mask=lambda b, h, q, k: IDS[:, :30][b, q] == 1)
+    with pytest.raises(ValueError, match="must have at least 44 elements before its origin"):
+        attention(q, k, v, scores=lambda s, b, h, q, k: s + TABLE[h, k - q + 30])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compile_afresh")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch")
+@pytest.mark.parametrize("impl", ["tiled", "naive"])
+def test_what_was_traced_before_is_for_torch_compile_too(impl):
+    mask, scores = mask_mod(MASKS["documents"]), score_mod(SCORES["alibi"])
+    compiled = torch.compile(lambda *qkv: attention(*qkv, mask=mask, scores=scores, impl=impl), fullgraph=True)
+    q, k, v = tensors()
+    assert_close([compiled(q, k, v)], [by_torch(q, k, v, MASKS["documents"], SCORES["alibi"])])
