@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -74,6 +74,19 @@ _has_modes = _has("torch:_C._len_torch_dispatch_stack")
 modes_at_work: Callable[[], int] = torch._C._len_torch_dispatch_stack if _has_modes else lambda: 1
 
 
+class _NoDispatchMode:
+    """Says what is lacking where a mod is recorded."""
+
+    def __init__(self) -> None:
+        name = "torch.utils._python_dispatch.TorchDispatchMode"
+        raise RuntimeError(f"functions of a pair are recorded by {name}, which torch {torch.__version__} lacks")
+
+
+# Sees every operation below autograd, as a mod's. There is no public name. Without it masks and score changes are those
+# of rules.
+TorchDispatchMode: Any = find("torch.utils._python_dispatch:TorchDispatchMode") or _NoDispatchMode
+
+
 class _Untransformable(torch.autograd.Function):
     """A Function without ``setup_context``, which transforms refuse."""
 
@@ -94,6 +107,13 @@ def _refusing_level() -> int | None:
 _has_transforms = _has("torch:_C._functorch.maybe_current_level")
 transform_level: Callable[[], int | None] = (
     torch._C._functorch.maybe_current_level if _has_transforms else _refusing_level
+)
+
+
+# Within it no transform of `torch.func` is active. There is no public name. Without it a mod cannot be recorded within
+# one, and says so.
+untransformed: Callable[[], AbstractContextManager[object]] = (
+    find("torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack") or nullcontext
 )
 
 

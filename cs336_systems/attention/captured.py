@@ -30,8 +30,9 @@ def check_captured(
             if axes is None:
                 continue
             expected, own = tuple(full[axis] for axis in axes), tuple(tensor.shape)
-            # What lies beyond the call is never read. Of a gradient's tensor `within_call` leaves it out.
-            longer = slot not in code.gradients or not sizes.note
+            # What lies beyond the call is never read; a gradient there would have nowhere to come from. Of what a mod
+            # reads, `within_call` leaves it out.
+            longer = slot not in code.gradients or (leaf[0].startswith(expressions.MOD) and not sizes.note)
             fits = [
                 broadcasts(x, y) or ((longer or axis == expressions.DISTANCE) and x > y)
                 for x, y, axis in zip(own, expected, axes, strict=False)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.attention import variants
+from cs336_systems.attention.mods import mask_mod, score_mod
 from cs336_systems.kernels import launching, swiglu
 from cs336_systems.kernels.call import Aux, Call, Options, Wanted
 from cs336_systems.kernels.inspection import compile_for, rows_of
@@ -51,6 +52,20 @@ def rules(mask: Any = None, scores: Any = None, options: Any = (), **aux: Any) -
     return options, aux
 
 
+def mods(ids: Tensor, slopes: Tensor, table: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A mask and a score change with operators of every kind."""
+
+    def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q // 16 == k // 16) | (((q - k) % 7 == 0) & (ids[b, q] == ids[b, k]) & ~(h == 3))
+
+    def changed(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        capped = torch.where(q > k, 30 * torch.tanh(score / 30), score.clamp(-4, 4.5) * torch.sigmoid(score))
+        decay = torch.exp(-(q - k).abs() / 64) ** 2 + torch.sin(score) * torch.rsqrt(k + 1.0)
+        return torch.maximum(capped, decay) - slopes[0, h] * (q - k).abs() + table[0, h, k - q + LENGTH - 1]
+
+    return rules(mask_mod(seen), score_mod(changed))
+
+
 def features(dtype: torch.dtype) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Options and aux tensors of each feature, for inputs of a dtype."""
     ids = made(2, LENGTH, dtype=torch.int32)
@@ -65,6 +80,7 @@ def features(dtype: torch.dtype) -> dict[str, tuple[dict[str, Any], dict[str, An
         "window": (CAUSAL | {"window_left": 100}, {}),
         "bias": rules(scores=variants.bias(bias)),
         "relative_bias": rules(scores=variants.softcap(30.0) + variants.relative_bias(table)),
+        "mods": mods(ids, slopes, table),
         "document_blocks": rules(variants.document(ids), None, CAUSAL, **lists),
         "packed": ({}, starts),
         "packed_causal": (CAUSAL, starts),

@@ -177,6 +177,15 @@ MEASUREMENTS = {
 }
 
 
+def test_recording_a_mod_says_what_it_lacks(monkeypatch):
+    module = without(monkeypatch, MEASUREMENTS["TorchDispatchMode"])
+    assert module.why_unknown() is None
+    with pytest.raises(
+        RuntimeError, match=r"recorded by torch\.utils\._python_dispatch\.TorchDispatchMode, which torch"
+    ):
+        module.TorchDispatchMode()
+
+
 @pytest.mark.parametrize("own", MEASUREMENTS)
 def test_a_measurement_says_what_it_lacks(monkeypatch, own):
     name = MEASUREMENTS[own]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +89,10 @@ def expression(node: Node, name_of: Callable[[Any, bool], str]) -> str:
         for place, value in enumerate(node.arguments)
         if value is not None and not isinstance(value, (torch.dtype, list, tuple))
     ]
+    if name == "mul" and node.is_integer:
+        # 32 bits hold positions, and sums of two of them, but no product.
+        wide = next(place for place, x in enumerate(node.arguments) if isinstance(x, Node) and x.kind != "number")
+        operands[wide] += ".to(tl.int64)"
     if name in ("add", "sub", "rsub") and keywords.get("alpha", 1) != 1:
         operands[1] = f"({name_of(keywords['alpha'], as_float)} * {operands[1]})"
     if name == "bitwise_not":
@@ -97,11 +102,14 @@ def expression(node: Node, name_of: Callable[[Any, bool], str]) -> str:
     if name == "div" and keywords.get("rounding_mode") is not None:
         if keywords["rounding_mode"] != "floor":
             raise ValueError("a mod may divide with rounding_mode None or 'floor'; got 'trunc'")
-        return TEMPLATES["floor_divide"].format(*operands)
+        name = "floor_divide"
+    if name in ("floor_divide", "remainder") and not node.is_integer:
+        floor = "tl.floor(({0}) / ({1}))" if name == "floor_divide" else "({0} - tl.floor(({0}) / ({1})) * {1})"
+        return floor.format(*(name_of(value, True) for value in node.arguments))
     if name in ("clamp", "clamp_min", "clamp_max"):
         return _clamped(node, name_of)
     if name == "pow":
-        return _power(node, operands)
+        return _power(node, name_of)
     return TEMPLATES[name].format(*operands)
 
 
@@ -125,13 +133,16 @@ def _clamped(node: Node, name_of: Callable[[Any, bool], str]) -> str:
     return text if most is None else f"tl.minimum({text}, {name_of(most, not node.is_integer)})"
 
 
-def _power(node: Node, operands: list[str]) -> str:
-    exponent = node.arguments[1]
-    exponent = exponent.value if isinstance(exponent, Node) and exponent.kind == "number" else exponent
+def _power(node: Node, name_of: Callable[[Any, bool], str]) -> str:
+    numbers = [x.value if isinstance(x, Node) and x.kind == "number" else x for x in node.arguments]
+    base, exponent = numbers
+    if isinstance(base, (int, float)) and base > 0 and not node.is_integer:
+        return f"tl.exp2({name_of(exponent, True)} * {name_of(math.log2(base), True)})"
     if exponent == 0.5:
-        return f"tl.sqrt({operands[0]})"
-    whole = isinstance(exponent, (int, float)) and exponent == int(exponent) and 0 <= abs(exponent) <= _MOST_FACTORS
-    if not whole:
-        raise ValueError(f"a mod may raise to 0.5 or to a whole number up to {_MOST_FACTORS}; got {exponent}")
-    product = " * ".join([operands[0]] * int(abs(exponent))) or "1.0"
+        return f"tl.sqrt({name_of(base, True)})"
+    if not isinstance(exponent, (int, float)) or exponent not in range(-_MOST_FACTORS, _MOST_FACTORS + 1):
+        got = exponent if isinstance(exponent, (int, float)) else "one that depends on the pair"
+        raise ValueError(f"a mod may raise to 0.5 or to a whole number up to {_MOST_FACTORS}; got {got}")
+    factor = name_of(base, not node.is_integer)
+    product = " * ".join([f"{factor}.to(tl.int64)" if node.is_integer else factor] * int(abs(exponent))) or "1.0"
     return f"({product})" if exponent >= 0 else f"(1.0 / ({product}))"

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from ...kernels.rules import AXES
+from ...kernels.torch_names import TorchDispatchMode, untransformed
 from .graph import SCORE, Graph, Node, in_order
 from .operations import KNOWN
 
@@ -69,8 +69,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
-        flat, _ = tree_flatten((args, keywords))
-        tensors = [value for value in flat if isinstance(value, Tensor)]
+        given = [*args, *keywords.values()]
+        given += [item for value in given if isinstance(value, (list, tuple)) for item in value]
+        tensors = [value for value in given if isinstance(value, Tensor)]
         name = func.overloadpacket.__name__
         if not any(map(self.knows, tensors)):
             result = func(*args, **keywords)
@@ -79,7 +80,7 @@ class Recorder(TorchDispatchMode):
             return result
         if name in ("_local_scalar_dense", "is_nonzero", "equal"):
             raise refuse("branches on a value, or takes it out of its tensor; use torch.where")
-        if func._schema.is_mutable and not self.knows(args[0]):
+        if name.endswith("_") and not self.knows(args[0]):
             raise refuse(f"changes a captured tensor by {name}")
         for tensor in tensors:
             self.node_of(tensor)  # refuses those that have axes
@@ -92,10 +93,10 @@ class Recorder(TorchDispatchMode):
     def _made_by(self, func: Any, name: str, result: Tensor, args: Any, keywords: dict[str, Any]) -> Node:
         if name in ("full_like", "zeros_like", "ones_like", "new_zeros", "new_ones", "new_full", "zero_", "fill_"):
             return self.graph.number(result.item())
-        if func._schema.is_mutable:
+        if name.endswith("_"):
             # The tensor stands for the new node from here on.
             name = name.removesuffix("_")
-            func = getattr(getattr(torch.ops.aten, name, None), func._overloadname, func)
+            func = getattr(getattr(torch.ops.aten, name, None), str(func).rpartition(".")[2], func)
         if name not in KNOWN:
             raise refuse(f"uses {name}, which kernels do not have for elements")
         nodes = tuple(self.node_of(value) if isinstance(value, Tensor) else value for value in args)
@@ -138,17 +139,25 @@ class IndexedByPairs(TorchFunctionMode):
             else:
                 raise refuse(f"indexes by {type(index).__name__}; an index must be an integer for one pair")
         if len(nodes) == tensor.ndim:
-            return recorder.stand_for(torch.zeros((), dtype=tensor.dtype), recorder.graph.read(tensor, nodes))
+            element = torch.zeros((), dtype=tensor.dtype, device="cpu")
+            return recorder.stand_for(element, recorder.graph.read(tensor, nodes))
         rest = torch.zeros(tensor.shape[len(nodes) :], dtype=tensor.dtype, device="meta")
         self._begun[id(rest)] = rest, tensor, nodes
         return rest
+
+
+@contextlib.contextmanager
+def _plainly(with_gradients: bool) -> Iterator[None]:
+    """Where operators are what they are without inference mode, and tensors their own selves, not those of torch.func."""
+    with torch.inference_mode(False), torch.set_grad_enabled(with_gradients), untransformed():
+        yield
 
 
 def record(mod: Callable[..., Any], places: tuple[str, ...]) -> tuple[Graph, Node]:
     """What a mod computes of these places. Raises ValueError for what cannot be traced, and names the line."""
     graph = Graph()
     recorder = Recorder(graph)
-    with IndexedByPairs(recorder), recorder:
+    with _plainly(torch.is_grad_enabled()), IndexedByPairs(recorder), recorder:
         arguments = []
         for name in places:
             node = graph.place(name)
@@ -165,20 +174,20 @@ def slopes(graph: Graph, result: Node, by: tuple[Node, ...]) -> list[Node | None
     autograd finds them, and is recorded as it does.
     """
     recorder, values = Recorder(graph), dict[Node, Any]()
-    with torch.enable_grad(), recorder:
+    with _plainly(True), recorder:
         for node in in_order(result):
             if node.kind == "number":
-                values[node] = recorder.stand_for(torch.tensor(node.value, dtype=node.dtype), node)
+                values[node] = recorder.stand_for(torch.tensor(node.value, dtype=node.dtype, device="cpu"), node)
             elif node.kind == "operation":
                 arguments = [values[x] if isinstance(x, Node) else x for x in node.arguments]
                 named = {key: values[x] if isinstance(x, Node) else x for key, x in node.keywords}
                 values[node] = node.value(*arguments, **named)
             else:
-                leaf = torch.zeros((), dtype=node.dtype).requires_grad_(node in by)
+                leaf = torch.zeros((), dtype=node.dtype, device="cpu", requires_grad=node in by)
                 values[node] = recorder.stand_for(leaf, node)
         if not values[result].requires_grad:
             return [None] * len(by)
-        one = recorder.stand_for(torch.ones((), dtype=result.dtype), graph.number(1.0))
+        one = recorder.stand_for(torch.ones((), dtype=result.dtype, device="cpu"), graph.number(1.0))
         inputs = [node for node in by if node in values]
         found = torch.autograd.grad(values[result], [values[node] for node in inputs], one, allow_unused=True)
         known = dict(zip(inputs, found, strict=True))

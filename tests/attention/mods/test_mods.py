@@ -44,6 +44,8 @@ MASKS = {
     "inverted": lambda b, h, q, k: ~((q - k).abs() < 3) & torch.logical_not(q == 40),
     "everything": lambda b, h, q, k: h >= 0,
     "padded_keys": lambda b, h, q, k: PADDED[b, k],
+    "chosen": lambda b, h, q, k: torch.where(h > 1, q >= k, True) & torch.where(q > 20, k % 2 == 0, q < 2**30),
+    "products": lambda b, h, q, k: (q * 2**27 + k) % 5 != (k * 2**28 - q) % 3,
     "of_the_first_entry": lambda b, h, q, k: PADDED[0, k] ^ (q < k),
 }
 SCORES = {
@@ -60,6 +62,8 @@ SCORES = {
     "of_a_computed_tensor": lambda s, b, h, q, k: s - SLOPES.exp()[h] * (q - k).abs() / 10,
     "largest": lambda s, b, h, q, k: torch.maximum(s, ROWS[q] * 0.3).abs(),
     "longer_than_the_call": lambda s, b, h, q, k: s + LONG[k],
+    "powers": lambda s, b, h, q, k: s - 2 ** (-2.0 * (h + 1)) * (q - k).abs() + 0.5 ** (q % 3) + (q - k + 0.5) ** -2,
+    "of_floats": lambda s, b, h, q, k: s + (q / 7) % 2.5 - (k / 3) // 2 + torch.div(q, 4, rounding_mode="floor"),
     "masked": lambda s, b, h, q, k: s.masked_fill(q - k > 30, float("-inf")) + torch.where(h < 2, ROWS[q], 0.25),
 }
 
@@ -170,6 +174,64 @@ def test_a_rule_is_made_again_from_its_name():
     assert torch.equal(attention(q, k, v, mask=mask, impl="tiled"), before)
     with pytest.raises(KeyError):
         rules.registry["no such rule"]
+
+
+@pytest.mark.parametrize("surrounded", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(surrounded):
+    with surrounded():
+        q, k, v = tensors()
+        found = attention(q, k, v, mask=MASKS["window"], scores=SCORES["softcap"], impl="tiled")
+        assert_close([found], [by_torch(q, k, v, MASKS["window"], SCORES["softcap"])])
+
+
+@pytest.mark.parametrize("impl", ["tiled", "naive"])
+def test_within_transforms(impl):
+    q, k, v = (x.detach() for x in tensors())
+
+    def loss(q, attend):
+        return attend(q).square().sum()
+
+    def attend(q):
+        return attention(q, k, v, mask=MASKS["window"], scores=SCORES["alibi"], impl=impl)
+
+    found = torch.func.grad(loss)(q, attend)
+    expected = torch.func.grad(loss)(q, lambda q: by_torch(q, k, v, MASKS["window"], SCORES["alibi"]))
+    assert_close([found], [expected])
+    both = torch.func.vmap(attend)(torch.stack([q, 2 * q]))
+    assert_close(both, [by_torch(x, k, v, MASKS["window"], SCORES["alibi"]) for x in (q, 2 * q)])
+
+
+@pytest.mark.parametrize("impl", ["flash", "tiled", "naive"])
+def test_what_is_captured_may_be_transformed(impl):
+    q, k, v = (x.detach() for x in tensors())
+
+    def loss(attend, slopes):
+        return attend(lambda s, b, h, q, k: s - slopes[h] * (q - k).abs()).square().sum()
+
+    def ours(score):
+        return attention(q, k, v, scores=score, impl=impl)
+
+    def theirs(score):
+        return by_torch(q, k, v, score=score)
+
+    slopes = SLOPES.detach()
+    found = torch.func.grad(lambda slopes: loss(ours, slopes))(slopes)
+    assert_close([found], [torch.func.grad(lambda slopes: loss(theirs, slopes))(slopes)])
+    several = torch.stack([slopes, 2 * slopes])
+    found = torch.func.vmap(lambda slopes: loss(ours, slopes))(several)
+    assert_close(found / 1e3, [loss(theirs, each) / 1e3 for each in several])
+
+
+def test_a_default_device_and_dtype_change_nothing():
+    q, k, v = tensors()
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    try:
+        scores = score_mod(SCORES["clamped"])
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert_close([attention(q, k, v, scores=scores)], [by_torch(q, k, v, score=SCORES["clamped"])])
 
 
 def test_axes_are_seen_from_the_indices():
