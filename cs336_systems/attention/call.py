@@ -12,6 +12,7 @@ from .features import bind, check_features, expressions
 from .mods import as_mask, as_scores
 from .rules import Mask, Scores
 from .sizes import Packed, Sizes
+from .tracing.tables import Table
 from .validation import (
     Window,
     check_causal,
@@ -82,6 +83,8 @@ def _metadata(argument: Any) -> Any:
     if isinstance(argument, Tensor):
         look = argument.shape, argument.stride(), argument.dtype, argument.device, argument.requires_grad
         return type(argument), *look  # a subclass has to see the operators
+    if isinstance(argument, Table):
+        return tuple(map(_metadata, argument.captured))
     if isinstance(argument, (Mask, Scores)):
         blocks = argument.blocks if isinstance(argument, Mask) else None
         listed = None if blocks is None else (*map(_metadata, blocks[:2]), *blocks[2:])

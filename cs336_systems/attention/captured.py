@@ -10,10 +10,15 @@ from torch import Tensor
 
 from ..kernels import rules as expressions
 from .sizes import Sizes
+from .tracing.tables import Table
 
 
 def check_captured(
-    name: str, rules: Iterable[expressions.Leaf], tensors: tuple[Tensor, ...], sizes: Sizes, device: torch.device
+    name: str,
+    rules: Iterable[expressions.Leaf],
+    tensors: tuple[Tensor | Table, ...],
+    sizes: Sizes,
+    device: torch.device,
 ) -> None:
     """What rules captured has to be on q's device, and as large as what it is read for.
 
@@ -25,6 +30,10 @@ def check_captured(
         for slot in (slot for slot, item in enumerate(leaf[1]) if item is None):
             tensor, code = next(rest), expressions.registry[leaf[0]]
             axes = code.axes.get(slot)
+            if isinstance(tensor, Table):
+                for each in tensor.captured:
+                    check_captured(name, (), (each,), sizes, device)
+                continue
             if tensor.device != device:
                 raise ValueError(f"what {name} captured must be on {device} to match q; got {tensor.device}")
             if axes is None:

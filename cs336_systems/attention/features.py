@@ -83,7 +83,7 @@ def bind(arguments: Arguments, sizes: Sizes, bottom_right: bool, device: torch.d
     if arguments.bias is not None:
         score_aux.append(_broadcast_view(arguments.bias, sizes))
     if scores is not None:
-        score_aux += within_call(scores.expression, scores.tensors, sizes)
+        score_aux += within_call(scores.expression, scores.tensors_of(sizes), sizes)
     return Aux(
         sinks=None if arguments.sinks is None else arguments.sinks.contiguous(),
         seed=None if arguments.dropout_p == 0 else _seed(arguments, device),
@@ -111,7 +111,7 @@ def expressions(
     if arguments.bias is not None:
         scores = scores + variants.bias(aux.score_aux[len(scores.tensors)])
     if arguments.scores is not None:
-        scores = scores + arguments.scores
+        scores = scores + Scores(arguments.scores.expression_of(sizes), arguments.scores.tensors)
     check_captured("scores", scores.expression, aux.score_aux, sizes, device)
     return None if mask is None else mask.expression, scores.expression
 

@@ -35,6 +35,8 @@ from ..kernels import rules
 from ..kernels.language import jit
 from ..kernels.rules import AXES, DISTANCE, NUMBERS, Code, Gradient
 from .blocks import Blocks, dense_mask, find_blocks
+from .sizes import Sizes
+from .tracing.tables import Table
 from .validation import Window
 
 Captured = Tensor | float
@@ -119,7 +121,22 @@ class Scores:
     """What becomes of scores: rules, applied in order, and the tensors that they captured. Join them with ``+``."""
 
     expression: rules.Scores
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Tensor | Table, ...]
+
+    def tensors_of(self, sizes: Sizes) -> tuple[Tensor, ...]:
+        """What a call of these sizes captures, tables among it."""
+        return tuple(x.of(sizes) if isinstance(x, Table) else x for x in self.tensors)
+
+    def expression_of(self, sizes: Sizes) -> rules.Scores:
+        """The rules of a call of these sizes, in which tables of distances have their origin."""
+        found, rest = [], iter(self.tensors)
+        for name, captured in self.expression:
+            numbers, code = [*captured], rules.registry[name]
+            for slot in (slot for slot, item in enumerate(captured) if item is None):
+                if isinstance(next(rest), Table) and slot in code.origins:
+                    numbers[code.origins[slot]] = sizes.q_len - 1
+            found.append((name, tuple(numbers)))
+        return tuple(found)
 
     def __add__(self, other: Scores) -> Scores:
         if not isinstance(other, Scores):

@@ -5,8 +5,7 @@
 >>> out = flex_attention(q, k, v, score_mod=lambda score, b, h, q_idx, kv_idx: score + bias[q_idx, kv_idx],
 ...                      block_mask=block_mask)
 
-Nothing has to be compiled. On a CPU it trains too, and what a score_mod captures gets a gradient on every device, if it
-is read at indices that `cs336_systems.attention.mods` names; "naive" and "tiled" differentiate any other.
+Nothing has to be compiled. On a CPU it trains too, and what a score_mod captures gets a gradient on every device.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -83,7 +83,9 @@ def _mapped(features: Features, change: Callable[[str, Tensor], Tensor]) -> dict
         if isinstance(value, Tensor):
             mapped[name] = change(name, value)
         elif isinstance(value, Scores):
-            tensors = [change(f"{name}_{number}", tensor) for number, tensor in enumerate(value.tensors)]
+            if not all(isinstance(tensor, Tensor) for tensor in value.tensors):
+                raise TypeError(f"{name} must be no score_mod that reads tensors at indices that are no axes")
+            tensors = [change(f"{name}_{number}", cast("Tensor", x)) for number, x in enumerate(value.tensors)]
             mapped[name] = dataclasses.replace(value, tensors=tuple(tensors))
         else:
             mapped[name] = value

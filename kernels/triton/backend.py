@@ -62,9 +62,7 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
 
 def _no_gradient(rule: str) -> str:
     if rule.startswith(MOD):
-        return (
-            "the score_mod reads a tensor that needs a gradient at another index than b, h, q_idx, kv_idx or a distance"
-        )
+        return "the score_mod was made when a tensor that it reads needed no gradient; make it again"
     return f"the score rule {rule} captured a tensor that needs a gradient, and has no `gradient` for it"
 
 

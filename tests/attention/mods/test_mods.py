@@ -75,8 +75,16 @@ def in_place(s, b, h, q, k):
 
 
 SCORES["in_place"] = in_place
-BY_AUTOGRAD = {"learned_buckets": lambda s, b, h, q, k: s + LEARNED[h, BUCKETS[k - q + LENGTH]]}
-"""Read at an index that no kernel has a gradient for."""
+BY_TABLES = {
+    "learned_buckets": lambda s, b, h, q, k: s + LEARNED[h, BUCKETS[k - q + LENGTH]],
+    "clamped_distances": lambda s, b, h, q, k: s * LEARNED[h, (q - k).clamp(-4, 4) + 4],
+    "of_rows": lambda s, b, h, q, k: s + ROWS[(q * 2) % LENGTH] * LEARNED[h, IDS[b, q]],
+    "of_columns": lambda s, b, h, q, k: torch.tanh(s * LEARNED[1, IDS[b, k] + 2]),
+    "of_pairs": lambda s, b, h, q, k: s + LEARNED[h, IDS[b, q] + IDS[b, k]] * ROWS[torch.maximum(q, k)],
+    "of_a_table": lambda s, b, h, q, k: s + ROWS[(SLOPES[h] * 4 + q / 2).abs().to(torch.int64) % LENGTH],
+    "a_diagonal": lambda s, b, h, q, k: s + TURNED[q, q, h],
+}
+"""Read at indices that are no axes, or one twice."""
 
 
 def tensors():
@@ -111,15 +119,10 @@ def test_masks(impl, name):
     assert_close([attention(q, k, v, mask=MASKS[name], impl=impl)], [by_torch(q, k, v, mask=MASKS[name])])
 
 
-@pytest.mark.parametrize(
-    ("impl", "name"),
-    [
-        *((impl, name) for impl in ("flash", "tiled", "naive") for name in SCORES),
-        *((impl, name) for impl in ("tiled", "naive") for name in BY_AUTOGRAD),
-    ],
-)
+@each_implementation
+@pytest.mark.parametrize("name", [*SCORES, *BY_TABLES])
 def test_score_changes_and_all_gradients(impl, name):
-    mod = {**SCORES, **BY_AUTOGRAD}[name]
+    mod = {**SCORES, **BY_TABLES}[name]
     inputs = [*tensors(), *ALL]
     expected = by_torch(*inputs[:3], mask=MASKS["window"], score=mod)
     dout = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -129,13 +132,28 @@ def test_score_changes_and_all_gradients(impl, name):
     assert_close([out, *found], [expected, *gradients])
 
 
-def test_no_kernel_takes_a_gradient_for_an_index_that_is_no_axis():
-    with pytest.raises(ValueError, match="the score_mod reads a tensor that needs a gradient at another index"):
-        attention(*tensors(), scores=BY_AUTOGRAD["learned_buckets"], impl="flash")
-    with torch.no_grad():
-        q, k, v = tensors()
-        out = attention(q, k, v, scores=BY_AUTOGRAD["learned_buckets"], impl="flash")
-        assert_close([out], [by_torch(q, k, v, score=BY_AUTOGRAD["learned_buckets"])])
+def test_a_score_mod_that_was_made_before_a_gradient_was_needed():
+    weights = LEARNED.detach().clone()
+    scores = score_mod(lambda s, b, h, q, k: s + weights[h, IDS[b, q] + IDS[b, k]])
+    weights.requires_grad_()
+    with pytest.raises(ValueError, match="was made when a tensor that it reads needed no gradient; make it again"):
+        attention(*tensors(), scores=scores, impl="flash")
+    assert attention(*tensors(), scores=scores, impl="tiled").requires_grad
+
+
+def test_packed_sequences_have_bounds_for_what_is_gathered():
+    q, k, v = (torch.randn(20, 2, DIM) for _ in range(3))
+    starts = torch.tensor([0, 7, 20])
+
+    def mod(s, b, h, q, k):
+        return s + LEARNED[h, BUCKETS[k - q + LENGTH]]
+
+    with pytest.raises(ValueError, match="max_seqlen_q and max_seqlen_k must be given for what scores captured"):
+        attention_varlen(q, k, v, starts, scores=mod, impl="tiled")
+    alone = attention(*(x[None, 7:].transpose(1, 2) for x in (q, k, v)), scores=mod)
+    for impl in ("flash", "tiled", "naive"):
+        out = attention_varlen(q, k, v, starts, scores=mod, max_seqlen_q=13, max_seqlen_k=13, impl=impl)
+        torch.testing.assert_close(out[7:], alone[0].transpose(0, 1), rtol=2e-5, atol=2e-5)
 
 
 def test_a_mod_is_a_mask_or_a_score_change_that_combines_with_others():
@@ -242,7 +260,10 @@ def test_axes_are_seen_from_the_indices():
     assert axes(SCORES["turned_bias"]) == {0: ("head", "row", "column")}
     assert axes(SCORES["by_distance_backwards"]) == {0: ("head", "distance")}
     assert axes(SCORES["learned_number"]) == {0: (), 1: ("row",), 2: ("column",)}
-    assert axes(BY_AUTOGRAD["learned_buckets"]) == {0: ("distance",)}
+    assert axes(BY_TABLES["learned_buckets"]) == axes(BY_TABLES["clamped_distances"]) == {0: ("head", "distance")}
+    assert axes(BY_TABLES["of_rows"]) == {0: ("row",), 1: ("batch", "head", "row")}
+    assert axes(BY_TABLES["of_columns"]) == {0: ("batch", "column")}
+    assert axes(BY_TABLES["of_pairs"]) == {0: ("batch", "head", "row", "column"), 1: ("row", "column")}
     steepness = {name: rules.registry[score_mod(mod).expression[0][0]].steepest for name, mod in SCORES.items()}
     assert (steepness["alibi"], steepness["halved"], steepness["squared_and_biased"]) == (1.0, 1.5, 1024.0)
 

@@ -148,7 +148,7 @@ class IndexedByPairs(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _plainly(with_gradients: bool) -> Iterator[None]:
-    """Where operators are what they are without inference mode, and tensors their own selves, not those of torch.func."""
+    """Where neither inference mode nor a transform of torch.func changes what operators are, or get."""
     with torch.inference_mode(False), torch.set_grad_enabled(with_gradients), untransformed():
         yield
 

@@ -9,9 +9,9 @@
 
 A function is called once, with tensors without axes that stand for a pair, and what it does with them is recorded:
 torch's operators on elements, and elements of captured tensors, ``table[h, kv_idx - q_idx + 63]``. From that come the
-code of the kernels, its derivative, and the axes of captured tensors: those that are read at ``b``, ``h``, ``q_idx``,
-``kv_idx``, or ``kv_idx - q_idx`` plus a number. A tensor with such axes alone gets a gradient with every
-implementation, any other one with "naive", "compiled" and "tiled".
+code of the kernels, its derivative, and the gradients of captured tensors. Those that are read at ``b``, ``h``,
+``q_idx``, ``kv_idx``, or ``kv_idx - q_idx`` plus a number have these axes. What is read at other indices is gathered
+before a call, into a tensor with as many axes as the indices depend on.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..rules import Mask, Scores
-from .record import PLACES, record
-from .source import write
+from .rules import Mask, Scores
+from .tracing.record import PLACES, record
+from .tracing.source import write
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Of (b, h, q_idx, kv_idx): whether query q_idx of head h and entry b of the batch sees key kv_idx."""
@@ -49,7 +49,8 @@ def mask_mod(mod: MaskMod) -> Mask:
     graph, result = record(mod, PLACES["mask"])
     if result.dtype is not torch.bool:
         raise TypeError(f"a mask_mod must return a bool tensor; got {result.dtype}")
-    return Mask(*write("mask", graph, result))
+    leaf, tensors = write("mask", graph, result)
+    return Mask(leaf, tuple(x for x in tensors if isinstance(x, Tensor)))  # a mask has no tables
 
 
 def score_mod(mod: ScoreMod) -> Scores:

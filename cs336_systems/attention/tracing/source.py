@@ -13,7 +13,10 @@ from ...kernels.rules import AXES, DISTANCE, Leaf
 from .graph import SCORE, Graph, Node, in_order, linear
 from .operations import expression
 from .record import PLACES, slopes
+from .tables import Table, table_of
 
+UNSIZED = -1
+"""The origin of a table of distances, which has the sizes of a call."""
 UNBOUNDED = 2.0**10
 """What is taken for the largest derivative of a score change whose derivative has no bound that can be seen."""
 _LITERALS = (0, 1, -1, 2, math.inf, -math.inf)
@@ -23,14 +26,14 @@ class _Slot:
     """A captured tensor as a rule reads it.
 
     Attributes:
-        tensor: with its axes in the order of `AXES`, the distance last and ascending.
-        indices: an expression for each axis, or the node of an index that is no axis.
+        tensor: with its axes in the order of `AXES`, the distance last and ascending; or a table of its elements.
+        indices: the nodes of the indices.
         axes: their names, None where an index is none.
-        origin: the index of distance 0.
+        origin: the index of distance 0; `UNSIZED` where it follows from the sizes of a call.
     """
 
-    def __init__(self, read: Node) -> None:
-        self.tensor: Tensor = read.value
+    def __init__(self, read: Node, *, by_tables: bool) -> None:
+        self.tensor: Tensor | Table = read.value
         self.indices: tuple[Node, ...] = read.arguments
         self.axes: tuple[str, ...] | None = None
         self.origin: int | None = None
@@ -38,15 +41,20 @@ class _Slot:
         names = [axis[0] for axis in found if axis is not None]
         by_distance = {*names} & {DISTANCE} and {*names} & {*AXES[2:]}
         if len(names) < len(found) or len({*names}) < len(names) or by_distance:
+            table = table_of(read)
+            if by_tables and not read.is_integer and table.is_worthwhile:
+                self.tensor, self.axes = table, table.axes
+                self.origin = UNSIZED if DISTANCE in table.axes else None
             return
         order = sorted(range(len(names)), key=lambda number: (*AXES, DISTANCE).index(names[number]))
-        self.tensor, self.axes = self.tensor.permute(order), tuple(names[number] for number in order)
+        tensor, self.axes = read.value.permute(order), tuple(names[number] for number in order)
         for axis in found:
             if axis is not None and axis[0] == DISTANCE:
                 self.origin = axis[1]
                 if axis[2]:
-                    self.tensor = self.tensor.flip(-1)
-                    self.origin = self.tensor.shape[-1] - 1 - axis[1]
+                    tensor = tensor.flip(-1)
+                    self.origin = tensor.shape[-1] - 1 - axis[1]
+        self.tensor = tensor
 
 
 class _Writer:
@@ -94,7 +102,8 @@ class _Writer:
 
     def _read(self, read: Node, names: dict[Node, str]) -> str:
         slot, number = self.slots[read], self.number_of[read]
-        if slot.axes is not None:
+        if isinstance(slot.tensor, Table) or slot.axes is not None:
+            assert slot.axes is not None
             texts = list(slot.axes)
             if slot.origin is not None:
                 texts[-1] = f"column - row + {self.origin(slot)}"
@@ -117,13 +126,16 @@ def places_of(result: Node) -> list[str]:
     return [node.value for node in in_order(result) if node.kind == "place"]
 
 
-def write(kind: str, graph: Graph, result: Node) -> tuple[Leaf, tuple[Tensor, ...]]:
-    """The rule of a mod, "mask" or "score", and the tensors that it captured.
+def write(kind: str, graph: Graph, result: Node) -> tuple[Leaf, tuple[Tensor | Table, ...]]:
+    """The rule of a mod, "mask" or "score", and what it captured.
 
     Raises ValueError for what kernels do not have.
     """
     reads = [node for node in in_order(result) if node.kind == "read"]
-    slots = {read: _Slot(read) for read in reads}
+    # A table's own reads are none of the rule's.
+    slots = {read: _Slot(read, by_tables=kind == "score") for read in reads}
+    outer = in_order(result, [read for read, slot in slots.items() if slot.axes is not None])
+    slots = {read: slot for read, slot in slots.items() if read in outer}
     writer = _Writer(kind, slots)
     function = writer.body(result)
     if {*places_of(result)}.isdisjoint((SCORE,) if kind == "score" else AXES):
@@ -135,7 +147,7 @@ def write(kind: str, graph: Graph, result: Node) -> tuple[Leaf, tuple[Tensor, ..
     derivative: tuple[str, ...] | None = None
     gradients, steepest = list[GradientSource](), 1.0
     if kind == "score":
-        differentiable = [read for read in reads if not read.is_integer and slots[read].axes is not None]
+        differentiable = [read for read in slots if not read.is_integer and slots[read].axes is not None]
         by_score, *by_reads = slopes(graph, result, (graph.place(SCORE), *differentiable))
         by_score = graph.number(0.0) if by_score is None else by_score
         derivative = None if _is_one(by_score) else writer.body(by_score)
