@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.mods import GradientSource, ModSource, name_of
-from ...kernels.rules import AXES, DISTANCE, Leaf
+from ...kernels.rules import AXES, DISTANCE, Leaf, registry
 from .graph import SCORE, Graph, Node, in_order, linear
 from .operations import expression
 from .record import PLACES, slopes
@@ -47,7 +47,9 @@ class _Slot:
                 self.origin = UNSIZED if DISTANCE in table.axes else None
             return
         order = sorted(range(len(names)), key=lambda number: (*AXES, DISTANCE).index(names[number]))
-        tensor, self.axes = read.value.permute(order), tuple(names[number] for number in order)
+        tensor, self.axes = read.value, tuple(names[number] for number in order)
+        if order != sorted(order):
+            tensor = tensor.permute(order)
         for axis in found:
             if axis is not None and axis[0] == DISTANCE:
                 self.origin = axis[1]
@@ -169,7 +171,9 @@ def write(kind: str, graph: Graph, result: Node) -> tuple[Leaf, tuple[Tensor | T
     )
     numbers = (*[slot.origin for slot in slots.values() if slot.origin is not None], *writer.numbers)
     captured = (*[None] * len(slots), *numbers)
-    return (name_of(source), captured), tuple(slot.tensor for slot in slots.values())
+    name = name_of(source)
+    registry[name]  # made now, because torch.compile cannot
+    return (name, captured), tuple(slot.tensor for slot in slots.values())
 
 
 def _is_one(node: Node) -> bool:

@@ -252,6 +252,34 @@ def test_a_default_device_and_dtype_change_nothing():
     assert_close([attention(q, k, v, scores=scores)], [by_torch(q, k, v, score=SCORES["clamped"])])
 
 
+@each_implementation
+def test_grouped_heads_and_another_length(impl):
+    generator = torch.Generator().manual_seed(4)
+    sizes = (4, 20), (2, 33), (2, 33)
+    q, k, v = (torch.randn(BATCH, *size, DIM, generator=generator, requires_grad=True) for size in sizes)
+
+    def score(s, b, h, q, k):
+        return s * SLOPES[h] + LEARNED[h, (k - q).clamp(-3, 5) + 3]
+
+    def mask(b, h, q, k):
+        return (k - q <= 13) & (h + b != 2)
+
+    inputs = [q, k, v, SLOPES, LEARNED]
+    out = attention(q, k, v, scores=score, mask=mask, impl=impl)
+    entries, heads = torch.arange(BATCH).view(-1, 1, 1, 1), torch.arange(4).view(-1, 1, 1)
+    places = entries, heads, torch.arange(20)[:, None], torch.arange(33)
+    wide = [x.double() for x in (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))]
+    scores = score(wide[0] @ wide[1].mT / DIM**0.5, *places)
+    scores = scores.masked_fill(~mask(*places), float("-inf"))
+    blind = (scores == float("-inf")).all(-1, keepdim=True)
+    expected = torch.softmax(scores.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0) @ wide[2]
+    found, wanted = (torch.autograd.grad(x.square().sum(), inputs) for x in (out, expected))
+    assert_close([out, *found], [expected, *wanted])
+    alone = attention(q[:, 0], k[:, 0], v[:, 0], scores=score, mask=lambda b, h, q, k: k - q <= 13, impl=impl)
+    shared = attention(q[:, :1], k[:, :1], v[:, :1], scores=score, mask=lambda b, h, q, k: k - q <= 13, impl=impl)
+    torch.testing.assert_close(alone, shared[:, 0])
+
+
 def test_axes_are_seen_from_the_indices():
     def axes(mod):
         return rules.registry[score_mod(mod).expression[0][0]].axes
@@ -326,10 +354,26 @@ def test_other_mistakes():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compile_afresh")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::FutureWarning:torch")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning:torch",
+    "ignore::FutureWarning:torch",
+    "ignore:The .grad attribute of a Tensor:UserWarning",
+)
+@pytest.mark.parametrize("name", ["alibi", "learned_buckets"])
 @pytest.mark.parametrize("impl", ["tiled", "naive"])
-def test_what_was_traced_before_is_for_torch_compile_too(impl):
-    mask, scores = mask_mod(MASKS["documents"]), score_mod(SCORES["alibi"])
+def test_what_was_traced_before_is_for_torch_compile_too(impl, name):
+    mod = {**SCORES, **BY_TABLES}[name]
+    mask, scores = mask_mod(MASKS["documents"]), score_mod(mod)
     compiled = torch.compile(lambda *qkv: attention(*qkv, mask=mask, scores=scores, impl=impl), fullgraph=True)
-    q, k, v = tensors()
-    assert_close([compiled(q, k, v)], [by_torch(q, k, v, MASKS["documents"], SCORES["alibi"])])
+    inputs = [*tensors(), LEARNED, SLOPES]
+    outs = compiled(*inputs[:3]), by_torch(*inputs[:3], MASKS["documents"], mod)
+    found, expected = (torch.autograd.grad(out.square().sum(), inputs, allow_unused=True) for out in outs)
+    assert_close([outs[0], *found], [outs[1], *expected])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compile_afresh")
+def test_a_function_within_torch_compile_is_refused():
+    compiled = torch.compile(lambda *qkv: attention(*qkv, mask=MASKS["window"], impl="tiled"), fullgraph=True)
+    with pytest.raises(RuntimeError, match=r"mask_mod cannot be called within torch\.compile"):
+        compiled(*tensors())
