@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .rules import Mask, Scores
+from .tracing.kept import kept
 from .tracing.record import PLACES, record
 from .tracing.source import write
 
@@ -46,11 +47,16 @@ def mask_mod(mod: MaskMod) -> Mask:
         TypeError: it returns no bool tensor.
     """
     _check(mod, "mask_mod")
-    graph, result = record(mod, PLACES["mask"])
-    if result.dtype is not torch.bool:
-        raise TypeError(f"a mask_mod must return a bool tensor; got {result.dtype}")
-    leaf, tensors = write("mask", graph, result)
-    return Mask(leaf, tuple(x for x in tensors if isinstance(x, Tensor)))  # a mask has no tables
+
+    def make() -> tuple[Mask, bool]:
+        graph, result = record(mod, PLACES["mask"])
+        if result.dtype is not torch.bool:
+            raise TypeError(f"a mask_mod must return a bool tensor; got {result.dtype}")
+        leaf, tensors = write("mask", graph, result)
+        mask = Mask(leaf, tuple(x for x in tensors if isinstance(x, Tensor)))  # a mask has no tables
+        return mask, not graph.computes
+
+    return kept(mod, "mask", make)
 
 
 def score_mod(mod: ScoreMod) -> Scores:
@@ -67,11 +73,15 @@ def score_mod(mod: ScoreMod) -> Scores:
         TypeError: the function returns no floating-point tensor.
     """
     _check(mod, "score_mod")
-    graph, result = record(mod, PLACES["score"])
-    if result.is_integer:
-        raise TypeError(f"a score_mod must return a floating-point tensor; got {result.dtype}")
-    leaf, tensors = write("score", graph, result)
-    return Scores((leaf,), tensors)
+
+    def make() -> tuple[Scores, bool]:
+        graph, result = record(mod, PLACES["score"])
+        if result.is_integer:
+            raise TypeError(f"a score_mod must return a floating-point tensor; got {result.dtype}")
+        leaf, tensors = write("score", graph, result)
+        return Scores((leaf,), tensors), not graph.computes
+
+    return kept(mod, "score", make)
 
 
 def as_mask(mask: Tensor | Mask | MaskMod | None) -> Tensor | Mask | None:

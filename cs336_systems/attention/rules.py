@@ -128,12 +128,13 @@ class Scores:
         return tuple(x.of(sizes) if isinstance(x, Table) else x for x in self.tensors)
 
     def expression_of(self, sizes: Sizes) -> rules.Scores:
-        """The rules of a call of these sizes, in which tables of distances have their origin."""
+        """The rules of a call of these sizes, in which gathered distances have their origin."""
         found, rest = [], iter(self.tensors)
         for name, captured in self.expression:
             numbers, code = [*captured], rules.registry[name]
             for slot in (slot for slot, item in enumerate(captured) if item is None):
-                if isinstance(next(rest), Table) and slot in code.origins:
+                table = next(rest)
+                if isinstance(table, Table) and table.order is None and slot in code.origins:
                     numbers[code.origins[slot]] = sizes.q_len - 1
             found.append((name, tuple(numbers)))
         return tuple(found)

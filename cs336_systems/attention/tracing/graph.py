@@ -50,9 +50,14 @@ class Node:
 
 
 class Graph:
-    """The nodes of a mod. Equal operations on equal nodes are one node."""
+    """The nodes of a mod. Equal operations on equal nodes are one node.
+
+    Attributes:
+        computes: whether what it reads has been computed from captured tensors, whose later elements it does not see.
+    """
 
     def __init__(self) -> None:
+        self.computes = False
         self._nodes: dict[Any, Node] = {}
 
     def place(self, name: str) -> Node:

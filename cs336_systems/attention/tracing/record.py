@@ -64,6 +64,7 @@ class Recorder(TorchDispatchMode):
                 f"takes a captured tensor of shape {tuple(value.shape)} whole; index it by b, h, q_idx, kv_idx"
             )
         if value.device.type == "cpu" and not value.requires_grad:
+            self.graph.computes = True
             return self.graph.number(value.item())
         return self.graph.read(value, ())
 
@@ -75,8 +76,10 @@ class Recorder(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if not any(map(self.knows, tensors)):
             result = func(*args, **keywords)
-            if not tensors and isinstance(result, Tensor) and result.ndim == 0:
+            if (not tensors or name == "lift_fresh") and isinstance(result, Tensor) and result.ndim == 0:
                 self.stand_for(result, self.graph.number(result.item()))
+            else:
+                self.graph.computes = True
             return result
         if name in ("_local_scalar_dense", "is_nonzero", "equal"):
             raise refuse("branches on a value, or takes it out of its tensor; use torch.where")
@@ -129,11 +132,10 @@ class IndexedByPairs(TorchFunctionMode):
         if id(tensor) in self._begun:
             _, tensor, nodes = self._begun[id(tensor)]
         for index in indices:
-            axis = len(nodes)
-            if axis >= tensor.ndim:
+            if len(nodes) >= tensor.ndim:
                 raise refuse(f"has more indices than the {tensor.ndim} axes of a captured tensor")
             if isinstance(index, int) and not isinstance(index, bool):
-                tensor = tensor.select(axis, index)
+                nodes += (recorder.graph.number(index),)
             elif isinstance(index, Tensor) and index.ndim == 0 and not index.is_floating_point():
                 nodes += (recorder.node_of(index),)
             else:

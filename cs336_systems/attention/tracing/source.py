@@ -26,37 +26,34 @@ class _Slot:
     """A captured tensor as a rule reads it.
 
     Attributes:
-        tensor: with its axes in the order of `AXES`, the distance last and ascending; or a table of its elements.
+        tensor: with its axes in the order of `AXES`, the distance last and ascending; or what gives such a tensor.
         indices: the nodes of the indices.
         axes: their names, None where an index is none.
         origin: the index of distance 0; `UNSIZED` where it follows from the sizes of a call.
     """
 
-    def __init__(self, read: Node, *, by_tables: bool) -> None:
+    def __init__(self, read: Node, *, of_scores: bool) -> None:
         self.tensor: Tensor | Table = read.value
         self.indices: tuple[Node, ...] = read.arguments
         self.axes: tuple[str, ...] | None = None
         self.origin: int | None = None
         found = [index and index.axis for index in map(linear, self.indices)]
-        names = [axis[0] for axis in found if axis is not None]
+        axes = [axis for axis in found if axis is not None]
+        names = [name for name, _, _ in axes]
         by_distance = {*names} & {DISTANCE} and {*names} & {*AXES[2:]}
-        if len(names) < len(found) or len({*names}) < len(names) or by_distance:
+        backwards = any(turned for _, _, turned in axes)
+        if len(names) < len(found) or len({*names}) < len(names) or by_distance or backwards:
             table = table_of(read)
-            if by_tables and not read.is_integer and table.is_worthwhile:
+            if of_scores and not read.is_integer and table.is_worthwhile:
                 self.tensor, self.axes = table, table.axes
                 self.origin = UNSIZED if DISTANCE in table.axes else None
             return
         order = sorted(range(len(names)), key=lambda number: (*AXES, DISTANCE).index(names[number]))
-        tensor, self.axes = read.value, tuple(names[number] for number in order)
+        self.axes = tuple(names[number] for number in order)
+        self.origin = next((origin for name, origin, _ in axes if name == DISTANCE), None)
         if order != sorted(order):
-            tensor = tensor.permute(order)
-        for axis in found:
-            if axis is not None and axis[0] == DISTANCE:
-                self.origin = axis[1]
-                if axis[2]:
-                    tensor = tensor.flip(-1)
-                    self.origin = tensor.shape[-1] - 1 - axis[1]
-        self.tensor = tensor
+            # At the call, because a view that is made without gradients has none later.
+            self.tensor = Table(read, self.axes, tuple(order)) if of_scores else read.value.permute(order)
 
 
 class _Writer:
@@ -135,7 +132,7 @@ def write(kind: str, graph: Graph, result: Node) -> tuple[Leaf, tuple[Tensor | T
     """
     reads = [node for node in in_order(result) if node.kind == "read"]
     # A table's own reads are none of the rule's.
-    slots = {read: _Slot(read, by_tables=kind == "score") for read in reads}
+    slots = {read: _Slot(read, of_scores=kind == "score") for read in reads}
     outer = in_order(result, [read for read, slot in slots.items() if slot.axes is not None])
     slots = {read: slot for read, slot in slots.items() if read in outer}
     writer = _Writer(kind, slots)

@@ -1,4 +1,4 @@
-"""Elements of captured tensors at indices that are no axes, gathered into a tensor that has axes: a table.
+"""Tensors that are made of captured ones for each call, and have axes: tables.
 
 ``weights[h, buckets[kv_idx - q_idx + n]]`` is a table (heads, distances). torch gathers it before the call, so autograd
 brings the table's gradient, which every implementation computes, to ``weights``.
@@ -21,10 +21,14 @@ ROW, COLUMN = AXES[2:]
 
 
 class Table(NamedTuple):
-    """A read, and the axes of its elements: of `AXES`, or `DISTANCE` in place of the last two."""
+    """A read, and the axes of its elements: of `AXES`, or `DISTANCE` in place of the last two.
+
+    ``order`` is that of the captured tensor's axes if it has these in another order; None if elements are gathered.
+    """
 
     read: Node
     axes: tuple[str, ...]
+    order: tuple[int, ...] | None = None
 
     @property
     def captured(self) -> tuple[Tensor, ...]:
@@ -38,11 +42,14 @@ class Table(NamedTuple):
         return needed or not {ROW, COLUMN} <= {*self.axes}
 
     def of(self, sizes: Sizes) -> Tensor:
-        """The table of a call of these sizes, distances from 1 - q_len to k_len - 1.
+        """The table of a call of these sizes; gathered distances are those from 1 - q_len to k_len - 1.
 
         Raises:
             ValueError: it has rows or columns, and packed sequences come without their bounds.
         """
+        if self.order is not None:
+            permuted: Tensor = self.read.value.permute(self.order)
+            return permuted
         if sizes.note and {*self.axes} & {ROW, COLUMN, DISTANCE}:
             raise ValueError("max_seqlen_q and max_seqlen_k must be given for what scores captured; got None")
         device = self.read.value.device

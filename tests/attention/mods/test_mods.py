@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
-from cs336_systems.attention import attention, attention_varlen, dispatch
+from cs336_systems.attention import attention, attention_varlen, dispatch, mods
 from cs336_systems.attention.mods import mask_mod, score_mod
 from cs336_systems.attention.rules import Mask, Scores
 from cs336_systems.attention.variants import causal
@@ -170,6 +172,88 @@ def test_a_mod_is_a_mask_or_a_score_change_that_combines_with_others():
     assert_close(
         [attention(q, k, v, mask=listed, impl="flash")], [by_torch(q, k, v, lambda b, h, q, k: IDS[b, q] == IDS[b, k])]
     )
+
+
+@pytest.mark.parametrize("name", ["by_distance_backwards", "turned_bias", "by_distance", "alibi"])
+def test_later_elements_and_gradients_are_those_of_the_captured_tensor(name):
+    """Whatever was known when a function was first seen, and without it being seen again."""
+    leaf = {"turned_bias": TURNED, "alibi": SLOPES}.get(name, TABLE)
+    with torch.no_grad():
+        scores = score_mod(SCORES[name])
+    for _ in range(2):
+        q, k, v = tensors()
+        outs = attention(q, k, v, scores=scores, impl="tiled"), by_torch(q, k, v, score=SCORES[name])
+        gradients = [torch.autograd.grad(out.square().sum(), leaf)[0] for out in outs]
+        assert_close([outs[0], gradients[0]], [outs[1], gradients[1]])
+        with torch.no_grad():
+            leaf += 0.25
+
+
+def recorded(monkeypatch, name="record"):
+    """How often functions are recorded from here on."""
+    calls = []
+    monkeypatch.setattr(mods, name, lambda *arguments, made=mods.record: (calls.append(1), made(*arguments))[1])
+    return calls
+
+
+def test_a_function_is_recorded_again_when_its_names_stand_for_something_else(monkeypatch):
+    width, ids, calls = 5, IDS, recorded(monkeypatch)
+
+    def mod(b, h, q_idx, kv_idx):
+        return (q_idx - kv_idx < width) & (ids[b, q_idx] == helper(ids, b, kv_idx))
+
+    def first_helper(ids, b, at):
+        return ids[b, at]
+
+    helper = first_helper
+
+    def check(mod, count):
+        q, k, v = (x.detach() for x in tensors())
+        assert_close([attention(q, k, v, mask=mod, impl="tiled")], [by_torch(q, k, v, mod)])
+        assert len(calls) == count
+
+    check(mod, 1)
+    check(mod, 1)
+    width = 7
+    check(mod, 2)
+    ids = IDS.clone()
+    check(mod, 3)
+    ids[:, 3:9] = 1
+    check(mod, 3)
+    helper = lambda ids, b, at: ids[b, at] * 0 + 1  # noqa: E731
+    check(mod, 4)
+    partial = functools.partial(lambda number, b, h, q, k: (q + number) % 3 != k % 3, 1)
+    check(partial, 5)
+    check(partial, 5)
+    # What may change unseen is recorded at each call.
+    box = [2]
+    for count, value in ((6, 3), (7, 4)):
+        box[0] = value
+        check(boxed(box), count)
+    listed = boxed(box)
+    check(listed, 8)
+    box[0] = 5
+    check(listed, 9)
+
+
+def boxed(box):
+    return lambda b, h, q, k: q - k < box[0]
+
+
+def test_what_is_computed_of_captured_tensors_is_computed_in_each_call(monkeypatch):
+    calls, slopes = recorded(monkeypatch), SLOPES.detach().clone().requires_grad_()
+
+    def mod(s, b, h, q, k):
+        return s - slopes.exp()[h] * (q - k).abs() / 10
+
+    for count in (1, 2):
+        q, k, v = tensors()
+        outs = attention(q, k, v, scores=mod, impl="tiled"), by_torch(q, k, v, score=mod)
+        gradients = [torch.autograd.grad(out.square().sum(), slopes)[0] for out in outs]
+        assert_close([outs[0], gradients[0]], [outs[1], gradients[1]])
+        assert len(calls) == count
+        with torch.no_grad():
+            slopes += 0.5
 
 
 def test_equal_functions_share_a_plan_whatever_their_numbers(no_plans):
