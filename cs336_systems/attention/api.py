@@ -109,7 +109,7 @@ def attention(
             checked to be finite.
         bias: is added to the scores; any shape that broadcasts to (*batch, q_heads, q_len, k_len).
         scores: score changes of your own: a function of (score, b, h, q_idx, kv_idx), what `mods.score_mod` makes of
-            one, or rules; see `cs336_systems.attention.mods`. One made anew for each call is traced each time.
+            one, or rules; see `cs336_systems.attention.mods`.
         mask: True where a query sees a key: a bool tensor of any shape that broadcasts to (*batch, q_heads, q_len,
             k_len); a function of (b, h, q_idx, kv_idx), or what `mods.mask_mod` makes of one; or a mask made of rules.
             What causal and window hide stays hidden.

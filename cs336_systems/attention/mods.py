@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .rules import Mask, Scores
-from .tracing.kept import kept
+from .tracing.kept import Recorded, kept
 from .tracing.record import PLACES, record
 from .tracing.source import write
 
@@ -48,15 +48,13 @@ def mask_mod(mod: MaskMod) -> Mask:
     """
     _check(mod, "mask_mod")
 
-    def make() -> tuple[Mask, bool]:
+    def make() -> tuple[Recorded, bool]:
         graph, result = record(mod, PLACES["mask"])
         if result.dtype is not torch.bool:
             raise TypeError(f"a mask_mod must return a bool tensor; got {result.dtype}")
-        leaf, tensors = write("mask", graph, result)
-        mask = Mask(leaf, tuple(x for x in tensors if isinstance(x, Tensor)))  # a mask has no tables
-        return mask, not graph.computes
+        return write("mask", graph, result), not graph.computes
 
-    return kept(mod, "mask", make)
+    return Mask(*kept(mod, "mask", make))
 
 
 def score_mod(mod: ScoreMod) -> Scores:
@@ -74,14 +72,14 @@ def score_mod(mod: ScoreMod) -> Scores:
     """
     _check(mod, "score_mod")
 
-    def make() -> tuple[Scores, bool]:
+    def make() -> tuple[Recorded, bool]:
         graph, result = record(mod, PLACES["score"])
         if result.is_integer:
             raise TypeError(f"a score_mod must return a floating-point tensor; got {result.dtype}")
-        leaf, tensors = write("score", graph, result)
-        return Scores((leaf,), tensors), not graph.computes
+        return write("score", graph, result), not graph.computes
 
-    return kept(mod, "score", make)
+    leaf, tensors = kept(mod, "score", make)
+    return Scores((leaf,), tensors)
 
 
 def as_mask(mask: Tensor | Mask | MaskMod | None) -> Tensor | Mask | None:

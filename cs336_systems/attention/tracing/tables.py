@@ -7,7 +7,8 @@ brings the table's gradient, which every implementation computes, to ``weights``
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,16 @@ class Table(NamedTuple):
     read: Node
     axes: tuple[str, ...]
     order: tuple[int, ...] | None = None
+
+    def replaced(self, change: Callable[[Any], Any]) -> Table:
+        """The same of other tensors: of each the one that ``change`` gives."""
+        nodes: dict[Node, Node] = {}
+        for node in in_order(self.read):
+            value = change(node.value) if node.kind == "read" else node.value
+            arguments = tuple(nodes[x] if isinstance(x, Node) else x for x in node.arguments)
+            named = tuple((key, nodes[x] if isinstance(x, Node) else x) for key, x in node.keywords)
+            nodes[node] = Node(node.kind, value, node.dtype, arguments, named)
+        return self._replace(read=nodes[self.read])
 
     @property
     def captured(self) -> tuple[Tensor, ...]:
