@@ -141,7 +141,7 @@ class IndexedByPairs(TorchFunctionMode):
             else:
                 raise refuse(f"indexes by {type(index).__name__}; an index must be an integer for one pair")
         if len(nodes) == tensor.ndim:
-            element = torch.zeros((), dtype=tensor.dtype, device="cpu")
+            element = torch.ones((), dtype=tensor.dtype, device="cpu")
             return recorder.stand_for(element, recorder.graph.read(tensor, nodes))
         rest = torch.zeros(tensor.shape[len(nodes) :], dtype=tensor.dtype, device="meta")
         self._begun[id(rest)] = rest, tensor, nodes
@@ -163,7 +163,8 @@ def record(mod: Callable[..., Any], places: tuple[str, ...]) -> tuple[Graph, Nod
         arguments = []
         for name in places:
             node = graph.place(name)
-            arguments.append(recorder.stand_for(torch.zeros((), dtype=node.dtype, device="cpu"), node))
+            # Any value would do; integers are not divided by 0.
+            arguments.append(recorder.stand_for(torch.ones((), dtype=node.dtype, device="cpu"), node))
         result = mod(*arguments)
         if not isinstance(result, (Tensor, bool, int, float)):
             raise TypeError(f"a mod must return a tensor; got {type(result).__name__}")
@@ -185,7 +186,7 @@ def slopes(graph: Graph, result: Node, by: tuple[Node, ...]) -> list[Node | None
                 named = {key: values[x] if isinstance(x, Node) else x for key, x in node.keywords}
                 values[node] = node.value(*arguments, **named)
             else:
-                leaf = torch.zeros((), dtype=node.dtype, device="cpu", requires_grad=node in by)
+                leaf = torch.ones((), dtype=node.dtype, device="cpu", requires_grad=node in by)
                 values[node] = recorder.stand_for(leaf, node)
         if not values[result].requires_grad:
             return [None] * len(by)

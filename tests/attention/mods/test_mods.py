@@ -28,6 +28,7 @@ def leaf(*shape):
 
 IDS = torch.randint(0, 4, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
 PADDED = torch.tensor([[True] * 30 + [False] * 15, [True] * 45])
+NEAR, PARTS = torch.arange(2 * LENGTH - 1) % 5 != 2, torch.tensor([7, 11])
 BUCKETS = torch.randint(0, 9, (2 * LENGTH,), generator=torch.Generator().manual_seed(1))
 SLOPES, TABLE, BIAS, SCALAR = (
     leaf(HEADS),
@@ -50,6 +51,7 @@ MASKS = {
     "padded_keys": lambda b, h, q, k: PADDED[b, k],
     "chosen": lambda b, h, q, k: torch.where(h > 1, q >= k, True) & torch.where(q > 20, k % 2 == 0, q < 2**30),
     "products": lambda b, h, q, k: (q * 2**27 + k) % 5 != (k * 2**28 - q) % 3,
+    "by_distance": lambda b, h, q, k: NEAR[q - k + LENGTH - 1] & (q // PARTS[b] >= k // PARTS[b]),
     "of_the_first_entry": lambda b, h, q, k: PADDED[0, k] ^ (q < k),
 }
 SCORES = {
