@@ -13,6 +13,7 @@ from torch import Tensor
 
 from benchmarks.attention_providers import Mask
 from cs336_systems.attention import variants
+from cs336_systems.attention.mods import mask_mod
 
 Arguments = Mapping[str, Any]
 _NO_ARGUMENT = {name: f"{name} has no such argument" for name in ("flex", "fa4", "torch")}
@@ -55,6 +56,7 @@ class Feature:
         sequences: lengths of the independent sequences that all tokens consist of; FlashAttention-4 takes them packed.
         packed: the others take these sequences packed, as one sequence, or padded.
         window: the keys that a query sees before its own; None for all.
+        pattern: the mask is neither that of sequences nor of a window.
         random: results differ by chance, and cannot be compared.
         refusals: by library, why it cannot compute this.
     """
@@ -70,11 +72,16 @@ class Feature:
     sequences: tuple[int, ...] = ()
     packed: bool = False
     window: int | None = None
+    pattern: bool = False
     random: bool = False
     refusals: Mapping[str, str] = field(default_factory=dict)
 
     def visible(self, sizes: Sizes) -> float:
         """The share of the pairs of a query and a key of one sequence of the batch that is visible."""
+        if self.pattern:
+            assert self.mask is not None
+            queries, keys = (torch.arange(sizes.length, device=sizes.device) for _ in range(2))
+            return sum(float(self.mask(rows[:, None], keys).sum()) for rows in queries.split(1024)) / sizes.length**2
         pairs = 0.0
         for length in self.sequences or [sizes.length] * sizes.batch:
             hidden = 0 if self.window is None else max(0, length - 1 - self.window)
@@ -132,6 +139,34 @@ def _document(listed: bool, sizes: Sizes) -> Feature:
     if listed:
         mask = mask.with_blocks(sizes.length, sizes.length, causal=True)
     return Feature({"mask": mask}, mask=_same(ids), sequences=tuple(lengths * sizes.batch), refusals=refusals)
+
+
+def _pattern(mask: Mask, sizes: Sizes) -> Feature:
+    """One function of a pair, for this library and for FlexAttention."""
+
+    def seen(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return mask(q_idx, kv_idx)
+
+    listed = mask_mod(seen).with_blocks(sizes.length, sizes.length, causal=True, device=sizes.device)
+    return Feature({"mask": listed}, mask=mask, pattern=True, refusals=_refused("fa4"))
+
+
+def _block_local(sizes: Sizes) -> Feature:
+    """Causal attention within blocks of 256 tokens, or of a quarter of a shorter sequence."""
+    size = max(1, min(256, sizes.length // 4))
+    return _pattern(lambda query, key: (query >= key) & (query // size == key // size), sizes)
+
+
+def _dilated(sizes: Sizes) -> Feature:
+    """The last 256 tokens, and every 64th before them (Child et al., 2019); of short sequences fewer."""
+    near, step = max(1, min(256, sizes.length // 4)), max(2, min(64, sizes.length // 8))
+    return _pattern(lambda query, key: (query >= key) & ((query - key < near) | ((query - key) % step == 0)), sizes)
+
+
+def _prefix_tree(sizes: Sizes) -> Feature:
+    """A shared half, and eight continuations that do not see one another, as in reinforcement learning."""
+    half, part = sizes.length // 2, max(1, sizes.length // 16)
+    return _pattern(lambda query, key: (query >= key) & ((key < half) | (query // part == key // part)), sizes)
 
 
 def _packed(sizes: Sizes) -> Feature:
@@ -199,6 +234,9 @@ FEATURES: dict[str, Callable[[Sizes], Feature]] = {
     "window_sixteenth": functools.partial(_window, 16),
     "document": functools.partial(_document, True),
     "document_unlisted": functools.partial(_document, False),
+    "block_local": _block_local,
+    "dilated": _dilated,
+    "prefix_tree": _prefix_tree,
     "packed": _packed,
     "softcap": _softcap,
     "alibi": _alibi,

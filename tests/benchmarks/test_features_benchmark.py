@@ -98,7 +98,10 @@ def test_peers_compute_the_same_on_a_gpu(name, provider, which):
         assert relative_difference(found, expected) < 0.03
 
 
-@pytest.mark.parametrize("name", ["causal", "window_4096", "window_quarter", "window_sixteenth", "document"])
+BY_MASK = ["window_4096", "window_quarter", "window_sixteenth", "document", "block_local", "dilated", "prefix_tree"]
+
+
+@pytest.mark.parametrize("name", ["causal", *BY_MASK])
 def test_the_visible_share_is_that_of_the_mask(name):
     feature, index = FEATURES[name](SIZES), torch.arange(SIZES.length)
     mask = feature.mask(index[:, None], index) if feature.mask else torch.ones(96, 96).tril()
