@@ -51,7 +51,7 @@ def obey(case, options, layout):
 
 
 def obeyed(folder, what, processes=2, timeout=200.0):
-    """The row of a group that is told something; all of its processes have ended."""
+    """The row of a group whose processes do this; all of them have ended."""
     mode = "ddp" if processes > 1 else "none"
     row = run_group(obey, Told(what), processes, mode, context(folder, timeout=timeout).options)
     pids = [path.read_text() for path in folder.glob("pid-*")]

@@ -23,7 +23,7 @@ def causal(b, h, q_idx, kv_idx):
 
 
 def sliding(window: int) -> MaskMod:
-    """A mask made by a function, with a name of its own."""
+    """A mask that a function makes and names."""
 
     def sliding_window(b, h, q_idx, kv_idx):
         return q_idx - kv_idx <= window

@@ -172,7 +172,7 @@ def record(mod: Callable[..., Any], places: tuple[str, ...]) -> tuple[Graph, Nod
 
 
 def slopes(graph: Graph, result: Node, by: tuple[Node, ...]) -> list[Node | None]:
-    """The derivatives of a result by some of the nodes that it is made of; None where there is none.
+    """The derivatives of a result by these nodes; None for a node that does not change it.
 
     autograd finds them, and is recorded as it does.
     """

@@ -32,7 +32,7 @@ class Table(NamedTuple):
     order: tuple[int, ...] | None = None
 
     def replaced(self, change: Callable[[Any], Any]) -> Table:
-        """The same of other tensors: of each the one that ``change`` gives."""
+        """This table with another tensor in place of each captured one: what ``change`` makes of it."""
         nodes: dict[Node, Node] = {}
         for node in in_order(self.read):
             value = change(node.value) if node.kind == "read" else node.value
