@@ -141,8 +141,8 @@ def attention(
     docs/kernels.md. Under autocast inputs are cast to its dtype.
     """
     arguments = Arguments(
-        causal, window, scale, softcap, dropout_p, deterministic, return_lse,
-        alibi_slopes, bias, as_scores(scores), as_mask(mask), sinks, seed, generator,
+        causal, window, scale, softcap, dropout_p, deterministic, return_lse, alibi_slopes, bias,
+        None if scores is None else as_scores(scores), None if mask is None else as_mask(mask), sinks, seed, generator,
     )  # fmt: skip
     if getattr(q, "is_nested", False):
         from .varlen import nested_attention
