@@ -61,7 +61,7 @@ def mods(ids: Tensor, slopes: Tensor, table: Tensor) -> tuple[dict[str, Any], di
     def changed(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         capped = torch.where(q > k, 30 * torch.tanh(score / 30), score.clamp(-4, 4.5) * torch.sigmoid(score))
         decay = torch.exp(-(q - k).abs() / 64) ** 2 + torch.sin(score) * torch.rsqrt(k + 1.0)
-        return torch.maximum(capped, decay) - slopes[0, h] * (q - k).abs() + table[0, h, k - q + LENGTH - 1]
+        return torch.maximum(capped, decay) - slopes[h] * (q - k).abs() + table[h, k - q + LENGTH - 1]
 
     return rules(mask_mod(seen), score_mod(changed))
 
@@ -80,7 +80,7 @@ def features(dtype: torch.dtype) -> dict[str, tuple[dict[str, Any], dict[str, An
         "window": (CAUSAL | {"window_left": 100}, {}),
         "bias": rules(scores=variants.bias(bias)),
         "relative_bias": rules(scores=variants.softcap(30.0) + variants.relative_bias(table)),
-        "mods": mods(ids, slopes, table),
+        "mods": mods(ids, slopes[0], table[0]),
         "document_blocks": rules(variants.document(ids), None, CAUSAL, **lists),
         "packed": ({}, starts),
         "packed_causal": (CAUSAL, starts),
