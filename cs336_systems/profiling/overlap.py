@@ -19,7 +19,7 @@ class Overlap:
     Attributes:
         communication: the spans, begin and end in milliseconds from the first kernel, in which collectives run, in
             order and without overlap. A collective runs from its launch on this GPU, so it may wait for another GPU.
-        computation: the same of all other kernels, copies among them.
+        computation: the spans in which other kernels run, or copies.
     """
 
     communication: tuple[Span, ...]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,11 @@ class Node:
         """The nodes among the arguments."""
         values = [*self.arguments, *(value for _, value in self.keywords)]
         return tuple(value for value in values if isinstance(value, Node))
+
+    def operands(self, values: Mapping[Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments and keyword arguments, with these values in place of nodes."""
+        arguments = tuple(values[x] if isinstance(x, Node) else x for x in self.arguments)
+        return arguments, {key: values[x] if isinstance(x, Node) else x for key, x in self.keywords}
 
     @property
     def name(self) -> str:

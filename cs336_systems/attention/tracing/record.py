@@ -182,8 +182,7 @@ def slopes(graph: Graph, result: Node, by: tuple[Node, ...]) -> list[Node | None
             if node.kind == "number":
                 values[node] = recorder.stand_for(torch.tensor(node.value, dtype=node.dtype, device="cpu"), node)
             elif node.kind == "operation":
-                arguments = [values[x] if isinstance(x, Node) else x for x in node.arguments]
-                named = {key: values[x] if isinstance(x, Node) else x for key, x in node.keywords}
+                arguments, named = node.operands(values)
                 values[node] = node.value(*arguments, **named)
             else:
                 leaf = torch.ones((), dtype=node.dtype, device="cpu", requires_grad=node in by)

@@ -101,12 +101,12 @@ class _Writer:
 
     def _read(self, read: Node, names: dict[Node, str]) -> str:
         slot, number = self.slots[read], self.number_of[read]
-        if isinstance(slot.tensor, Table) or slot.axes is not None:
-            assert slot.axes is not None
+        if slot.axes is not None:
             texts = list(slot.axes)
             if slot.origin is not None:
                 texts[-1] = f"column - row + {self.origin(slot)}"
         else:
+            assert isinstance(slot.tensor, Tensor)  # a table has axes
             texts = []
             for axis, index in enumerate(slot.indices):
                 own = names[index] if index in names else self.number(index.value, False)
@@ -178,7 +178,7 @@ def _is_one(node: Node) -> bool:
 
 
 _AT_MOST_ONE = frozenset(("tanh", "sigmoid", "sin", "cos", "sgn", "sign", "eq", "ne", "lt", "le", "gt", "ge"))
-_LIKE_FIRST = frozenset(("neg", "abs", "alias", "detach", "clone", "view", "expand", "_to_copy", "threshold_backward"))
+_LIKE_FIRST = frozenset(("neg", "abs", "_to_copy", "threshold_backward"))
 _LARGEST_OF = {"where": (1, 2), "masked_fill": (0, 2), "minimum": (0, 1), "maximum": (0, 1)}
 
 

@@ -36,9 +36,8 @@ class Table(NamedTuple):
         nodes: dict[Node, Node] = {}
         for node in in_order(self.read):
             value = change(node.value) if node.kind == "read" else node.value
-            arguments = tuple(nodes[x] if isinstance(x, Node) else x for x in node.arguments)
-            named = tuple((key, nodes[x] if isinstance(x, Node) else x) for key, x in node.keywords)
-            nodes[node] = Node(node.kind, value, node.dtype, arguments, named)
+            arguments, named = node.operands(nodes)
+            nodes[node] = Node(node.kind, value, node.dtype, arguments, tuple(named.items()))
         return self._replace(read=nodes[self.read])
 
     @property
@@ -88,8 +87,7 @@ class Table(NamedTuple):
                 places = zip(node.arguments, node.value.shape, strict=True)
                 values[node] = node.value[tuple(_inside(values[index], size) for index, size in places)]
             else:
-                arguments = [values[x] if isinstance(x, Node) else x for x in node.arguments]
-                named = {key: values[x] if isinstance(x, Node) else x for key, x in node.keywords}
+                arguments, named = node.operands(values)
                 values[node] = node.value(*arguments, **named)
         return values[self.read].expand(shape)
 
