@@ -1,4 +1,4 @@
-"""Masks and score changes of one's own: functions of a pair, which all implementations compute.
+"""Masks and score changes that the caller writes: functions of a pair, which all implementations compute.
 
 >>> @predicate
 ... def nearby(batch, head, row, column, distance):

@@ -1,4 +1,4 @@
-"""Rules of one's own: what masks combine to, what derivatives are, and that both languages compute the same."""
+"""Rules that the caller writes: what masks combine to, what derivatives are, that both languages compute the same."""
 
 from __future__ import annotations
 
