@@ -38,7 +38,7 @@ class Told(Case):
 def obey(case, options, layout):
     """Do what the case says in the second process, or in the only one, while the others wait."""
     Path(options.out, f"pid-{layout.rank}").write_text(str(os.getpid()))
-    print(f"rank {layout.rank} speaks", flush=True)
+    print(f"rank {layout.rank} speaks\n", end="", flush=True)  # one write: another process's may come between two
     if layout.rank == layout.size - 1:
         if case.what == "full":
             raise torch.OutOfMemoryError("CUDA out of memory")
