@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .rules import SOFTCAP, Mask, Scores
+from .mods import SOFTCAP
+from .rules import Mask, Scores
 
 Band = tuple[int | None, int | None]
 """Query i sees the keys from i + left to i + right; None where there is no limit."""

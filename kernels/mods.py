@@ -1,20 +1,33 @@
-"""Rules whose whole code is text: what a traced mod computes, as the name of its rule.
+"""Rules: what a mod computes, as text. A rule's name is all of its text, from which its code is made where needed.
 
-A name that is text is its rule in any process, so that programs which `torch.export` saved need no other module, and
-equal mods share what was compiled for one of them.
+So a name is its rule in any process, programs that `torch.export` saved need no other module, and equal mods share what
+was compiled for one of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 from ast import literal_eval
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .language import at, floor_divide, inside, remainder, tanh, tl, written
-from .rules import MOD, Code, Gradient, in_both
+import torch
+
+from .language import at, floor_divide, in_torch, inside, remainder, tanh, tl, written
+
+AXES = ("batch", "head", "row", "column")
+DISTANCE = "distance"
+"""Of a pair: column - row. An axis that is read at this and an origin comes after "batch" and "head"."""
+SCORE = "score"
+PLACES = {"mask": AXES, "score": (SCORE, *AXES)}
+"""The first parameters of a rule's functions, by its kind."""
 
 LANGUAGE = {"at": at, "floor_divide": floor_divide, "inside": inside, "remainder": remainder, "tanh": tanh, "tl": tl}
 """The names that the text uses."""
+
+InTorch = dict[torch.dtype, Callable[..., Any]]
+"""A `jit` function on torch's tensors, by what stands for float32."""
 
 
 class GradientSource(NamedTuple):
@@ -26,46 +39,105 @@ class GradientSource(NamedTuple):
 
 
 class ModSource(NamedTuple):
-    """A rule as text; see `rules.Code`.
+    """A rule as text.
 
     Attributes:
-        parameters: of all its functions.
-        function, derivative: the lines of each; None for a derivative of 1.
-        axes: (position, axes) of captured tensors.
-        origins: (position of a captured tensor, position of its captured origin).
+        parameters: of all its functions: `PLACES`, and what it captured.
+        function, derivative: the lines of each, the latter by the score; None for a derivative of 1.
+        gradients: of the captured tensors that may need one.
+        axes: (position, axes) of captured tensors that are indexed by places alone, or by a distance.
+        origins: for the latter, (position of the tensor, position of the captured number added to the distance).
+        steepest: the largest magnitude of the derivative, at least 1.
     """
 
     parameters: tuple[str, ...]
     function: tuple[str, ...]
-    derivative: tuple[str, ...] | None
-    gradients: tuple[GradientSource, ...]
-    axes: tuple[tuple[int, tuple[str, ...]], ...]
-    origins: tuple[tuple[int, int], ...]
+    derivative: tuple[str, ...] | None = None
+    gradients: tuple[GradientSource, ...] = ()
+    axes: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    origins: tuple[tuple[int, int], ...] = ()
+    steepest: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """The name of the rule, from which `Code.of` makes it."""
+        return repr(tuple([tuple(map(tuple, part)) if part is self.gradients else part for part in self]))
+
+
+def in_both(function: Any) -> InTorch:
+    """A function with either dtype for float32, made at once: torch.compile can call functions, but not make them."""
+    return {} if function is None else {wide: in_torch(function, wide) for wide in (torch.float32, torch.float64)}
+
+
+@dataclass
+class Gradient:
+    """d score / d element, for the element that a pair reads of a captured tensor with these axes; None for 1."""
+
+    code: Any
+    axes: tuple[str, ...]
+    in_torch: InTorch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.in_torch = in_both(self.code)
+
+
+@dataclass
+class Code:
+    """The `jit` functions of a rule, and the same on torch's tensors; see `ModSource`.
+
+    gradients, axes and origins are by the position of a captured tensor.
+    """
+
+    function: Any
+    derivative: Any
     steepest: float
+    gradients: dict[int, Gradient]
+    axes: dict[int, tuple[str, ...]]
+    origins: dict[int, int]
+    in_torch: InTorch = field(init=False)
+    derivative_in_torch: InTorch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.in_torch, self.derivative_in_torch = in_both(self.function), in_both(self.derivative)
+
+    @classmethod
+    def of(cls, name: str) -> Code:
+        """The code of a rule. Raises ValueError or SyntaxError where this is no name of one."""
+        fields = literal_eval(name)
+        source = ModSource(*fields)._replace(gradients=tuple(GradientSource(*each) for each in fields[3]))
+        digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+
+        def function(suffix: str, lines: tuple[str, ...] | None) -> Any:
+            # Within a kernel Triton takes functions of one name and types for one function, whatever they compute.
+            parameters = ", ".join(source.parameters)
+            return None if lines is None else written(f"mod_{digest}{suffix}", parameters, lines, LANGUAGE)
+
+        return cls(
+            function("", source.function),
+            function("_derivative", source.derivative),
+            source.steepest,
+            {each.slot: Gradient(function(f"_{each.slot}", each.lines), each.axes) for each in source.gradients},
+            dict(source.axes),
+            dict(source.origins),
+        )
+
+    def origin(self, slot: int, captured: tuple[Any, ...]) -> int:
+        """The index of distance 0 along the last axis of a captured tensor; 0 where that is no axis of distances."""
+        return captured[self.origins[slot]] if slot in self.origins else 0
 
 
-def name_of(source: ModSource) -> str:
-    """The name of a rule, from which `code_of` makes it."""
-    return MOD + repr(tuple([tuple(map(tuple, part)) if part is source.gradients else part for part in source]))
+class _Registry(dict[str, Code]):
+    def __missing__(self, name: str) -> Code:
+        return self.setdefault(name, Code.of(name))
 
 
-def code_of(name: str) -> Code:
-    """The rule with a name of `name_of`."""
-    fields = literal_eval(name.removeprefix(MOD))
-    source = ModSource(*fields)._replace(gradients=tuple(GradientSource(*each) for each in fields[3]))
-    digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+registry = _Registry()
+"""The code of rules by their names."""
 
-    def function(suffix: str, lines: tuple[str, ...] | None) -> Any:
-        if lines is None:
-            return None
-        return written(f"mod_{digest}{suffix}", ", ".join(source.parameters), lines, LANGUAGE)
-
-    return Code(
-        function("", source.function),
-        derivative=(derivative := function("_derivative", source.derivative)),
-        steepest=source.steepest,
-        gradients={each.slot: Gradient(function(f"_{each.slot}", each.lines), each.axes) for each in source.gradients},
-        axes=dict(source.axes),
-        origins=dict(source.origins),
-        derivative_in_torch=in_both(derivative),
-    )
+SOFTCAP = ModSource(
+    (*PLACES["score"], "cap"),
+    ("return cap * tanh(score / cap)",),
+    ("ratio = tanh(score / cap)", "return 1.0 - ratio * ratio"),
+).name
+"""The name of the rule cap * tanh(score / cap)."""
+registry[SOFTCAP]  # made now, because torch.compile cannot

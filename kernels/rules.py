@@ -1,8 +1,7 @@
 """Rules for pairs of a query row and a key column: which are visible, and what becomes of their scores.
 
-A rule's code is a `jit` function (see `language`). What a call applies is an expression of rules, a plain value that
-can be hashed and written as text: it names rules and holds the numbers they captured, with None where a tensor was
-captured::
+What a call applies is an expression of rules, a plain value that can be hashed and written as text: it has the names of
+rules (see `mods`) and the numbers that they captured, with None where a tensor was captured::
 
     mask    (name, captured) | ("and", mask, mask) | ("or", mask, mask) | ("not", mask)
     scores  ((name, captured), ...), applied in this order
@@ -15,14 +14,13 @@ from __future__ import annotations
 import functools
 import itertools
 import struct
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from .language import in_torch, jit, tanh, written
+from .language import written
+from .mods import registry
 from .torch_names import constant_when_traced
 
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
@@ -33,95 +31,6 @@ Mask = tuple[Any, ...]
 Scores = tuple[Leaf, ...]
 
 OPERATORS = {"and": "&", "or": "|"}
-AXES = ("batch", "head", "row", "column")
-DISTANCE = "distance"
-"""Of a pair: column - row. An axis that is read at this and an origin comes after "batch" and "head"."""
-
-InTorch = dict[torch.dtype, Callable[..., Any]]
-"""A `jit` function on torch's tensors, by what stands for float32."""
-
-
-def in_both(function: Any) -> InTorch:
-    """A function with either dtype for float32, made at once: torch.compile can call functions, but not make them."""
-    return {} if function is None else {wide: in_torch(function, wide) for wide in (torch.float32, torch.float64)}
-
-
-@dataclass
-class Gradient:
-    """How a score depends on a tensor that its rule captured.
-
-    code: d score / d element, for the element that a pair reads; None stands for 1. axes: of the tensor, among `AXES`
-    and `DISTANCE`.
-    """
-
-    code: Any
-    axes: tuple[str, ...]
-    in_torch: InTorch = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.in_torch = in_both(self.code)
-
-
-@dataclass
-class Code:
-    """What a rule computes.
-
-    function: of (batch, head, row, column, *captured), with the score before them for a score rule. derivative: of a
-    score rule, its own derivative with respect to the score, of the same arguments; None stands for 1. steepest: the
-    largest magnitude that it has. gradients, axes: by the position of a captured tensor, the latter for those that are
-    indexed by places alone, or by a distance. origins: for the latter, by the same position, that of the captured
-    number which is added to the distance. in_torch, derivative_in_torch: the functions on torch's tensors.
-    """
-
-    function: Any
-    derivative: Any = None
-    steepest: float = 1.0
-    gradients: dict[int, Gradient] = field(default_factory=dict)
-    axes: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    origins: dict[int, int] = field(default_factory=dict)
-    in_torch: InTorch = field(init=False)
-    derivative_in_torch: InTorch = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.in_torch = in_both(self.function)
-
-    def origin(self, slot: int, captured: tuple[Any, ...]) -> int:
-        """The index of distance 0 along the last axis of a captured tensor; 0 where that is no axis of distances."""
-        return captured[self.origins[slot]] if slot in self.origins else 0
-
-
-MOD = "mod "
-"""How the names of rules begin whose code is in their names; see `mods`."""
-
-
-class _Registry(dict[str, Code]):
-    def __missing__(self, name: str) -> Code:
-        if not name.startswith(MOD):
-            raise KeyError(name)
-        from .mods import code_of
-
-        return self.setdefault(name, code_of(name))
-
-
-registry = _Registry()
-"""Every rule by its name."""
-
-
-_registering = threading.Lock()
-
-
-def register(name: str, make: Callable[[str], Code]) -> str:
-    """Make a rule's code under this name, or one with a number where another rule has it, and return the name.
-
-    A function defined anew, as in a notebook, is another rule: what was compiled for the old one stays its own.
-    """
-    with _registering:
-        unused, number = name, 1
-        while unused in registry:
-            number += 1
-            unused = f"{name}_{number}"
-        registry[unused] = make(unused)
-    return unused
 
 
 def structure_of(fields: Any) -> Any:
@@ -278,21 +187,3 @@ class _Writer:
     def function(self, name: str, parameters: str, lines: list[str]) -> Any:
         """A `jit` function of these lines."""
         return written(name, parameters, lines, self._names)
-
-
-SOFTCAP = "softcap"
-"""The name of the rule cap * tanh(score / cap) in score expressions."""
-
-
-@jit
-def _softcap(score, batch, head, row, column, cap):
-    return cap * tanh(score / cap)
-
-
-@jit
-def _softcap_derivative(score, batch, head, row, column, cap):
-    ratio = tanh(score / cap)
-    return 1.0 - ratio * ratio
-
-
-register(SOFTCAP, lambda name: Code(_softcap, _softcap_derivative, derivative_in_torch=in_both(_softcap_derivative)))

@@ -129,8 +129,7 @@ def _told_apart(
             told[place] = numbers[place] or size_along(axis, leaves(options.mask), tensors)
             if told[place] is None:
                 raise ValueError(
-                    f"{name} must be given, because the rules of mask read more along this axis than they declare "
-                    "(see `Predicate.reads`); got None"
+                    f"{name} must be given, because mask depends on it and captured no tensor with this axis; got None"
                 )
     return told[0], told[1]
 

@@ -8,14 +8,15 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..kernels import rules as expressions
+from ..kernels.mods import DISTANCE, registry
+from ..kernels.rules import Leaf
 from .sizes import Sizes
 from .tracing.tables import Table
 
 
 def check_captured(
     name: str,
-    rules: Iterable[expressions.Leaf],
+    rules: Iterable[Leaf],
     tensors: tuple[Tensor | Table, ...],
     sizes: Sizes,
     device: torch.device,
@@ -23,12 +24,13 @@ def check_captured(
     """What rules captured has to be on q's device, and as large as what it is read for.
 
     Raises:
-        ValueError: a tensor is on another device, or has another shape than its rule declares.
+        ValueError: a tensor is on another device, has another shape than its rule reads, or needs a gradient that the
+            rule does not have.
     """
     full, rest = _size_of_axes(sizes), iter(tensors)
     for leaf in rules:
         for slot in (slot for slot, item in enumerate(leaf[1]) if item is None):
-            tensor, code = next(rest), expressions.registry[leaf[0]]
+            tensor, code = next(rest), registry[leaf[0]]
             axes = code.axes.get(slot)
             if isinstance(tensor, Table):
                 for each in tensor.captured:
@@ -37,13 +39,13 @@ def check_captured(
             if tensor.device != device:
                 raise ValueError(f"what {name} captured must be on {device} to match q; got {tensor.device}")
             if axes is None:
+                _check_needs_no_gradient(name, tensor)
                 continue
             expected, own = tuple(full[axis] for axis in axes), tuple(tensor.shape)
-            # What lies beyond the call is never read; a gradient there would have nowhere to come from. Of what a mod
-            # reads, `within_call` leaves it out.
-            longer = slot not in code.gradients or (leaf[0].startswith(expressions.MOD) and not sizes.note)
+            # What lies beyond the call is never read, and `within_call` leaves it out where a gradient is computed.
+            longer = slot not in code.gradients or not sizes.note
             fits = [
-                broadcasts(x, y) or ((longer or axis == expressions.DISTANCE) and x > y)
+                broadcasts(x, y) or ((longer or axis == DISTANCE) and x > y)
                 for x, y, axis in zip(own, expected, axes, strict=False)
             ]
             if len(own) != len(expected) or not all(fits):
@@ -56,14 +58,22 @@ def check_captured(
                 _check_origin(name, own[-1], code.origin(slot, leaf[1]), sizes)
 
 
-def within_call(rules: Iterable[expressions.Leaf], tensors: tuple[Tensor, ...], sizes: Sizes) -> tuple[Tensor, ...]:
+def _check_needs_no_gradient(name: str, tensor: Tensor) -> None:
+    """What is read at other indices than axes has a gradient only if it was gathered, as it is where one is needed."""
+    if name == "scores" and tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "scores must be made again: the score_mod was made when a tensor that it reads needed no gradient"
+        )
+
+
+def within_call(rules: Iterable[Leaf], tensors: tuple[Tensor, ...], sizes: Sizes) -> tuple[Tensor, ...]:
     """What rules captured, without what lies beyond the call where a gradient is computed: autograd makes that 0."""
     full, rest, found = _size_of_axes(sizes), iter(tensors), []
     for name, captured in rules:
         for slot in (slot for slot, item in enumerate(captured) if item is None):
-            tensor, gradient = next(rest), expressions.registry[name].gradients.get(slot)
+            tensor, gradient = next(rest), registry[name].gradients.get(slot)
             for axis, own in enumerate(gradient.axes if gradient is not None else ()):
-                if own != expressions.DISTANCE and tensor.shape[axis] > full[own] and tensor.shape[axis] != 1:
+                if own != DISTANCE and tensor.shape[axis] > full[own] and tensor.shape[axis] != 1:
                     tensor = tensor.narrow(axis, 0, full[own])
             found.append(tensor)
     return tuple(found)
@@ -75,7 +85,7 @@ def _size_of_axes(sizes: Sizes) -> dict[str, int]:
         "head": sizes.num_heads,
         "row": sizes.q_len,
         "column": sizes.k_len,
-        expressions.DISTANCE: sizes.q_len + sizes.k_len - 1,
+        DISTANCE: sizes.q_len + sizes.k_len - 1,
     }
 
 
@@ -100,13 +110,13 @@ def broadcasts(size: int, full: int) -> bool:
     return size == 1 or size == full
 
 
-def size_along(axis: str, rules: Iterable[expressions.Leaf], tensors: tuple[Tensor, ...]) -> int | None:
-    """The size of the captured tensors that rules declare to read along an axis; None if it is 1 for all of them.
+def size_along(axis: str, rules: Iterable[Leaf], tensors: tuple[Tensor, ...]) -> int | None:
+    """The size of the captured tensors that rules read along an axis; None if it is 1 for all of them.
 
     A call may have fewer entries than they have, so the smallest if they differ.
     """
     rest = iter(tensors)
     captured = [(leaf, slot, next(rest)) for leaf in rules for slot, item in enumerate(leaf[1]) if item is None]
-    declared = [(expressions.registry[leaf[0]].axes.get(slot, ()), tensor) for leaf, slot, tensor in captured]
-    sizes = [tensor.shape[axes.index(axis)] for axes, tensor in declared if axis in axes and tensor.ndim == len(axes)]
+    known = [(registry[leaf[0]].axes.get(slot, ()), tensor) for leaf, slot, tensor in captured]
+    sizes = [tensor.shape[axes.index(axis)] for axes, tensor in known if axis in axes and tensor.ndim == len(axes)]
     return min((size for size in sizes if size != 1), default=None)

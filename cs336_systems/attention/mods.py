@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.mods import PLACES
 from .rules import Mask, Scores
 from .tracing.kept import Recorded, kept
-from .tracing.record import PLACES, record
+from .tracing.record import record
 from .tracing.source import write
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ..kernels.call import DROPOUT_BITS, Aux, Band, Options
 from ..kernels.lib.reductions import diagonal_sums, locate_rows
-from ..kernels.rules import AXES, DISTANCE, OPERATORS, Leaf, Mask, registry
+from ..kernels.mods import AXES, DISTANCE, registry
+from ..kernels.rules import OPERATORS, Leaf, Mask
 from ..kernels.torch_names import exporting
 from .op import NAMESPACE, library
-from .traced import Traced, trace
 
 
 class Pairs(NamedTuple):
@@ -145,31 +145,21 @@ class Term(NamedTuple):
 
 def scores_and_slopes(
     options: Options, scores: Tensor, pairs: Pairs, captured: Sequence[Tensor], wanted: Sequence[bool]
-) -> tuple[Tensor, Tensor | float, list[Term | Traced]]:
-    """The scores as the rules leave them, their derivative, and terms for the captured tensors ``wanted``.
-
-    A rule that captured one of these and has no `gradient` for it is differentiated by autograd, in every way.
-    """
+) -> tuple[Tensor, Tensor | float, list[Term]]:
+    """The scores as the rules leave them, their derivative, and terms for the captured tensors ``wanted``."""
     places, rest, first = (pairs.batch, pairs.head, pairs.row, pairs.column), iter(captured), 0
     steps = []
     wide = scores.dtype
     for leaf in options.score_rules:
-        code, arguments, pull = registry[leaf[0]], (scores, *places, *_captured(leaf, rest)), None
+        code, arguments = registry[leaf[0]], (scores, *places, *_captured(leaf, rest))
         slots = [slot for slot, item in enumerate(leaf[1]) if item is None]
         asked = {slot: number for number, slot in enumerate(slots, first) if wanted[number]}
         first += len(slots)
-        if all(slot in code.gradients for slot in asked):
-            scores = code.in_torch[wide](*arguments)
-        else:
-            scores, pull = trace(code.in_torch[wide], arguments, [len(places) + 1 + slot for slot in asked])
-        steps.append((leaf, code, arguments, asked, pull))
+        scores = code.in_torch[wide](*arguments)
+        steps.append((leaf, code, arguments, asked))
     slope: Tensor | float = 1.0
-    terms: list[Term | Traced] = []
-    for leaf, code, arguments, asked, pull in reversed(steps):
-        if pull is not None:
-            terms.append(Traced(tuple(asked.values()), pull, slope))
-            slope = slope * pull(torch.ones_like(scores))[0]
-            continue
+    terms: list[Term] = []
+    for leaf, code, arguments, asked in reversed(steps):
         for slot, number in asked.items():
             own = code.gradients[slot]
             factor = 1.0 if own.code is None else own.in_torch[wide](*arguments)

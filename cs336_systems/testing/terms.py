@@ -14,14 +14,10 @@ from typing_extensions import Unpack
 
 from ..attention.call import Arguments, make_call
 from ..attention.pairs import Pairs, Term, kept_pairs, scores_and_slopes, seen_pairs
-from ..attention.traced import Traced
 from ..kernels.call import Call, Options
 from ..kernels.rules import tensors_of
 from .evaluation import Asked, Features, Results, in_dtype, rounding_on
 from .inputs import Inputs
-
-DRAWS = 32
-"""Of random signs, for the size of terms that autograd adds up by itself."""
 
 
 @torch.no_grad()
@@ -97,7 +93,7 @@ class _Call:
     pairs: Pairs
     by_scores: tuple[Tensor, ...]
     captured: dict[str, Tensor]
-    of_captured: list[Term | Traced]
+    of_captured: list[Term]
     q: Tensor
     k: Tensor
     v: Tensor
@@ -180,30 +176,12 @@ def _captured_terms(call: _Call, score_gradients: Tensor) -> Results:
     rows, columns = slice(0, call.record.q_len), slice(0, call.record.k_len)
     made: dict[int, Tensor] = {}
     for term in call.of_captured:
-        if isinstance(term, Traced):
-            made |= _traced_terms(term, score_gradients, call.by_scores, call.pairs, rows, columns)
-            continue
         squares = torch.zeros_like(call.by_scores[term.number])
         squared = term._replace(term=torch.as_tensor(term.term).square())
         squared.add_to({term.number: squares}, score_gradients.square(), call.pairs, rows, columns)
         made[term.number] = squares.sqrt()
     # Twice, because terms that are added up along a row share the roundings of its delta and its log-sum-exp.
     return {name: 2 * made[number] for number, name in enumerate(call.captured) if number in made}
-
-
-def _traced_terms(
-    term: Traced, score_gradients: Tensor, captured: Sequence[Tensor], pairs: Pairs, rows: slice, columns: slice
-) -> dict[int, Tensor]:
-    """An estimate: under random signs of its terms the mean square of a sum is the sum of their squares."""
-    generator = torch.Generator(score_gradients.device).manual_seed(0)
-    squares = {number: torch.zeros_like(captured[number]) for number in term.numbers}
-    for _ in range(DRAWS):
-        signs = torch.rand(score_gradients.shape, generator=generator, device=score_gradients.device).sub(0.5).sign()
-        totals = {number: torch.zeros_like(captured[number]) for number in term.numbers}
-        term.add_to(totals, score_gradients * signs, pairs, rows, columns)
-        for number, total in totals.items():
-            squares[number] += total.square() / DRAWS
-    return {number: square.sqrt() for number, square in squares.items()}
 
 
 def _captured(features: Features) -> dict[str, Tensor]:

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from ..call import MAX_LENGTH, Aux, Call, Gradients, Wanted
 from ..language import interpreting
-from ..rules import MOD
 from ..torch_names import surely
-from .bound_mods import gradient_missing
 from .decode_launch import DecodePlan
 from .plans import BackwardPlan, ForwardPlan
 
@@ -33,19 +31,13 @@ def supports(call: Call) -> str | None:
     reason = _unsupported_here(call) or _unsupported_sizes(call)
     if reason is not None:
         return reason
-    if call.aux.cache_lengths is not None:
-        return _unsupported_decoding(call)
-    rule = gradient_missing(call) if torch.is_grad_enabled() else None
-    return None if rule is None else _no_gradient(rule)
+    return None if call.aux.cache_lengths is None else _unsupported_decoding(call)
 
 
 def supports_backward(call: Call) -> str | None:
     """Why the backward of a call cannot be computed here; None if it can."""
     if call.aux.cache_lengths is not None:
         return "decoding has no backward"
-    rule = gradient_missing(call)
-    if rule is not None:
-        return _no_gradient(rule)
     return _unsupported_here(call) or _unsupported_sizes(call)
 
 
@@ -58,12 +50,6 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
     """A plan for backwards with this metadata: (q, k, v, out, lse, dout, dlse, aux) -> `Gradients`."""
     del out
     return BackwardPlan(call, dout, has_dlse, wanted)
-
-
-def _no_gradient(rule: str) -> str:
-    if rule.startswith(MOD):
-        return "the score_mod was made when a tensor that it reads needed no gradient; make it again"
-    return f"the score rule {rule} captured a tensor that needs a gradient, and has no `gradient` for it"
 
 
 def _unsupported_here(call: Call) -> str | None:

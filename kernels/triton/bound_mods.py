@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .. import rules
 from ..call import Aux, Call, Wanted
-from ..rules import DISTANCE, Leaf, Mask, Scores, mask_code, registry, score_code, structure_of
+from ..mods import DISTANCE, registry
+from ..rules import Leaf, Mask, Scores, mask_code, score_code, structure_of
 
 UNBOUNDED = 2**31 - 1
 """The length limit of packed sequences where none is given."""
@@ -118,16 +119,6 @@ def packed_operand(aux: Aux, read: Read) -> tuple[Any, Any] | None:
     if aux.cu_seqlens_q is None or aux.cu_seqlens_k is None:
         return None
     return read(aux.cu_seqlens_q), read(aux.cu_seqlens_k)
-
-
-def gradient_missing(call: Call) -> str | None:
-    """The score rule that captured a tensor which requires a gradient, and has no ``gradient`` for it."""
-    _, slots = _bind(call.options.scores, call.aux.score_aux)
-    for (rule, slot), tensor in zip(slots, call.aux.score_aux, strict=True):
-        name = call.options.scores[rule][0]
-        if tensor.requires_grad and slot not in registry[name].gradients:
-            return name
-    return None
 
 
 def _bind(leaves: Sequence[Leaf], tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], list[tuple[int, int]]]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..call import Aux
 from ..lib.reductions import locate_rows
-from ..rules import AXES
+from ..mods import AXES
 from .bound_mods import Term
 
 AXES_LEFT = {name: ("batch", "head", name) for name in ("row", "column", "distance")}

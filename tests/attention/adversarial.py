@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336_systems.attention.rules import score_rule
-from cs336_systems.kernels.language import tl
+from cs336_systems.attention.mods import score_mod
 from cs336_systems.testing import Inputs, Results, Shapes, make_inputs
 
 from .helpers import BFLOAT, FLOAT, FLOATS
@@ -29,9 +28,8 @@ COLUMN = torch.arange(SHAPES.k[-2])
 BOTH = {"full": False, "causal": True}
 
 
-@score_rule
-def within_float32(score, batch, head, row, column, largest):
-    return score + tl.where(score > largest, float("inf"), tl.where(score < -largest, float("-inf"), 0.0))
+def within_float32(score, b, h, q_idx, kv_idx):
+    return score + torch.where(score > LARGEST, math.inf, torch.where(score < -LARGEST, -math.inf, 0.0))
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Case:
 
     def expected(self, make: Callable[..., Results], inputs: Inputs, return_lse: bool) -> Results:
         """Of `oracle` or `terms`."""
-        features = {**self.features, "scores": within_float32(LARGEST)}
+        features = {**self.features, "scores": score_mod(within_float32)}
         return make(inputs, **self.settings, features=features, return_lse=return_lse)
 
 

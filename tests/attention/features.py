@@ -7,49 +7,20 @@ from functools import reduce
 
 import torch
 
-from cs336_systems.attention.rules import score_rule
 from cs336_systems.attention.variants import block_local, causal, dilated, document, prefix, relative_bias
-from cs336_systems.kernels.language import at, tanh, tl
+from cs336_systems.attention.variants.recorded import FLOATS, recorded_scores
 
-
-@score_rule(steepest=2.0)
-def bent(score, batch, head, row, column, rates, offsets):
-    return score + tanh(score) * at(rates, (head, row)) + at(offsets, (batch, column))
-
-
-@bent.derivative
-def _(score, batch, head, row, column, rates, offsets):
-    bend = tanh(score)
-    return 1.0 + (1.0 - bend * bend) * at(rates, (head, row))
-
-
-@bent.gradient("rates", axes="head row")
-def _(score, batch, head, row, column, rates, offsets):
-    return tanh(score)
-
-
-bent.adds("offsets", axes="batch column")
-
-
-@score_rule(steepest=1.5)
-def stretched(score, batch, head, row, column, factors):
-    return score * at(factors, (batch, head, row, column))
-
-
-@stretched.derivative
-def _(score, batch, head, row, column, factors):
-    return at(factors, (batch, head, row, column))
-
-
-@stretched.gradient("factors", axes="batch head row column")
-def _(score, batch, head, row, column, factors):
-    return score
-
-
-@score_rule
-def clipped(score, batch, head, row, column, table, reach):
-    """Reads the table at the distance, up to a reach; it does not say how scores depend on the table."""
-    return score + at(table, (head, tl.minimum(tl.maximum(column - row, -reach), reach) + reach))
+bent = recorded_scores(
+    lambda score, b, h, q_idx, kv_idx, rates, offsets: (
+        score + torch.tanh(score) * rates[h, q_idx].clamp(-1, 1) + offsets[b, kv_idx]
+    ),
+    (FLOATS, 2),
+    (FLOATS, 2),
+)
+stretched = recorded_scores(
+    lambda score, b, h, q_idx, kv_idx, factors: score * factors[b, h, q_idx, kv_idx].clamp(-1.5, 1.5), (FLOATS, 4)
+)
+"""Both bound their derivatives, which float32 gradients are scaled by."""
 
 
 class Maker:

@@ -17,9 +17,9 @@ from .traced import CALLS, FAR_WINDOWS, AttendPacked, assert_alike, module_of, p
 SHAPES = Shapes.of(2, q_len=5, k_len=9, d=16, dv=8, q_heads=4, kv_heads=2)
 pytestmark = COMPILES
 
-SOME = ("causal", "rules", "by_distance", "traced", "everything")
+SOME = ("causal", "rules", "by_distance", "everything")
 ONE_GRAPH = [
-    *[("flash", name) for name in CALLS if name != "traced"],
+    *[("flash", name) for name in CALLS],
     *[(impl, name) for impl in ("tiled", "naive") for name in SOME],
     # What "auto" chooses on a CPU is torch's own, and with the log-sum-exp tiled.
     *[("auto", name) for name in ("causal", "top_left")],

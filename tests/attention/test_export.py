@@ -44,7 +44,7 @@ OF_FLASH = ("top_left", "window", *FAR_WINDOWS, "slopes_and_sinks", "bias_and_ma
 WAYS = [
     *[("tiled", name, False) for name in CALLS],
     *[("flash", name, False) for name in OF_FLASH],
-    *[("naive", name, False) for name in ("causal", *FAR_WINDOWS, "by_distance", "traced", "everything")],
+    *[("naive", name, False) for name in ("causal", *FAR_WINDOWS, "by_distance", "everything")],
     *[(impl, "everything", True) for impl in EVERY],
     ("tiled", "rules", True),
 ]

@@ -13,7 +13,7 @@ from cs336_systems.attention.variants import document, prefix, relative_bias
 from cs336_systems.attention.variants import window as window_rule
 from cs336_systems.testing import Shapes, make_inputs, make_packed
 
-from .features import bent, clipped
+from .features import bent
 from .helpers import FLOAT, packed_arguments
 
 HEADS = 4
@@ -38,9 +38,7 @@ class Attend(nn.Module):
             own = document(ids[:, :q_len], ids) & window_rule(5, 3, k_len - q_len)
             # ~ by a name, as torch.compile traces no ~ of a class.
             features["mask"] = own | (prefix(ids[:, -1]) & window_rule(2, 1)).inverted()
-        if self.scores == "traced":
-            features["scores"] = clipped(self.rates, 3)
-        elif self.scores == "bent":
+        if self.scores == "bent":
             rows, columns = (torch.arange(length, device=q.device) % 7 for length in (q_len, k_len))
             changed = bent(self.rates[:, rows], self.rates[:1, columns])
             features["scores"] = changed + changed
@@ -62,7 +60,6 @@ CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
     "bias_and_mask": ((), ("bias", "mask"), {}),
     "rules": ((), ("ids",), {"scores": "bent"}),
     "by_distance": ((), (), {"scores": "table"}),
-    "traced": ((), (), {"scores": "traced"}),
     "everything": (("alibi_slopes", "sinks"), ("bias", "mask"), EVERYTHING),
 }
 """Parameters, further tensors, settings."""

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.rules import AXES, DISTANCE
-
-SCORE = "score"
+from ...kernels.mods import AXES, DISTANCE, SCORE
 
 
 class Node:
@@ -86,8 +84,8 @@ class Graph:
 
     def _simplified(self, node: Node) -> Node:
         """What an operation gives that changes nothing, as many in derivatives do; or the node."""
-        if node.name in SAME and node.inputs[0].dtype == node.dtype:
-            return node.inputs[0]
+        if node.name in SAME and (node.inputs[0].dtype == node.dtype or not node.inputs[0].is_integer):
+            return node.inputs[0]  # all floating-point numbers have one dtype
         if node.name == "mul":
             one, other = node.arguments
             for factor, value in ((one, other), (other, one)):

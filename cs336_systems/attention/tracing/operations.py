@@ -68,6 +68,7 @@ _OF_FLOATS = frozenset(
         *("add", "sub", "rsub", "mul", "minimum", "maximum"),
     )
 )
+_NATURAL = frozenset(("add", "mul", "floor_divide", "remainder", "minimum", "maximum"))
 _MOST_FACTORS = 8
 
 
@@ -106,11 +107,21 @@ def expression(node: Node, name_of: Callable[[Any, bool], str]) -> str:
     if name in ("floor_divide", "remainder") and not node.is_integer:
         floor = "tl.floor(({0}) / ({1}))" if name == "floor_divide" else "({0} - tl.floor(({0}) / ({1})) * {1})"
         return floor.format(*(name_of(value, True) for value in node.arguments))
+    if name in ("floor_divide", "remainder") and all(map(_is_natural, node.arguments)):
+        return f"({operands[0]} {'//' if name == 'floor_divide' else '%'} {operands[1]})"  # rounded down either way
     if name in ("clamp", "clamp_min", "clamp_max"):
         return _clamped(node, name_of)
     if name == "pow":
         return _power(node, name_of)
     return TEMPLATES[name].format(*operands)
+
+
+def _is_natural(value: object) -> bool:
+    """Whether an integer is known not to be negative: an index of the pair, a number, or what is made of such."""
+    if isinstance(value, Node):
+        made_of = value.kind == "operation" and value.name in _NATURAL and not value.keywords
+        return value.kind == "place" or _is_natural(value.value) or (made_of and all(map(_is_natural, value.arguments)))
+    return isinstance(value, int) and value >= 0
 
 
 def _triton_dtype(dtype: torch.dtype) -> str:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ...kernels.rules import AXES
 from ...kernels.torch_names import TorchDispatchMode, untransformed
-from .graph import SCORE, Graph, Node, in_order
+from .graph import Graph, Node, in_order
 from .operations import KNOWN
 
 _OURS = os.path.dirname(os.path.dirname(__file__))
@@ -43,6 +42,11 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.graph = graph
         self._known: dict[int, tuple[Tensor, Node]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False, or torch imports its compiler, for a second, to keep it from what a mode does."""
+        return False
 
     def stand_for(self, tensor: Tensor, node: Node) -> Tensor:
         """Let a tensor without axes stand for a node."""
@@ -189,12 +193,8 @@ def slopes(graph: Graph, result: Node, by: tuple[Node, ...]) -> list[Node | None
                 values[node] = recorder.stand_for(leaf, node)
         if not values[result].requires_grad:
             return [None] * len(by)
-        one = recorder.stand_for(torch.ones((), dtype=result.dtype, device="cpu"), graph.number(1.0))
         inputs = [node for node in by if node in values]
-        found = torch.autograd.grad(values[result], [values[node] for node in inputs], one, allow_unused=True)
+        # Without a gradient of the result, for which torch would import its symbolic shapes.
+        found = torch.autograd.grad(values[result], [values[node] for node in inputs], allow_unused=True)
         known = dict(zip(inputs, found, strict=True))
         return [None if known.get(node) is None else recorder.node_of(known[node]) for node in by]
-
-
-PLACES = {"mask": AXES, "score": (SCORE, *AXES)}
-"""What a mod of either kind is given."""

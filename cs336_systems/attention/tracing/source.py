@@ -8,11 +8,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ...kernels.mods import GradientSource, ModSource, name_of
-from ...kernels.rules import AXES, DISTANCE, Leaf, registry
-from .graph import SCORE, Graph, Node, in_order, linear
+from ...kernels.mods import AXES, DISTANCE, PLACES, SCORE, GradientSource, ModSource, registry
+from ...kernels.rules import Leaf
+from .graph import Graph, Node, in_order, linear
 from .operations import expression
-from .record import PLACES, slopes
+from .record import slopes
 from .tables import Table, table_of
 
 UNSIZED = -1
@@ -168,7 +168,7 @@ def write(kind: str, graph: Graph, result: Node) -> tuple[Leaf, tuple[Tensor | T
     )
     numbers = (*[slot.origin for slot in slots.values() if slot.origin is not None], *writer.numbers)
     captured = (*[None] * len(slots), *numbers)
-    name = name_of(source)
+    name = source.name
     registry[name]  # made now, because torch.compile cannot
     return (name, captured), tuple(slot.tensor for slot in slots.values())
 
@@ -196,6 +196,8 @@ def magnitude(node: Node) -> float:
         return parts[0]
     if name in ("tanh_backward", "sigmoid_backward"):  # 1 - y² and y (1 - y) of what the first one is multiplied by
         return parts[0]
+    if name == "clamp" and not node.keywords and None not in node.arguments[1:] and len(parts) == 3:
+        return max(parts[1:])
     if name in _LARGEST_OF:
         return max(parts[place] for place in _LARGEST_OF[name])
     if name in ("add", "sub") and not node.keywords:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.rules import AXES, DISTANCE
+from ...kernels.mods import AXES, DISTANCE
 from ...kernels.torch_names import transform_level
 from ..sizes import Sizes
 from .graph import Node, in_order, linear

@@ -1,4 +1,4 @@
-"""Named masks and score changes, each a small file of rules. Positions are those in q and k, from 0 on.
+"""Named masks and score changes, each a function of a pair. Positions are those in q and k, from 0 on.
 
 Masks: `causal`, `window`, `prefix`, `document`, `dilated`, `block_local`, `visible_where`. Scores: `softcap`, `alibi`,
 `bias`, `relative_bias`.

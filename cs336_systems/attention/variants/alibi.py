@@ -2,33 +2,21 @@
 
 from torch import Tensor
 
-from ...kernels.language import at, tl
 from ...kernels.torch_names import surely
-from ..rules import Scores, score_rule
+from ..rules import Scores
 from .arguments import MOST, integer, tensor
+from .recorded import FLOATS, INTEGERS, recorded_scores
 
-
-@score_rule
-def _alibi(score, batch, head, row, column, slopes, shift):
-    return score - at(slopes, (batch, head)) * tl.abs(row + shift - column)
-
-
-@_alibi.gradient("slopes", axes="batch head")
-def _alibi_distance(score, batch, head, row, column, slopes, shift):
-    return -(tl.abs(row + shift - column).to(tl.float32))
-
-
-@score_rule
-def _alibi_of_entries(score, batch, head, row, column, slopes, shifts):
-    return score - at(slopes, (batch, head)) * tl.abs(row + at(shifts, (batch,)) - column)
-
-
-@_alibi_of_entries.gradient("slopes", axes="batch head")
-def _alibi_distance_of_entries(score, batch, head, row, column, slopes, shifts):
-    return -(tl.abs(row + at(shifts, (batch,)) - column).to(tl.float32))
-
-
-_alibi_of_entries.reads("shifts", axes="batch")
+_alibi = recorded_scores(
+    lambda score, b, h, q_idx, kv_idx, slopes, shift: score - slopes[b, h] * (q_idx + shift - kv_idx).abs(),
+    (FLOATS, 2),
+    int,
+)
+_alibi_of_entries = recorded_scores(
+    lambda score, b, h, q_idx, kv_idx, slopes, shifts: score - slopes[b, h] * (q_idx + shifts[b] - kv_idx).abs(),
+    (FLOATS, 2),
+    (INTEGERS, 1),
+)
 
 
 def alibi(slopes: Tensor, shift: int | Tensor = 0) -> Scores:

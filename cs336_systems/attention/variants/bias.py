@@ -2,17 +2,11 @@
 
 from torch import Tensor
 
-from ...kernels.language import at
-from ..rules import Scores, score_rule
+from ..rules import Scores
 from .arguments import tensor
+from .recorded import FLOATS, recorded_scores
 
-
-@score_rule
-def _bias(score, batch, head, row, column, bias):
-    return score + at(bias, (batch, head, row, column))
-
-
-_bias.adds("bias", axes="batch head row column")
+_bias = recorded_scores(lambda score, b, h, q_idx, kv_idx, bias: score + bias[b, h, q_idx, kv_idx], (FLOATS, 4))
 
 
 def bias(bias: Tensor) -> Scores:

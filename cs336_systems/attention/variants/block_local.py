@@ -1,12 +1,10 @@
 """Blocks that see nothing but themselves."""
 
-from ..rules import Mask, predicate
+from ..rules import Mask
 from .arguments import rows
+from .recorded import recorded_mask
 
-
-@predicate
-def _block_local(batch, head, row, column, size):
-    return row // size == column // size
+_block_local = recorded_mask(lambda b, h, q_idx, kv_idx, size: q_idx // size == kv_idx // size, int)
 
 
 def block_local(size: int) -> Mask:

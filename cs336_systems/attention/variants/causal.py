@@ -1,15 +1,13 @@
-"""No look into the future, as a rule that can be combined with others.
+"""No look into the future, as a mask that can be combined with others.
 
 By itself ``attention(causal=...)`` is faster: it does not visit what is hidden.
 """
 
-from ..rules import Mask, predicate
+from ..rules import Mask
 from .arguments import rows
+from .recorded import recorded_mask
 
-
-@predicate
-def _causal(batch, head, row, column, shift):
-    return column <= row + shift
+_causal = recorded_mask(lambda b, h, q_idx, kv_idx, shift: kv_idx <= q_idx + shift, int)
 
 
 def causal(shift: int = 0) -> Mask:

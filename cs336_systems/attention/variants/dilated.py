@@ -1,13 +1,10 @@
 """Every so many keys (Child et al., "Generating long sequences with sparse transformers", 2019)."""
 
-from ..rules import Mask, predicate
+from ..rules import Mask
 from .arguments import rows
+from .recorded import recorded_mask
 
-
-@predicate
-def _dilated(batch, head, row, column, step):
-    # Lengths do not reach 2**30, and a remainder of a negative number would not be the same everywhere.
-    return (row + (1 << 30) // step * step - column) % step == 0
+_dilated = recorded_mask(lambda b, h, q_idx, kv_idx, step: q_idx % step == kv_idx % step, int)
 
 
 def dilated(step: int) -> Mask:

@@ -3,18 +3,15 @@
 import torch
 from torch import Tensor
 
-from ...kernels.language import at
-from ..rules import Mask, predicate
+from ..rules import Mask
 from .arguments import tensor
+from .recorded import INTEGERS, recorded_mask
 
-
-@predicate
-def _document(batch, head, row, column, of_queries, of_keys):
-    return at(of_queries, (batch, row)) == at(of_keys, (batch, column))
-
-
-_document.reads("of_queries", axes="batch row")
-_document.reads("of_keys", axes="batch column")
+_document = recorded_mask(
+    lambda b, h, q_idx, kv_idx, of_queries, of_keys: of_queries[b, q_idx] == of_keys[b, kv_idx],
+    (INTEGERS, 2),
+    (INTEGERS, 2),
+)
 
 
 def document(of_queries: Tensor, of_keys: Tensor | None = None) -> Mask:

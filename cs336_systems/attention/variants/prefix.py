@@ -3,17 +3,11 @@
 import torch
 from torch import Tensor
 
-from ...kernels.language import at
-from ..rules import Mask, predicate
+from ..rules import Mask
 from .arguments import tensor
+from .recorded import INTEGERS, recorded_mask
 
-
-@predicate
-def _prefix(batch, head, row, column, lengths):
-    return column < at(lengths, (batch,))
-
-
-_prefix.reads("lengths", axes="batch")
+_prefix = recorded_mask(lambda b, h, q_idx, kv_idx, lengths: kv_idx < lengths[b], (INTEGERS, 1))
 
 
 def prefix(lengths: Tensor) -> Mask:

@@ -6,17 +6,13 @@ Raffel et al., "T5" (2020), add a learned number for each head and bucket of dis
 
 from torch import Tensor
 
-from ...kernels.language import at
-from ..rules import Scores, score_rule
+from ..rules import Scores
 from .arguments import integer, tensor
+from .recorded import FLOATS, recorded_scores
 
-
-@score_rule
-def _relative_bias(score, batch, head, row, column, table, origin):
-    return score + at(table, (batch, head, column - row + origin))
-
-
-_relative_bias.adds("table", axes="batch head distance", origin="origin")
+_relative_bias = recorded_scores(
+    lambda score, b, h, q_idx, kv_idx, table, origin: score + table[b, h, kv_idx - q_idx + origin], (FLOATS, 3), int
+)
 
 
 def relative_bias(table: Tensor, origin: int | None = None) -> Scores:

@@ -2,7 +2,7 @@
 
 import math
 
-from ...kernels.rules import SOFTCAP
+from ...kernels.mods import SOFTCAP
 from ..rules import Scores
 
 

@@ -1,18 +1,13 @@
 """A mask that is a tensor: of any shape that broadcasts, such as that of padded keys."""
 
+import torch
 from torch import Tensor
 
-from ...kernels.language import at
-from ..rules import Mask, predicate
+from ..rules import Mask
 from .arguments import tensor
+from .recorded import recorded_mask
 
-
-@predicate
-def _visible_where(batch, head, row, column, mask):
-    return at(mask, (batch, head, row, column)) != 0
-
-
-_visible_where.reads("mask", axes="batch head row column")
+_visible_where = recorded_mask(lambda b, h, q_idx, kv_idx, mask: mask[b, h, q_idx, kv_idx], (torch.bool, 4))
 
 
 def visible_where(mask: Tensor) -> Mask:

@@ -1,15 +1,15 @@
-"""A sliding window, as a rule that can be combined with others (Beltagy et al., "Longformer", 2020).
+"""A sliding window, as a mask that can be combined with others (Beltagy et al., "Longformer", 2020).
 
 By itself ``attention(window=...)`` is faster: it does not visit what is hidden.
 """
 
-from ..rules import Mask, predicate
+from ..rules import Mask
 from .arguments import integer, rows
+from .recorded import recorded_mask
 
-
-@predicate
-def _window(batch, head, row, column, first, last):
-    return (column >= row + first) & (column <= row + last)
+_window = recorded_mask(
+    lambda b, h, q_idx, kv_idx, first, last: (kv_idx >= q_idx + first) & (kv_idx <= q_idx + last), int, int
+)
 
 
 def window(before: int, after: int = 0, shift: int = 0) -> Mask:

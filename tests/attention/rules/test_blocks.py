@@ -10,10 +10,9 @@ from torch.nn.functional import pad
 
 from cs336_systems.attention import attention
 from cs336_systems.attention.blocks import HIDDEN, PARTIAL, WHOLE
-from cs336_systems.attention.rules import predicate
+from cs336_systems.attention.mods import mask_mod
 from cs336_systems.attention.variants import block_local, causal, document, prefix, visible_where
 from cs336_systems.kernels.call import BLOCK
-from cs336_systems.kernels.language import at
 from cs336_systems.testing import Shapes, evaluate, make_inputs
 
 from ..features import Maker
@@ -157,25 +156,20 @@ def test_lists_are_as_many_as_entries_and_heads_differ():
     attention(q, q, q, mask=block_local(BLOCK).with_blocks(300, 300, batch=2), impl="tiled")
 
 
-@predicate
-def undeclared(batch, head, row, column, lengths):
-    return column < at(lengths, (batch,))
+def of_heads(b, h, q_idx, kv_idx):
+    return (q_idx + kv_idx) % (h + 2) == 0
 
 
-@predicate
-def of_heads(batch, head, row, column):
-    return (row + column) % (head + 2) == 0
-
-
-def test_what_a_rule_does_not_declare_has_to_be_said():
+def test_what_no_captured_tensor_says_has_to_be_said():
     lengths = torch.tensor([40, 200, 290])
-    for mask, argument, number, shape in ((undeclared(lengths), "batch", 3, (3, 1)), (of_heads(), "heads", 4, (1, 4))):
-        with pytest.raises(ValueError, match=rf"^{argument} must be given, because the rules of mask read more along"):
+    by_entry = mask_mod(lambda b, h, q_idx, kv_idx: kv_idx < lengths[(2 * b) % 3])
+    for mask, argument, number, shape in ((by_entry, "batch", 3, (3, 1)), (mask_mod(of_heads), "heads", 4, (1, 4))):
+        with pytest.raises(ValueError, match=rf"^{argument} must be given, because mask depends on it and captured no"):
             mask.with_blocks(300, 300)
         blocks = blocks_of(mask, **{argument: number})
         assert (blocks.rows.shape[:2], getattr(blocks, argument)) == (shape, number)
     # One captured number that all entries share tells none apart.
-    assert blocks_of(undeclared(lengths[:1])).batch is None
+    assert blocks_of(prefix(lengths[:1])).batch is None
 
 
 DOCUMENTS = torch.zeros(2, 8, dtype=torch.int32)
@@ -207,7 +201,7 @@ THIS_CALL = "mask must have blocks that were found for this call"
     [
         (document(DOCUMENTS), {}, {}, OTHERS.format(3, "batch entries", 2)),
         (document(DOCUMENTS[:1].repeat(3, 1)), {"batch": 1}, {}, OTHERS.format(3, "batch entries", 1)),
-        (of_heads(), {"heads": 1}, {}, OTHERS.format(2, "heads", 1)),
+        (mask_mod(of_heads), {"heads": 1}, {}, OTHERS.format(2, "heads", 1)),
         (block_local(3), {"q_len": 7}, {}, THIS_CALL),
         (block_local(3), {}, {"causal": True}, THIS_CALL),
         (block_local(3), {}, {"window": (3, 3)}, THIS_CALL),

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from cs336_systems.attention import attention
-from cs336_systems.attention.rules import score_rule
+from cs336_systems.attention.mods import score_mod
 from cs336_systems.attention.variants import bias, relative_bias, softcap
-from cs336_systems.kernels.language import at, tanh
 from cs336_systems.kernels.triton.tiles import TileConfig, pin
 from cs336_systems.testing import Shapes, evaluate, make_inputs
 
@@ -121,26 +120,11 @@ def test_a_table_may_hide_distances(impl, device):
     assert not check(impl, inputs, {"scores": relative_bias(nothing, 34)})["out"].any()
 
 
-@score_rule(steepest=2.0)
-def steered(score, batch, head, row, column, rates, zero):
-    return score + tanh(score) * at(rates, (head, column - row + zero))
-
-
-@steered.derivative
-def _(score, batch, head, row, column, rates, zero):
-    bend = tanh(score)
-    return 1.0 + (1.0 - bend * bend) * at(rates, (head, column - row + zero))
-
-
-@steered.gradient("rates", axes="head distance", origin="zero")
-def _(score, batch, head, row, column, rates, zero):
-    return tanh(score)
-
-
 @pytest.mark.parametrize("impl", named(["flash", "tiled"], ["tiled"]))
-def test_a_rule_of_ones_own_by_distance(impl, device):
+def test_a_function_of_ones_own_by_distance(impl, device):
     rates = torch.rand(4, 80, device=device).requires_grad_()
-    scores = softcap(3.0) + steered(rates, 36) + softcap(2.0)
+    steered = score_mod(lambda score, b, h, q_idx, kv_idx: score + score.tanh() * rates[h, kv_idx - q_idx + 36])
+    scores = softcap(3.0) + steered + softcap(2.0)
     check(impl, make_inputs(SHAPES, device=device), {"scores": scores}, causal="top_left")
 
 

@@ -1,0 +1,23 @@
+"""What recording costs where nothing has been recorded before."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import sys
+import torch
+from cs336_systems.attention import attention
+from cs336_systems.attention.mods import score_mod
+
+slopes = torch.ones(2, requires_grad=True)
+score_mod(lambda s, b, h, q, k: s.tanh() - slopes[h] * (q - k).abs())
+print(*[name for name in ("torch._dynamo", "sympy") if name in sys.modules])
+"""
+
+
+def test_neither_the_import_nor_recording_loads_the_compiler():
+    """Which takes more than a second."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
