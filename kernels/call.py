@@ -224,6 +224,17 @@ class Call:
         return self.aux.cu_seqlens_q is not None
 
     @property
+    def has_rules(self) -> bool:
+        """Whether rules change scores or hide pairs."""
+        return self.options.mask is not None or len(self.options.scores) > 0
+
+    @property
+    def wanted(self) -> Wanted:
+        """The gradients that its tensors require."""
+        sinks = self.aux.sinks is not None and self.aux.sinks.requires_grad
+        return Wanted(sinks, tuple([x.requires_grad for x in self.aux.score_aux]))
+
+    @property
     def is_empty(self) -> bool:
         """Whether there is no query, or no key."""
         return 0 in (*self.q.shape, *self.k.shape)

@@ -1,7 +1,7 @@
 """The language that masks and score changes are written in: one function, for Triton's kernels and for torch's tensors.
 
 `jit` functions compute element by element: with operators, with what `tl` has for elements (where, minimum, maximum,
-abs, exp, exp2, log, log2, sqrt, sin, cos, floor, sigmoid), and with `at`, `tanh` and so on from here. Triton compiles
+abs, exp, exp2, log, log2, sqrt, sin, cos, floor), and with `at`, `tanh` and so on from here. Triton compiles
 them into its kernels. `in_torch` runs the same source on torch's tensors, where autograd differentiates it; that needs
 no Triton.
 """
@@ -25,7 +25,9 @@ try:
 except ImportError:  # Triton has no wheel for this platform: the functions run on torch alone
     triton = tl = None
 
-__all__ = ["at", "floor_divide", "in_torch", "inside", "interpreting", "jit", "remainder", "tanh", "tl", "written"]
+__all__ = [
+    "at", "floor_divide", "in_torch", "inside", "interpreting", "jit", "remainder", "sigmoid", "tanh", "tl", "written",
+]  # fmt: skip
 
 
 def interpreting() -> bool:
@@ -64,20 +66,14 @@ def written(name: str, parameters: str, lines: Sequence[str], names: Mapping[str
 def at(view, index):
     """The element of a captured tensor at ``index``, a tuple with one number or tile for each of its axes.
 
-    Axes of size 1 are read at 0 whatever the index. Floating-point elements come in float32.
+    view: the tensor's address and strides; None for an axis of size 1, which is read at 0 whatever the index. Indices
+    must be inside of the tensor. Floating-point elements come in float32.
     """
-    # Where an index for each pair is given, pairs that exist are in bounds; for the others any element will do.
-    one = tl.full((), 1, tl.int64)
-    offset = tl.zeros((), tl.int64)
-    within = tl.zeros((), tl.int64)
+    offset = tl.cast(0, tl.int64)
     for axis in tl.static_range(len(index)):
         if view[1][axis] is not None:
-            offset += index[axis] * (view[1][axis] * one)
-            within += tl.minimum(tl.maximum(index[axis], 0), view[2][axis] - 1) * (view[1][axis] * one)
-    if offset.numel == view[3].numel:
-        element = tl.load(view[0] + offset, mask=view[3], other=0)
-    else:
-        element = tl.load(view[0] + within)
+            offset += index[axis] * tl.cast(view[1][axis], tl.int64)
+    element = tl.load(view[0] + offset)
     if element.dtype.is_floating():
         element = element.to(tl.float32)
     return element
@@ -95,6 +91,12 @@ def tanh(x):
     decay = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - decay) / (1.0 + decay)
     return tl.where(tl.abs(x) < 0.55, near, tl.where(x < 0.0, -far, far))
+
+
+@jit
+def sigmoid(x):
+    """1 / (1 + exp(-x))."""
+    return 1.0 / (1.0 + tl.exp(-x))
 
 
 @jit
@@ -128,14 +130,19 @@ class _TorchLanguage:
         self.float32 = self.float64 = wide
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("where", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "floor", "ceil", "sigmoid"):
+        if name in ("where", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "floor", "ceil"):
             return _of_tensors(getattr(torch, name))
         if name in ("abs", "minimum", "maximum"):
             return _of_tensors(getattr(torch, name))
         raise AttributeError(f"a function of pairs may not use tl.{name}: torch's tensors have no such operation")
 
 
-_TWINS: dict[Any, Any] = {tanh: torch.tanh, floor_divide: torch.floor_divide, remainder: torch.remainder}
+_TWINS: tuple[tuple[Any, Any], ...] = (
+    (tanh, torch.tanh),
+    (sigmoid, torch.sigmoid),
+    (floor_divide, torch.floor_divide),
+    (remainder, torch.remainder),
+)
 
 
 def _of_tensors(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -170,8 +177,8 @@ def in_torch(function: Any, wide: torch.dtype) -> Callable[..., Any]:
             twins[name] = language if value is tl else value
         elif value is at:
             twins[name] = functools.partial(_at_in_torch, wide=wide)
-        elif value in (tanh, floor_divide, remainder):
-            twins[name] = _of_tensors(_TWINS[value])
+        elif twin := next((twin for known, twin in _TWINS if known is value), None):
+            twins[name] = _of_tensors(twin)
         elif hasattr(value, "fn"):
             twins[name] = in_torch(value, wide)
         elif hasattr(value, "value"):  # a tl.constexpr

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .language import at, floor_divide, in_torch, inside, remainder, tanh, tl, written
+from .language import at, floor_divide, in_torch, inside, remainder, sigmoid, tanh, tl, written
 
 AXES = ("batch", "head", "row", "column")
 DISTANCE = "distance"
@@ -23,7 +23,15 @@ SCORE = "score"
 PLACES = {"mask": AXES, "score": (SCORE, *AXES)}
 """The first parameters of a rule's functions, by its kind."""
 
-LANGUAGE = {"at": at, "floor_divide": floor_divide, "inside": inside, "remainder": remainder, "tanh": tanh, "tl": tl}
+LANGUAGE = {
+    "at": at,
+    "floor_divide": floor_divide,
+    "inside": inside,
+    "remainder": remainder,
+    "sigmoid": sigmoid,
+    "tanh": tanh,
+    "tl": tl,
+}
 """The names that the text uses."""
 
 InTorch = dict[torch.dtype, Callable[..., Any]]

@@ -89,14 +89,14 @@ def tensors_of(leaf: Leaf) -> int:
 
 @functools.cache
 def mask_code(mask: Mask) -> Any:
-    """A mask, its structure alone (see `settings`), as one function of (batch, head, row, column, exists, captured).
+    """A mask, its structure alone (see `settings`), as one function of (batch, head, row, column, captured).
 
-    ``captured`` holds what all its rules captured, in one tuple: numbers as they are, and tensors as the first three
-    items of what `language.at` takes; ``exists`` is the fourth.
+    ``captured`` holds what all its rules captured, in one tuple: numbers as they are, and tensors as `language.at`
+    takes them. Rows and columns must exist: others have to be clamped.
     """
     writer = _Writer()
     body = writer.mask(mask)
-    return writer.function("mask_rule", "batch, head, row, column, exists, captured", [f"return {body}"])
+    return writer.function("mask_rule", "batch, head, row, column, captured", [f"return {body}"])
 
 
 class Wanted(NamedTuple):
@@ -107,7 +107,7 @@ class Wanted(NamedTuple):
 
 
 class ScoreCode(NamedTuple):
-    """Score rules, written out as functions of (score, batch, head, row, column, exists, captured).
+    """Score rules, written out as functions of (score, batch, head, row, column, captured).
 
     apply: the score that the last rule makes. differentiate: that score, its derivative with respect to the first one,
     and a tuple with d score / d element for each `Wanted`.
@@ -123,7 +123,7 @@ def score_code(scores: Scores, wanted: tuple[Wanted, ...]) -> ScoreCode:
 
     The derivative is the product of theirs.
     """
-    parameters = "score, batch, head, row, column, exists, captured"
+    parameters = "score, batch, head, row, column, captured"
     writer = _Writer()
     calls = [writer.arguments(leaf) for leaf in scores]
     codes = [registry[leaf[0]] for leaf in scores]
@@ -172,7 +172,7 @@ class _Writer:
 
     def arguments(self, leaf: Leaf) -> str:
         """The arguments of a rule's functions after the score."""
-        places = [f"captured[{next(self._captured)}]{' + (exists,)' if item is None else ''}" for item in leaf[1]]
+        places = [f"captured[{next(self._captured)}]" for _ in leaf[1]]
         return ", ".join(["batch", "head", "row", "column", *places])
 
     def mask(self, mask: Mask) -> str:

@@ -10,8 +10,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..kernels.call import Call, plan_caches
+from ..kernels.call import Call, Wanted, plan_caches
 from ..kernels.language import interpreting
 from ..kernels.torch_names import constant_when_traced, must_dispatch
 from . import naive, op, sdpa, tiled
@@ -63,9 +64,9 @@ class KernelBackend(Backend):
     def supports(self, call: Call) -> str | None:
         return _why_not_triton(call.device) or self.module.supports(call)
 
-    def supports_backward(self, call: Call) -> str | None:
+    def supports_backward(self, call: Call, wanted: Wanted) -> str | None:
         """Why it cannot compute the backward of a call, whose forward may be another backend's; None if it can."""
-        return _why_not_triton(call.device) or self.module.supports_backward(call)
+        return _why_not_triton(call.device) or self.module.supports_backward(call, wanted)
 
     def plan(self, call: Call) -> Run:
         return differentiable_run(FlashAttentionFunction, differentiable_plan(self, call), call.return_lse)
@@ -201,8 +202,8 @@ def choose(call: Call, impl: str | Implementation = "auto") -> Backend:
     raise ValueError(f"impl={implementation.value!r} cannot compute this call: {reason}")
 
 
-def choose_backward(call: Call) -> tuple[KernelBackend, dict[str, str]]:
-    """The backend of kernels that computes the backward of a call, and why not those before it.
+def choose_backward(call: Call, wanted: Wanted) -> tuple[KernelBackend, dict[str, str]]:
+    """The backend of kernels that computes the gradients ``wanted`` of a call, and why not those before it.
 
     Raises:
         ValueError: none can.
@@ -210,7 +211,7 @@ def choose_backward(call: Call) -> tuple[KernelBackend, dict[str, str]]:
     refused: dict[str, str] = {}
     for backend in KERNELS:
         if not _is_excluded(backend):
-            reason = backend.supports_backward(call)
+            reason = backend.supports_backward(call, wanted)
             if reason is None:
                 return backend, refused
             refused[backend.name] = reason
@@ -271,8 +272,9 @@ def kernel_plan(call: Call) -> KernelPlan:
     raise ValueError(f"the flash kernels cannot compute this call: {reason}")
 
 
-def _plan_backward(call: Call, *arguments: Any) -> KernelBackward:
-    plan: KernelBackward = choose_backward(call)[0].module.plan_backward(call, *arguments)
+def _plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted: Wanted) -> KernelBackward:
+    backend, _ = choose_backward(call, wanted)
+    plan: KernelBackward = backend.module.plan_backward(call, out, dout, has_dlse, wanted)
     return plan
 
 

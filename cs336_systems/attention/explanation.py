@@ -42,7 +42,7 @@ def explain_call(call: Call, impl: str | Implementation = "auto") -> Explanation
     reasons = {backend.name: supports(backend, call) or passed for backend in BACKENDS if backend is not chosen}
     backward = None
     if isinstance(chosen, KernelBackend) and call.aux.cache_lengths is None:
-        backend, refused = choose_backward(call)
+        backend, refused = choose_backward(call, call.wanted)
         backward = backend.name
         for name, reason in refused.items():
             reasons[f"{name} backward"] = reason

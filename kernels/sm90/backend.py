@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..bound_mods import axes_read, block_operand
 from ..call import ALIGNMENT, NO_AUX, Aux, Call, Gradients, Options, Wanted, one_a_row
 from ..torch_names import raw_stream
 from .tiles import BACKWARD, HEAD_DIMS, split_head_dim
@@ -45,19 +46,18 @@ Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | No
 
 def supports(call: Call) -> str | None:
     """None, or why the forward kernel cannot compute a call."""
-    return unsupported_device(call.device) or unsupported_call(call)
+    return unsupported_device(call.device) or unsupported_call(call) or unproven(call)
 
 
-def supports_backward(call: Call) -> str | None:
+def supports_backward(call: Call, wanted: Wanted) -> str | None:
     """None, or why the backward kernels cannot. They may follow any backend's forward."""
-    reason = supports(call)
-    if reason is None and call.options.deterministic:
-        if call.is_packed:
-            return "adds up dQ of packed sequences in no fixed order, which deterministic=True needs"
-        if call.head_dim > MAX_DETERMINISTIC_HEAD_DIM:
-            limit = MAX_DETERMINISTIC_HEAD_DIM
-            return f"adds up dQ of head dimensions above {limit} in no fixed order, which deterministic=True needs"
-    return reason
+    return supports(call) or unsupported_backward(call, wanted)
+
+
+def unproven(call: Call) -> str | None:
+    """None, or why the portable kernels compute a call that these can."""
+    # They are right when emulated (tests/kernels/sm90), and compile without spills in their loops.
+    return "computes masks and score changes in a way that has not run on a GPU yet" if call.has_rules else None
 
 
 def unsupported_device(device: torch.device) -> str | None:
@@ -85,17 +85,36 @@ def unsupported_call(call: Call) -> str | None:
     if not 0.0 < options.scale < math.inf:
         return f"needs a positive scale; got {options.scale}"
     features = {
-        "mask": options.mask is not None,
-        "scores": len(options.scores) > 0,
         "dropout": options.dropout_p > 0,
         "sinks": aux.sinks is not None,
-        "block lists": aux.block_rows is not None,
         "cache_lengths": aux.cache_lengths is not None,
     }
     if any(features.values()):
         asked = ", ".join(name for name, is_asked in features.items() if is_asked)
-        return f"applies causal masks, windows and soft caps only; got {asked}"
+        return f"computes no sinks, dropout and cache_lengths; got {asked}"
+    if call.has_rules and call.q.ndim == 3:
+        return "needs an axis of heads for masks and score changes"
+    if call.is_packed and not axes_read(call) <= {"batch", "head"}:
+        return "reads nothing that has an element for each row, column or distance of packed sequences"
     return _unsupported_layout(call)
+
+
+def unsupported_backward(call: Call, wanted: Wanted) -> str | None:
+    """None, or why the kernels cannot compute the gradients of a call whose values they can."""
+    if any(wanted.score_aux):
+        return "computes no gradients of what score changes captured"
+    lists = call.aux.block_columns
+    if lists is not None and lists.shape[1] > 1 and call.q.shape[1] != call.k.shape[1]:
+        return "needs the same listed blocks for all heads that share keys"
+    if not call.options.deterministic:
+        return None
+    for name, is_given in (("packed sequences", call.is_packed), ("listed blocks", lists is not None)):
+        if is_given:
+            return f"adds up dQ of {name} in no fixed order, which deterministic=True needs"
+    if call.head_dim > MAX_DETERMINISTIC_HEAD_DIM:
+        limit = MAX_DETERMINISTIC_HEAD_DIM
+        return f"adds up dQ of head dimensions above {limit} in no fixed order, which deterministic=True needs"
+    return None
 
 
 def _unsupported_layout(call: Call) -> str | None:
@@ -133,6 +152,7 @@ def plan_forward(call: Call) -> Forward:
     new_out = launching.output_like(call.q, call.v_head_dim)
     lse_shape = one_a_row(call.q).shape
     launch, is_packed = launching.Launcher(forward_kernel), call.is_packed
+    operands = _mods_of(call)
 
     def run(q: Tensor, k: Tensor, v: Tensor, aux: Aux = NO_AUX) -> tuple[Tensor, Tensor]:
         out = new_out(q)
@@ -143,7 +163,7 @@ def plan_forward(call: Call) -> Forward:
         if split.k_tail:
             tails = tensors if split.v_tail else (*tensors[:2], None, None)
         starts = _starts(aux) if is_packed else NO_STARTS
-        addresses = *tensors, *tails, lse.data_ptr(), workspace.data_ptr(), *starts
+        addresses = *tensors, *tails, lse.data_ptr(), workspace.data_ptr(), *starts, *operands(aux, aux.block_rows)
         launch(addresses, _described, forward_launch, options, q, k, v, aux, out, lse, workspace, num_sms)
         return out, lse
 
@@ -167,6 +187,7 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
     new_dq, new_dk, new_dv = (launching.output_like(x, x.shape[-1]) for x in (call.q, call.k, call.v))
     copies_dout = not _has_tma_strides(dout) or dout.data_ptr() % ALIGNMENT != 0
     copies_out = out.stride(-1) != 1
+    operands = _mods_of(call)
     prepare, launch, finish = map(launching.Launcher, (prepare_kernel, backward_kernel, finish_kernel))
 
     def run(
@@ -191,10 +212,11 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
         addresses = (
             *(q.data_ptr(), dout_ptr, k.data_ptr(), v.data_ptr(), lse2_ptr, delta_ptr, dk.data_ptr(), dv.data_ptr()),
             *(sums_ptr, turns_ptr if counts_turns else None, workspace.data_ptr(), *starts),
+            *operands(aux, aux.block_columns),
         )
         launch(addresses, _described, backward_launch, *inputs, dout, dk, dv, buffers, memory, workspace, num_sms)
         finish((sums_ptr, dq.data_ptr(), cu_seqlens_q), _described, finish_launch, *inputs, dq, buffers, memory)
-        return Gradients(dq, dk, dv, None, ())
+        return Gradients(dq, dk, dv, None, (None,) * len(aux.score_aux))
 
     return run
 
@@ -204,6 +226,16 @@ def _described(
 ) -> Any:
     """The launch that ``make`` describes of a call and other arguments."""
     return make(Call(q, k, v, options, aux), *others)
+
+
+def _mods_of(call: Call) -> Callable[[Aux, Tensor | None], tuple[Any, Any]]:
+    """What gives the addresses of what a call's rules captured, and of a list of blocks."""
+    from .launches import bound_mods
+
+    if not call.has_rules:
+        return lambda aux, lists: NO_STARTS
+    mods, address = bound_mods(call), Tensor.data_ptr
+    return lambda aux, lists: (mods.captured(aux, address), block_operand(lists, address))
 
 
 def _starts(aux: Aux) -> tuple[int | None, int | None]:

@@ -11,7 +11,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from .backward_consumer import consumer, waits_for_never
 from .backward_producer import Tensors, dq_reducer, new_memory, producer
 from .backward_wide import wide_consumer
+from .lib.block_lists import new_block_lists
 from .lib.mma import WG_ROWS
+from .lib.mods import Mods
 from .lib.softmax import ScoreScale
 from .lib.tile_map import TileMap
 from .lib.varlen import new_varlen
@@ -24,12 +26,13 @@ DYNAMIC = (
 
 @gluon.jit(do_not_specialize=DYNAMIC)
 def backward_kernel(
-    q, dout, k, v, lse2, delta, dk, dv, dq, turns, workspace, cu_seqlens_q, cu_seqlens_k,
+    q, dout, k, v, lse2, delta, dk, dv, dq, turns, workspace, cu_seqlens_q, cu_seqlens_k, captured, blocks,
     batch_heads, heads, heads_per_kv, q_len, k_len, padded_len, left, right, section,
-    scale, exponent_scale, softcap_scale, sequences,
+    scale, exponent_scale, softcap_scale, natural, sequences,
     HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    PERSISTENT: gl.constexpr, DETERMINISTIC: gl.constexpr, ROTATED: gl.constexpr,
+    MASK: gl.constexpr, SCORE: gl.constexpr, PERSISTENT: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    ROTATED: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid: as many CTAs as the GPU runs at once, or fewer.
@@ -37,28 +40,37 @@ def backward_kernel(
     q to dv are TMA descriptors; batch_heads and heads are k's. lse2 and delta are (batch_heads of q, padded_len), lse2
     in exponents of 2 and +inf where there is no row. dq, float32 in the order of accumulator fragments, is a descriptor
     of rows of DQ_ROW numbers, or a pointer if TILE_K is 64. turns: for DETERMINISTIC, see `dq_reducer`. workspace: see
-    `lib.scheduler`; exponent_scale and softcap_scale: see `ScoreScale`; ROTATED: see `TileMap`.
+    `lib.scheduler`; exponent_scale and softcap_scale: see `ScoreScale`; captured, natural, MASK, SCORE: see `Mods`;
+    blocks: see `lib.block_lists`; ROTATED: see `TileMap`.
     """
     varlen = new_varlen(cu_seqlens_k, cu_seqlens_q, sequences, BOTTOM_RIGHT)
     # Key j is seen by the rows from j - right to j - left.
     tile_map = TileMap(
-        batch_heads, heads, k_len, q_len, -right, -left, section, varlen, TILE_K, TILE_Q, RIGHT, LEFT
+        batch_heads, heads, k_len, q_len, -right, -left, section, varlen, new_block_lists(blocks, sequences),
+        TILE_K, TILE_Q, RIGHT, LEFT, MASK is not None and blocks is None,
     )  # fmt: skip
     scores = ScoreScale(exponent_scale, softcap_scale, SOFTCAP)
+    if captured is None:
+        captured = ()
+    mods = Mods(captured, natural, MASK, SCORE, MASK is not None or SCORE is not None)
     tensors = Tensors(q, dout, k, v, lse2, delta, dk, dv, workspace)
-    NEVER: gl.constexpr = TILE_K > WG_ROWS and waits_for_never(TILE_Q, SOFTCAP)
+    NEVER: gl.constexpr = TILE_K > WG_ROWS and waits_for_never(TILE_Q, SOFTCAP, SCORE)
     memory = new_memory(tensors, dq, STAGES, NEVER, varlen.VARLEN)
     fence_async_shared()
     if TILE_K == WG_ROWS:
         gl.warp_specialize([
-            (wide_consumer, (0, tensors, dq, memory, tile_map, heads_per_kv, padded_len, scale, scores, HEAD_DIM)),
-            (wide_consumer, (1, tensors, dq, memory, tile_map, heads_per_kv, padded_len, scale, scores, HEAD_DIM)),
+            (wide_consumer, (
+                0, tensors, dq, memory, tile_map, heads_per_kv, padded_len, scale, scores, mods, HEAD_DIM,
+            )),
+            (wide_consumer, (
+                1, tensors, dq, memory, tile_map, heads_per_kv, padded_len, scale, scores, mods, HEAD_DIM,
+            )),
             (producer, (tensors, memory, tile_map, heads_per_kv, PERSISTENT, False)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (0, tensors, memory, tile_map, heads_per_kv, scale, scores, HEAD_DIM)),
-            (consumer, (1, tensors, memory, tile_map, heads_per_kv, scale, scores, HEAD_DIM)),
+            (consumer, (0, tensors, memory, tile_map, heads_per_kv, scale, scores, mods, HEAD_DIM)),
+            (consumer, (1, tensors, memory, tile_map, heads_per_kv, scale, scores, mods, HEAD_DIM)),
             (producer, (tensors, memory, tile_map, heads_per_kv, PERSISTENT, ROTATED)),
             (dq_reducer, (
                 dq, turns, memory, tile_map, heads_per_kv, padded_len, HEAD_DIM, DETERMINISTIC, ROTATED,

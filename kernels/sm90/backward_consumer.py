@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..versions import async_store, barrier, reinterpret
 from .lib import named_barriers
 from .lib.mma import WG_ROWS, accumulator, as_matrix, pack_pairs, unpack_operand
+from .lib.mods import Pairs, clamped
 from .lib.scheduler import STOP
 
 
@@ -34,6 +35,14 @@ def visible(keys, first_row, seq, layout: gl.constexpr, ROWS: gl.constexpr):
     if seq.RIGHT:
         seen = seen & ((keys - (first_row - seq.right))[:, None] - rows % 8 >= rows // 8 * 8)
     return seen
+
+
+@gluon.jit
+def pairs_of(keys, first_row, seq, tile, head, layout: gl.constexpr, ROWS: gl.constexpr):
+    """The pairs of the keys (64,) and ROWS rows of a query head's q."""
+    rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))[None, :]
+    rows, keys = clamped(rows, seq.inner_len), clamped(keys, seq.outer_len)
+    return Pairs(seq.batch_of(tile), head, rows, keys[:, None])
 
 
 @gluon.jit
@@ -74,14 +83,14 @@ def opaque_zero(n):
 
 
 @gluon.constexpr_function
-def waits_for_never(tile_q, softcap):
+def waits_for_never(tile_q, softcap, score):
     """Whether a step waits for `SharedMemory.never`."""
-    return tile_q == WG_ROWS and not softcap
+    return tile_q == WG_ROWS and not softcap and score is None
 
 
 @gluon.jit
 def step(
-    dk, dv, memory, seq, keys, n, inner, dq, scores,
+    dk, dv, memory, seq, tile, head, keys, n, position, dq, scores, mods,
     MASKED: gl.constexpr, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """Add what the n-th tile of q and dout contributes to dK, dV and dQ. ``dq`` is not used."""
@@ -95,6 +104,7 @@ def step(
     operand: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
     stage = memory.q.stage(n)
     zeros = gl.zeros([WG_ROWS, TILE_Q], gl.float32, layout)
+    inner = seq.visited(position, tile)
     zero = opaque_zero(n)
     k_tile = as_matrix(memory.k.index(zero), KEYS, HEAD_DIM)
     own_v = as_matrix(memory.v.index(zero + CONSUMER), WG_ROWS, HEAD_DIM)
@@ -110,12 +120,14 @@ def step(
     s = scores.softcap(warpgroup_mma_wait(1, [s]))
     if not EARLY:
         lse2 = memory.lse2.index(stage).load(layout)
-    p = probabilities(s * scores.scale - lse2)
+    pairs = pairs_of(keys, inner * TILE_Q, seq, tile, head, layout, TILE_Q)
+    changed, slope = mods.differentiate(s, pairs)
+    p = probabilities(changed * scores.scale - lse2)
     if EARLY:
         delta = memory.delta.index(stage).load(layout)
     if MASKED:
-        p = gl.where(visible(keys, inner * TILE_Q, seq, layout, TILE_Q), p, 0.0)
-    if waits_for_never(TILE_Q, scores.SOFTCAP):
+        p = gl.where(mods.hide(visible(keys, inner * TILE_Q, seq, layout, TILE_Q), pairs), p, 0.0)
+    if waits_for_never(TILE_Q, scores.SOFTCAP, mods.SCORE):
         p_operand = unpack_operand(pack_pairs(p, dtype, True), dtype, wide, TILE_Q)
         # Without a branch, ptxas moves the wait for dP above the exponentials.
         mbarrier.wait(memory.never, 1)
@@ -125,6 +137,8 @@ def step(
     if scores.SOFTCAP:
         # The derivative of tanh.
         p *= 1.0 - s * s
+    if mods.SCORE is not None:
+        p *= slope
     dp = warpgroup_mma_wait(0, [dp])
     if not EARLY:
         delta = memory.delta.index(stage).load(layout)
@@ -152,7 +166,7 @@ def step(
 
 @gluon.jit
 def mainloop(
-    STEP: gl.constexpr, dk, dv, memory, tile, seq, keys, n, heads_per_kv, padded_len, dq, scores,
+    STEP: gl.constexpr, dk, dv, memory, tile, seq, keys, n, heads_per_kv, padded_len, dq, scores, mods,
     CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """dK and dV after a STEP for each tile of q and dout that sees the keys, of each query head, and the next n.
@@ -164,15 +178,16 @@ def mainloop(
     left, right = seq.unmasked(tile)
     # Else Triton synchronizes the warp group before the first wait of every step.
     barrier()
-    for _ in range(seq.heads_to_visit(heads_per_kv)):
+    for member in range(seq.heads_to_visit(heads_per_kv)):
+        head = tile.head * heads_per_kv + member
         for inner in range(tile.begin, left):
-            dk, dv = STEP(dk, dv, memory, seq, keys, n, inner, dq, scores, True, CONSUMER, HEAD_DIM)
+            dk, dv = STEP(dk, dv, memory, seq, tile, head, keys, n, inner, dq, scores, mods, True, CONSUMER, HEAD_DIM)
             n += 1
         for inner in range(left, right):
-            dk, dv = STEP(dk, dv, memory, seq, keys, n, inner, dq, scores, False, CONSUMER, HEAD_DIM)
+            dk, dv = STEP(dk, dv, memory, seq, tile, head, keys, n, inner, dq, scores, mods, False, CONSUMER, HEAD_DIM)
             n += 1
         for inner in range(right, tile.end):
-            dk, dv = STEP(dk, dv, memory, seq, keys, n, inner, dq, scores, True, CONSUMER, HEAD_DIM)
+            dk, dv = STEP(dk, dv, memory, seq, tile, head, keys, n, inner, dq, scores, mods, True, CONSUMER, HEAD_DIM)
             n += 1
         if dq is not None:
             dq += gl.to_tensor(padded_len).to(gl.int64) * HEAD_DIM
@@ -181,7 +196,7 @@ def mainloop(
 
 @gluon.jit
 def consumer(
-    CONSUMER: gl.constexpr, tensors, memory, tile_map, heads_per_kv, scale, scores, HEAD_DIM: gl.constexpr,
+    CONSUMER: gl.constexpr, tensors, memory, tile_map, heads_per_kv, scale, scores, mods, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """A consumer warp group: dK and dV of its 64 keys of each tile, and half of every dQ tile."""
     dtype: gl.constexpr = memory.k.dtype
@@ -197,7 +212,7 @@ def consumer(
         first_key = tile.start + CONSUMER * WG_ROWS
         keys = first_key + gl.arange(0, WG_ROWS, layout=gl.SliceLayout(1, layout))
         dk, dv, n = mainloop(
-            step, dk, dv, memory, tile, seq, keys, n, heads_per_kv, None, None, scores, CONSUMER, HEAD_DIM
+            step, dk, dv, memory, tile, seq, keys, n, heads_per_kv, None, None, scores, mods, CONSUMER, HEAD_DIM
         )  # fmt: skip
         mbarrier.arrive(memory.k_empty, count=1)
         # Until no consumer reads dS, whose buffers store dK.

@@ -131,7 +131,7 @@ def load_tile(
     claim_at = n + gl.maximum(heads * (tile.end - tile.begin) - 1 - CLAIM_AHEAD, 0)
     for member in range(heads):
         for inner in range(tile.begin, tile.end):
-            row = seq.rotated(inner, tile, ROTATED) * tile_map.INNER_TILE
+            row = seq.visited(seq.rotated(inner, tile, ROTATED), tile) * tile_map.INNER_TILE
             load_step(tensors, memory, seq, tile, heads_per_kv, member, row, turn, n, first)
             if CLAIM:  # noqa: SIM102 - known when compiled
                 if n == claim_at:
@@ -217,7 +217,7 @@ def dq_reducer(
                     wait_for(turns_added, before)
                 for half in gl.static_range(2):
                     named_barriers.sync(named_barriers.DQ_FULL + half, THREADS)
-                    visited = seq.rotated(inner, tile, ROTATED)
+                    visited = seq.visited(seq.rotated(inner, tile, ROTATED), tile)
                     coords = [first + visited * DQ_ROWS + half * (DQ_ROWS // 2), 0]
                     async_atomic_add(dq, coords, memory.p_or_dq.index(half))
                 if DETERMINISTIC:

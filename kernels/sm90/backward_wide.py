@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward_consumer import buffer_in, epilogue, mainloop, opaque_zero, probabilities, visible
+from .backward_consumer import buffer_in, epilogue, mainloop, opaque_zero, pairs_of, probabilities, visible
 from .lib import named_barriers
 from .lib.mma import WG_ROWS, accumulator, as_matrix
 from .lib.scheduler import STOP
@@ -25,7 +25,7 @@ ROWS = gl.constexpr(WG_ROWS.value // 2)
 
 @gluon.jit
 def wide_step(
-    dk, dv, memory, seq, keys, n, inner, dq_ptr, scores,
+    dk, dv, memory, seq, tile, head, keys, n, position, dq_ptr, scores, mods,
     MASKED: gl.constexpr, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """Add what the n-th tile of q and dout contributes to this warp group's columns of dK, dV and dQ."""
@@ -34,6 +34,8 @@ def wide_step(
     layout: gl.constexpr = accumulator(ROWS)
     stage = memory.q.stage(n)
     zeros = gl.zeros([WG_ROWS, ROWS], gl.float32, layout)
+    inner = seq.visited(position, tile)
+    first_row = inner * WG_ROWS + CONSUMER * ROWS
     zero = opaque_zero(n)
     k_tile = as_matrix(memory.k.index(zero), WG_ROWS, HEAD_DIM)
     v_tile = as_matrix(memory.v.index(zero), WG_ROWS, HEAD_DIM)
@@ -47,13 +49,17 @@ def wide_step(
     own_dout = dout_tile.slice(CONSUMER * ROWS, ROWS, dim=0)
     dp = warpgroup_mma(v_tile, own_dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = scores.softcap(warpgroup_mma_wait(1, [s]))
-    p = probabilities(s * scores.scale - lse2)
+    pairs = pairs_of(keys, first_row, seq, tile, head, layout, ROWS)
+    changed, slope = mods.differentiate(s, pairs)
+    p = probabilities(changed * scores.scale - lse2)
     if MASKED:
-        p = gl.where(visible(keys, inner * WG_ROWS + CONSUMER * ROWS, seq, layout, ROWS), p, 0.0)
+        p = gl.where(mods.hide(visible(keys, first_row, seq, layout, ROWS), pairs), p, 0.0)
     p_tile = memory.p_or_dq.index(n & 1)
     p_tile.slice(CONSUMER * ROWS, ROWS, dim=1).store(p.to(dtype))
     if scores.SOFTCAP:
         p *= 1.0 - s * s
+    if mods.SCORE is not None:
+        p *= slope
     delta = memory.delta.index(stage).slice(CONSUMER * ROWS, ROWS, dim=1).load(layout)
     dp = warpgroup_mma_wait(0, [dp])
     ds_tile = memory.ds.index(n & 1)
@@ -76,7 +82,7 @@ def wide_step(
 
 @gluon.jit
 def wide_consumer(
-    CONSUMER: gl.constexpr, tensors, dq, memory, tile_map, heads_per_kv, padded_len, scale, scores,
+    CONSUMER: gl.constexpr, tensors, dq, memory, tile_map, heads_per_kv, padded_len, scale, scores, mods,
     HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """A consumer warp group: half of the columns of dK, dV and every dQ tile."""
@@ -97,7 +103,7 @@ def wide_consumer(
             (tile.batch_head * heads_per_kv).to(gl.int64) * padded_len * HEAD_DIM + CONSUMER * WG_ROWS * HALF
         )
         dk, dv, n = mainloop(
-            wide_step, dk, dv, memory, tile, seq, keys, n, heads_per_kv, padded_len, first_dq, scores,
+            wide_step, dk, dv, memory, tile, seq, keys, n, heads_per_kv, padded_len, first_dq, scores, mods,
             CONSUMER, HEAD_DIM,
         )  # fmt: skip
         # Until no consumer reads v, P and dS, whose buffers store gradients.

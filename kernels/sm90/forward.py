@@ -11,7 +11,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..versions import async_store
 from .forward_mainloop import mainloop, start_pv, wait_pv
 from .forward_producer import Tensors, new_memory, producer
+from .lib.block_lists import new_block_lists
 from .lib.mma import WG_ROWS, accumulator, as_matrix
+from .lib.mods import Mods
 from .lib.scheduler import RECOMPUTE, STOP
 from .lib.softmax import ScoreScale
 from .lib.tile_map import TileMap
@@ -23,7 +25,7 @@ DYNAMIC = ("batch_heads", "heads", "heads_per_kv", "q_len", "k_len", "left", "ri
 
 @gluon.jit
 def consumer(
-    CONSUMER: gl.constexpr, tensors, memory, tile_map, scores, SEPARATE_OUT: gl.constexpr,
+    CONSUMER: gl.constexpr, tensors, memory, tile_map, scores, mods, SEPARATE_OUT: gl.constexpr,
 ):  # fmt: skip
     """A consumer warp group: attention of its 64 rows of each tile."""
     layout: gl.constexpr = accumulator(tile_map.INNER_TILE)
@@ -38,7 +40,7 @@ def consumer(
         rows = first_row + gl.arange(0, WG_ROWS, layout=gl.SliceLayout(1, layout))
         memory.q.wait_full(turn)
         softmax, p, out, out_tail, n, updated = mainloop(
-            tensors, memory, seq, tile, rows, n, recompute, scores, CONSUMER
+            tensors, memory, seq, tile, rows, n, recompute, scores, mods, CONSUMER
         )
         if SEPARATE_OUT:
             memory.q.release(turn)
@@ -87,19 +89,20 @@ def epilogue(
 
 @gluon.jit(do_not_specialize=DYNAMIC)
 def forward_kernel(
-    q, k, v, out, q_tail, k_tail, v_tail, out_tail, lse, workspace, cu_seqlens_q, cu_seqlens_k,
-    batch_heads, heads, heads_per_kv, q_len, k_len, left, right, section, scale, softcap_scale, sequences,
+    q, k, v, out, q_tail, k_tail, v_tail, out_tail, lse, workspace, cu_seqlens_q, cu_seqlens_k, captured, blocks,
+    batch_heads, heads, heads_per_kv, q_len, k_len, left, right, section, scale, softcap_scale, natural, sequences,
     HEAD_DIM: gl.constexpr, K_TAIL: gl.constexpr, V_TAIL: gl.constexpr,
     TILE_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    SEPARATE_OUT: gl.constexpr, PERSISTENT: gl.constexpr,
+    MASK: gl.constexpr, SCORE: gl.constexpr, SEPARATE_OUT: gl.constexpr, PERSISTENT: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid: as many CTAs as the GPU runs at once, or fewer.
 
     q to out are TMA descriptors of HEAD_DIM columns; tails are those of the remaining columns, None where there are
     none (`Tensors`). workspace: int32, a counter and the retry list (`lib.scheduler`). scale and softcap_scale: see
-    `ScoreScale`; cu_seqlens and sequences: see `lib.varlen`; other names: see `TileMap` and `tiles.ForwardConfig`.
+    `ScoreScale`; captured, natural, MASK, SCORE: see `Mods`; blocks: see `lib.block_lists`; cu_seqlens and sequences:
+    see `lib.varlen`; other names: see `TileMap` and `tiles.ForwardConfig`.
     """
     if K_TAIL == 0:
         q_tail, k_tail = q, k
@@ -109,27 +112,31 @@ def forward_kernel(
         q, k, v, out, q_tail, k_tail, v_tail, out_tail, lse, workspace, HEAD_DIM, K_TAIL, V_TAIL
     )  # fmt: skip
     scores = ScoreScale(scale, softcap_scale, SOFTCAP)
+    if captured is None:
+        captured = ()
+    mods = Mods(captured, natural, MASK, SCORE, MASK is not None or SCORE is not None)
     varlen = new_varlen(cu_seqlens_q, cu_seqlens_k, sequences, BOTTOM_RIGHT)
     tile_map = TileMap(
-        batch_heads, heads, q_len, k_len, left, right, section, varlen, CONSUMERS * WG_ROWS, TILE_K, LEFT, RIGHT
+        batch_heads, heads, q_len, k_len, left, right, section, varlen, new_block_lists(blocks, sequences),
+        CONSUMERS * WG_ROWS, TILE_K, LEFT, RIGHT, MASK is not None and blocks is None,
     )  # fmt: skip
     memory = new_memory(tensors, CONSUMERS, STAGES, SEPARATE_OUT, varlen.VARLEN)
     fence_async_shared()
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (consumer, (0, tensors, memory, tile_map, scores, SEPARATE_OUT)),
+            (consumer, (0, tensors, memory, tile_map, scores, mods, SEPARATE_OUT)),
             (producer, (tensors, memory, tile_map, heads_per_kv, PERSISTENT)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
-            (consumer, (0, tensors, memory, tile_map, scores, SEPARATE_OUT)),
-            (consumer, (1, tensors, memory, tile_map, scores, SEPARATE_OUT)),
+            (consumer, (0, tensors, memory, tile_map, scores, mods, SEPARATE_OUT)),
+            (consumer, (1, tensors, memory, tile_map, scores, mods, SEPARATE_OUT)),
             (producer, (tensors, memory, tile_map, heads_per_kv, PERSISTENT)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (0, tensors, memory, tile_map, scores, SEPARATE_OUT)),
-            (consumer, (1, tensors, memory, tile_map, scores, SEPARATE_OUT)),
-            (consumer, (2, tensors, memory, tile_map, scores, SEPARATE_OUT)),
+            (consumer, (0, tensors, memory, tile_map, scores, mods, SEPARATE_OUT)),
+            (consumer, (1, tensors, memory, tile_map, scores, mods, SEPARATE_OUT)),
+            (consumer, (2, tensors, memory, tile_map, scores, mods, SEPARATE_OUT)),
             (producer, (tensors, memory, tile_map, heads_per_kv, PERSISTENT)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

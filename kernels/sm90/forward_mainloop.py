@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from .lib.mma import WG_ROWS, accumulator, as_matrix, pack_pairs, unpack_operand
+from .lib.mods import Pairs, clamped
 from .lib.softmax import first_update
 
 
@@ -63,28 +64,49 @@ def visible(rows, first_column, seq, layout: gl.constexpr):
 
 
 @gluon.jit
+def pairs_of(rows, first_column, seq, tile, layout: gl.constexpr, LAST: gl.constexpr):
+    """The pairs of the rows (64,) and a tile of columns, of which all exist unless it may be the LAST."""
+    columns = first_column + gl.arange(0, seq.INNER_TILE, layout=gl.SliceLayout(0, layout))[None, :]
+    if LAST:
+        columns = clamped(columns, seq.inner_len)
+    return Pairs(seq.batch_of(tile), tile.head, clamped(rows, seq.outer_len)[:, None], columns)
+
+
+@gluon.jit
+def changed_scores(s, scores, mods, rows, inner, seq, tile, MASKED: gl.constexpr, LAST: gl.constexpr):
+    """The scores of a product S with an inner tile of columns, perhaps the LAST; -inf where MASKED and hidden."""
+    layout: gl.constexpr = accumulator(seq.INNER_TILE)
+    pairs = None
+    if mods.ANY:
+        pairs = pairs_of(rows, inner * seq.INNER_TILE, seq, tile, layout, LAST)
+    s = mods.change(scores.softcap(s), pairs)
+    if MASKED:
+        s = gl.where(mods.hide(visible(rows, inner * seq.INNER_TILE, seq, layout), pairs), s, float("-inf"))
+    return s
+
+
+@gluon.jit
 def step(
-    softmax, p, out, out_tail, tensors, memory, seq, rows, n, inner, more, scores,
+    softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, position, scores, mods,
     RESCALE: gl.constexpr, MASKED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Issue S of the n-th tile, then out += P v of the tile before; compute the new P while the latter runs.
 
-    The tile of k has arrived; ``more`` says whether another follows. RESCALE: see `OnlineSoftmax`.
+    The tile of k has arrived; another follows unless ``position`` is the tile's first. RESCALE: see `OnlineSoftmax`.
     """
     TILE_K: gl.constexpr = seq.INNER_TILE
     PV_PRODUCTS: gl.constexpr = 1 if tensors.V_TAIL == 0 else 2
+    inner = seq.visited(position, tile)
     pending = start_qk(tensors, memory, n, CONSUMER, TILE_K)
     memory.v.wait_full(n - 1)
     out, out_tail, operand = start_pv(p, out, out_tail, tensors, memory, n - 1, TILE_K)
-    s = scores.softcap(warpgroup_mma_wait(PV_PRODUCTS, [pending]))
-    if MASKED:
-        s = gl.where(visible(rows, inner * TILE_K, seq, accumulator(TILE_K)), s, float("-inf"))
+    s = changed_scores(warpgroup_mma_wait(PV_PRODUCTS, [pending]), scores, mods, rows, inner, seq, tile, MASKED, MASKED)
     if RESCALE:
         softmax, p, rescale = softmax.update_rescaling(s, scores.scale)
     else:
         softmax, p = softmax.update(s, scores.scale)
     # Also a basic-block boundary: without one, ptxas moves the wait for out above the exponentials.
-    memory.k.wait_full(n + 1, more)
+    memory.k.wait_full(n + 1, position > tile.begin)
     out, out_tail = wait_pv(out, out_tail, operand, tensors.V_TAIL)
     memory.k.release(n)
     if RESCALE:
@@ -95,18 +117,19 @@ def step(
 
 
 @gluon.jit
-def first_step(tensors, memory, seq, tile, rows, n, scores, CONSUMER: gl.constexpr):
+def first_step(tensors, memory, seq, tile, rows, n, scores, mods, CONSUMER: gl.constexpr):
     """The softmax and P of a tile's first inner tile, the last along k, and zeros for the output and its tail."""
     TILE_K: gl.constexpr = seq.INNER_TILE
     memory.k.wait_full(n)
     s = start_qk(tensors, memory, n, CONSUMER, TILE_K)
-    s = scores.softcap(warpgroup_mma_wait(0, [s]))
+    s = warpgroup_mma_wait(0, [s])
     memory.k.release(n)
-    inner = tile.end - 1
-    if seq.RIGHT:  # noqa: SIM114 - known when compiled, and then no branch
-        s = gl.where(visible(rows, inner * TILE_K, seq, accumulator(TILE_K)), s, float("-inf"))
-    elif (tile.whole_begin > inner) | seq.ends_partially(tile):
-        s = gl.where(visible(rows, inner * TILE_K, seq, accumulator(TILE_K)), s, float("-inf"))
+    inner = seq.visited(tile.end - 1, tile)
+    ANY_MASK: gl.constexpr = seq.RIGHT or mods.ANY
+    s = changed_scores(s, scores, mods, rows, inner, seq, tile, ANY_MASK, True)
+    if not ANY_MASK:  # noqa: SIM102 - known when compiled
+        if (tile.whole_begin > inner) | seq.ends_partially(tile):
+            s = gl.where(visible(rows, inner * TILE_K, seq, accumulator(TILE_K)), s, float("-inf"))
     softmax, p = first_update(s, scores.scale)
     p = pack_pairs(p, memory.k.buffers.dtype)
     out = gl.zeros([WG_ROWS, tensors.HEAD_DIM], gl.float32, accumulator(tensors.HEAD_DIM))
@@ -117,34 +140,34 @@ def first_step(tensors, memory, seq, tile, rows, n, scores, CONSUMER: gl.constex
 
 
 @gluon.jit
-def mainloop(tensors, memory, seq, tile, rows, n, recompute, scores, CONSUMER: gl.constexpr):
+def mainloop(tensors, memory, seq, tile, rows, n, recompute, scores, mods, CONSUMER: gl.constexpr):
     """A tile's softmax, last P, unnormalized output, number of the last inner tile, and whether `update` was called.
 
     ``recompute``: rescale in every step, after an overflow.
     """
-    softmax, p, out, out_tail = first_step(tensors, memory, seq, tile, rows, n, scores, CONSUMER)
+    softmax, p, out, out_tail = first_step(tensors, memory, seq, tile, rows, n, scores, mods, CONSUMER)
     memory.k.wait_full(n + 1, tile.begin < tile.end - 1)
     right = gl.maximum(gl.minimum(tile.whole_end, tile.end - 1), tile.begin)
     left = gl.maximum(gl.minimum(tile.whole_begin, right), tile.begin)
     update_end = left
     if recompute:
         update_end = right
-    for inner in range(tile.end - 2, right - 1, -1):
+    for position in range(tile.end - 2, right - 1, -1):
         n += 1
         softmax, p, out, out_tail = step(
-            softmax, p, out, out_tail, tensors, memory, seq, rows, n, inner, inner > tile.begin, scores,
+            softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, position, scores, mods,
             True, True, CONSUMER,
         )  # fmt: skip
-    for inner in range(right - 1, update_end - 1, -1):
+    for position in range(right - 1, update_end - 1, -1):
         n += 1
         softmax, p, out, out_tail = step(
-            softmax, p, out, out_tail, tensors, memory, seq, rows, n, inner, inner > tile.begin, scores,
+            softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, position, scores, mods,
             False, False, CONSUMER,
         )  # fmt: skip
-    for inner in range(update_end - 1, tile.begin - 1, -1):
+    for position in range(update_end - 1, tile.begin - 1, -1):
         n += 1
         softmax, p, out, out_tail = step(
-            softmax, p, out, out_tail, tensors, memory, seq, rows, n, inner, inner > tile.begin, scores,
+            softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, position, scores, mods,
             True, seq.LEFT, CONSUMER,
         )  # fmt: skip
     return softmax, p, out, out_tail, n, right > update_end

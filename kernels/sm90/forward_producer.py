@@ -129,7 +129,8 @@ def load_tile(tensors, memory, tile_map, heads_per_kv, command, index, turn, n, 
     kv_head = tile.head // heads_per_kv
     following = tile_map.num_tiles()
     claim_at = gl.minimum(tile.begin + CLAIM_AHEAD, tile.end - 1)
-    for inner in range(tile.end - 1, tile.begin - 1, -1):
+    for position in range(tile.end - 1, tile.begin - 1, -1):
+        inner = seq.visited(position, tile)
         coords = seq.inner_coords(tile.batch, kv_head, inner * TILE_K, 0)
         memory.k.wait_empty(n)
         tail_coords = seq.inner_coords(tile.batch, kv_head, inner * TILE_K, tensors.HEAD_DIM)
@@ -137,11 +138,11 @@ def load_tile(tensors, memory, tile_map, heads_per_kv, command, index, turn, n, 
         async_load(tensors.k, coords, memory.k.full_barrier(n), memory.k.buffer(n))
         if tensors.K_TAIL > 0:
             async_load(tensors.k_tail, tail_coords, memory.k.full_barrier(n), memory.k_tail.index(memory.k.stage(n)))
-        if inner == tile.end - 1:
+        if position == tile.end - 1:
             # After the first k, whose buffer is free before q's is.
             load_q(tensors, memory, seq, tile, turn, K_BYTES)
         if CLAIM:  # noqa: SIM102 - known when compiled
-            if inner == claim_at:
+            if position == claim_at:
                 following = claim_next(tensors.workspace, tile_map)
         memory.v.wait_empty(n + 1)
         mbarrier.expect(memory.v.full_barrier(n), TILE_K * V_BYTES)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -10,12 +11,14 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..call import ALIGNMENT, Band, Call
+from ..bound_mods import BoundMods, block_operand
+from ..call import ALIGNMENT, Band, Call, Options, Wanted
 from ..launching import Launch
 from ..lib.softmax import LOG2_E
 from ..versions import default_ptx_options
 from .backward_producer import DQ_ROW
 from .lib.mma import WG_ROWS
+from .lib.mods import in_gluon
 from .lib.varlen import BOUND, PADDING
 from .tiles import (
     BACKWARD,
@@ -89,7 +92,7 @@ def forward_tiles(call: Call) -> tuple[SplitHeadDim, ForwardConfig, int]:
     """How heads are held, the configuration, and the number of tiles of a forward."""
     split = split_head_dim(call.head_dim, call.v_head_dim)
     assert split is not None
-    config = forward_config(split, call.band, call.k_len, is_packed=call.is_packed)
+    config = forward_config(split, call.band, call.k_len, is_packed=call.is_packed, has_rules=call.has_rules)
     per_head = tiles_per_head(call.q_len, config.consumers * ROWS, num_sequences(call))
     return split, config, call.q.shape[:-2].numel() * per_head
 
@@ -140,14 +143,30 @@ def heads_per_section(x: Tensor, batch_heads: int, group: int = 1) -> int:
     return group * (distinct // sections)
 
 
-def score_scales(scale: float, softcap: float | None) -> tuple[float, float]:
-    """The numbers of `lib.softmax.ScoreScale`."""
-    if softcap is None:
-        return scale * LOG2_E.value, 0.0
-    return softcap * LOG2_E.value, scale / softcap
+def score_scales(options: Options) -> tuple[float, float, float]:
+    """The numbers of `lib.softmax.ScoreScale`, and ``natural`` of `lib.mods.Mods`."""
+    softcap = options.softcap
+    natural, inside = (options.scale, 0.0) if softcap is None else (softcap, options.scale / softcap)
+    # Score changes give natural scores.
+    return (LOG2_E.value if len(options.scores) > 0 else natural * LOG2_E.value), inside, natural
 
 
-def common_constants(call: Call, config: ForwardConfig | BackwardConfig) -> dict[str, int]:
+def bound_mods(call: Call) -> BoundMods:
+    """A call's rules, without the soft cap, which these kernels compute themselves."""
+    return BoundMods.of(dataclasses.replace(call, options=call.options._replace(softcap=None)), Wanted())
+
+
+def mods_operands(call: Call, lists: Tensor | None) -> tuple[Any, ...]:
+    """The tensors of rules, and the lists of blocks, of a launch."""
+    return bound_mods(call).captured(call.aux, itself), block_operand(lists, itself)
+
+
+def itself(tensor: Tensor) -> Tensor:
+    """What a launch reads of a tensor the first time."""
+    return tensor
+
+
+def common_constants(call: Call, config: ForwardConfig | BackwardConfig) -> dict[str, Any]:
     """What both kernels are compiled for: a call's mask and soft cap, and registers."""
     left, right = call.band
     return {
@@ -155,6 +174,7 @@ def common_constants(call: Call, config: ForwardConfig | BackwardConfig) -> dict
         "RIGHT": right is not None,
         "BOTTOM_RIGHT": call.is_packed and call.options.bottom_right,
         "SOFTCAP": call.options.softcap is not None,
+        **bound_mods(call).code(backward=isinstance(config, BackwardConfig), into=in_gluon),
         "PRODUCER_REGISTERS": config.producer_registers,
         "CONSUMER_REGISTERS": config.consumer_registers,
     }
@@ -180,11 +200,12 @@ def forward_launch(call: Call, out: Tensor, lse: Tensor, workspace: Tensor, num_
             *(tma_descriptor(x, rows, head_dim, is_packed=packed) for x, rows, _ in tiled),
             *(tma_descriptor(x, rows, tail, is_packed=packed) if tail else None for x, rows, tail in tiled),
             *(lse, workspace, call.aux.cu_seqlens_q, call.aux.cu_seqlens_k),
+            *mods_operands(call, call.aux.block_rows),
         ),
         (
             *(batch * heads, heads, group, call.q_len, call.k_len, *band_arguments(call.band)),
             heads_per_section(k, batch * heads, group),
-            *score_scales(call.options.scale, call.options.softcap),
+            *score_scales(call.options),
             num_sequences(call),
         ),
         constants,
@@ -213,7 +234,7 @@ def backward_launch(
     deterministic = call.options.deterministic
     constants = {
         "HEAD_DIM": head_dim, "TILE_Q": config.tile_q, "TILE_K": config.tile_k, "STAGES": config.stages,
-        "DETERMINISTIC": deterministic, "ROTATED": config.rotated and not deterministic,
+        "DETERMINISTIC": deterministic, "ROTATED": config.rotated and not deterministic and not call.has_rules,
         "PERSISTENT": num_sms < num_tiles, **common_constants(call, config),
     }  # fmt: skip
     return Launch(
@@ -223,11 +244,12 @@ def backward_launch(
             *(float32_descriptor(x, 1, config.tile_q) for x in (lse2, delta)),
             *(tma_descriptor(x, ROWS, columns, is_packed=call.is_packed) for x in (dk, dv)),
             *(*accumulated, workspace, call.aux.cu_seqlens_q, call.aux.cu_seqlens_k),
+            *mods_operands(call, call.aux.block_columns),
         ),
         (
             *(batch * heads, heads, q.shape[1] // heads, call.q_len, call.k_len, buffers.rows),
             *(*band_arguments(call.band), heads_per_section(q, batch * heads), call.options.scale),
-            *score_scales(call.options.scale, call.options.softcap),
+            *score_scales(call.options),
             num_sequences(call),
         ),
         constants,

@@ -111,12 +111,13 @@ def padded_head_dim(head_dim: int) -> int:
     return next(columns for columns in HEAD_DIMS if columns >= head_dim)
 
 
-def forward_config(split: SplitHeadDim, band: Band, k_len: int, *, is_packed: bool) -> ForwardConfig:
+def forward_config(split: SplitHeadDim, band: Band, k_len: int, *, is_packed: bool, has_rules: bool) -> ForwardConfig:
     """The configuration of a forward call."""
     head_dim, k_tail, _ = split
     if is_packed:
         return FORWARD_VARLEN[head_dim, k_tail]
-    uneven_or_few = band != (None, None) or k_len <= SHORT_LENGTH
+    # Lists of blocks have 128 rows each.
+    uneven_or_few = band != (None, None) or k_len <= SHORT_LENGTH or has_rules
     return FORWARD_SPLIT[head_dim, k_tail, uneven_or_few] if k_tail else FORWARD[head_dim, uneven_or_few]
 
 

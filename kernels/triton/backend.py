@@ -34,7 +34,7 @@ def supports(call: Call) -> str | None:
     return None if call.aux.cache_lengths is None else _unsupported_decoding(call)
 
 
-def supports_backward(call: Call) -> str | None:
+def supports_backward(call: Call, wanted: Wanted) -> str | None:
     """Why the backward of a call cannot be computed here; None if it can."""
     if call.aux.cache_lengths is not None:
         return "decoding has no backward"

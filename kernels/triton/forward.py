@@ -10,7 +10,7 @@ from ..lib.softmax import LOG2_E
 from .lib.masks import block_list, block_ranges, key_ranges, tile_of
 from .lib.matmul import dot, dot_rows, load, negated, split, store
 from .lib.matrix import matrix
-from .lib.pairs import HeadInfo, existing, keep_mask, visible_pairs
+from .lib.pairs import HeadInfo, clamped, keep_mask, visible_pairs
 from .lib.pow2 import LOW, TOP, pow2_scale
 from .lib.softmax import SMALLEST, softmax_finish, softmax_start, softmax_step
 from .lib.varlen import UNSPECIALIZED, length_to_visit, program_tile, sequences_of
@@ -48,12 +48,12 @@ def forward_step(
         s = raw_scores(q_tile, queries, first_row, keys, first_column, MASKED, FLIP, C)
     rows = first_row + tl.arange(0, C.TILE_Q)[:, None]
     columns = first_column + tl.arange(0, C.TILE_K)[None, :]
-    exists = existing(rows, columns, head, MASKED)
     if SCORE is not None:
-        s = SCORE(s * scale, head.batch, head.head, rows, columns, exists, head.captured[1])
+        row, column = clamped(rows, columns, head, MASKED)
+        s = SCORE(s * scale, head.batch, head.head, row, column, head.captured[1])
         scale = LOG2_E
     if MASKED:
-        s = tl.where(visible_pairs(rows, columns, exists, head, C.LEFT, C.RIGHT, MASK), s, float("-inf"))
+        s = tl.where(visible_pairs(rows, columns, head, C.LEFT, C.RIGHT, MASK), s, float("-inf"))
     state, p, rescale = softmax_step(state, s, scale, SHIFT, len(q_tile) == 1)
     if head.seed is not None:
         p = tl.where(keep_mask(first_row, first_column, head, C.TILE_Q, C.TILE_K, False), p, 0.0)

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import triton
 from torch import Tensor
 
+from ..bound_mods import Read, block_operand, packed_operand
 from ..call import Aux
 from ..launching import Launch
 from ..lib.softmax import LOG2_E
 from . import tiles
-from .bound_mods import Read, block_operand, packed_operand
 from .halves import Input
 from .problem import Problem, is_pipelined, stride_multiples
 from .tiles import WIDEST_TILE, TileConfig, lookup

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..bound_mods import Term
 from ..call import Aux
 from ..lib.reductions import locate_rows
 from ..mods import AXES
-from .bound_mods import Term
 
 AXES_LEFT = {name: ("batch", "head", name) for name in ("row", "column", "distance")}
 """The axes of a buffer."""

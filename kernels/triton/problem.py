@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..bound_mods import UNBOUNDED, BoundMods
 from ..call import Call, Wanted
-from .bound_mods import UNBOUNDED, BoundMods
 from .tiles import Precision, TileConfig, columns_of_a_tile
 
 

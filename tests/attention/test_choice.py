@@ -194,7 +194,7 @@ def test_the_backward_may_be_another_backend_s(flash_device, no_plans, monkeypat
         return triton.module.plan_forward(call)
 
     monkeypatch.setattr(sm90, "supports", lambda call: None)
-    monkeypatch.setattr(sm90, "supports_backward", lambda call: "it has no backward for this")
+    monkeypatch.setattr(sm90, "supports_backward", lambda call, wanted: "it has no backward for this")
     monkeypatch.setattr(sm90.module, "plan_forward", plan_forward, raising=False)
     inputs = make_inputs(Shapes.of(1, q_len=9, d=16), dtype=HALF, device=flash_device)
     explanation = explain(*inputs[:3], impl="flash")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cs336_systems.kernels.call import MAX_LENGTH, Aux, Call, Options
+from cs336_systems.kernels.call import MAX_LENGTH, Aux, Call, Options, Wanted
 from cs336_systems.kernels.triton import backend
 
 
@@ -35,7 +35,7 @@ def test_calls_that_are_computed(on):
     ):
         for device in ("cpu", "cuda"):
             assert backend.supports(on(call, device)) is None
-            assert backend.supports_backward(call) is None
+            assert backend.supports_backward(call, Wanted()) is None
 
 
 REASONS = {
@@ -64,7 +64,7 @@ REASONS = {
 def test_reasons(on, name):
     call, device, reason = REASONS[name]
     assert backend.supports(on(call, device)) == reason
-    assert backend.supports_backward(call) == reason
+    assert backend.supports_backward(call, Wanted()) == reason
 
 
 def test_gpus_that_are_too_old_or_interpreted(on, monkeypatch):
@@ -92,4 +92,4 @@ def test_decoding_takes_a_window_and_a_softcap_alone(on, options, aux, given):
     assert backend.supports(on(made(aux=Aux(cache_lengths=lengths), **DECODING))) is None
     call = on(made(aux=Aux(cache_lengths=lengths, **aux), **DECODING | options))
     assert backend.supports(call) == f"its decoding kernels take a window and a softcap alone; got {given}"
-    assert backend.supports_backward(call) == "decoding has no backward"
+    assert backend.supports_backward(call, Wanted()) == "decoding has no backward"

@@ -24,7 +24,7 @@ TEMPLATES = {
     "floor": "tl.floor({0})",
     "ceil": "tl.ceil({0})",
     "tanh": "tanh({0})",
-    "sigmoid": "tl.sigmoid({0})",
+    "sigmoid": "sigmoid({0})",
     "reciprocal": "(1.0 / {0})",
     "relu": "tl.maximum({0}, 0.0)",
     "square": "({0} * {0})",

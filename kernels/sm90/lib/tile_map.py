@@ -7,6 +7,7 @@ inner one k; the backward's are k and q.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .block_lists import BlockLists
 from .struct import struct
 from .varlen import Varlen, tma_coords
 
@@ -16,6 +17,7 @@ class Tile:
     """A tile of outer rows, from ``start`` on, and the inner tiles [begin, end) of which any of its rows sees a part.
 
     Every row sees all of the inner tiles [whole_begin, whole_end), and a part of one after them unless it sees nothing.
+    With lists of blocks these are places in the list, from its end to its beginning, and ``entry`` is where it begins.
     """
 
     batch_head: gl.tensor
@@ -26,6 +28,7 @@ class Tile:
     whole_begin: gl.tensor
     whole_end: gl.tensor
     end: gl.tensor
+    entry: gl.tensor
 
 
 @struct
@@ -38,6 +41,8 @@ class TileMap:
     Outer row i sees the inner rows from i + left (if LEFT) to i + right (if RIGHT). With packed sequences, lengths are
     those of the tensors and limits those of equally long sequences; `tile_at` also returns the tile map of the tile's
     sequence, in which both are the sequence's.
+
+    With lists of blocks inner tiles are those of the lists; with MASKED, where a mask has none, any pair may be hidden.
     """
 
     batch_heads: gl.tensor
@@ -48,10 +53,12 @@ class TileMap:
     right: gl.tensor
     section: gl.tensor
     varlen: Varlen
+    blocks: BlockLists
     OUTER_TILE: gl.constexpr
     INNER_TILE: gl.constexpr
     LEFT: gl.constexpr
     RIGHT: gl.constexpr
+    MASKED: gl.constexpr
 
     @gluon.jit
     def tiles_per_head(self):
@@ -99,7 +106,7 @@ class TileMap:
             shift = inner_len - outer_len
         return TileMap(
             self.batch_heads, self.heads, outer_len, inner_len, self.left + shift, self.right + shift, self.section,
-            varlen, self.OUTER_TILE, self.INNER_TILE, self.LEFT, self.RIGHT,
+            varlen, self.blocks, self.OUTER_TILE, self.INNER_TILE, self.LEFT, self.RIGHT, self.MASKED,
         )  # fmt: skip
 
     @gluon.jit
@@ -160,10 +167,32 @@ class TileMap:
         begin = gl.minimum(begin // self.INNER_TILE, end - 1)
         whole_end = gl.maximum(last, 0) // self.INNER_TILE
         whole_begin = gl.cdiv(whole_begin, self.INNER_TILE)
+        if self.MASKED:
+            whole_end *= 0
+        entry = self.blocks.entry(batch, head, start)
+        if self.blocks.LISTED:
+            begin = 0
+            whole_begin = 0
+            whole_end, end = self.blocks.count(entry, self.INNER_TILE)
         return Tile(
             batch * self.heads + head, batch, head, start,
-            gl.to_tensor(begin), gl.to_tensor(whole_begin), whole_end, end,
+            gl.to_tensor(begin), gl.to_tensor(whole_begin), whole_end, end, entry,
         )  # fmt: skip
+
+    @gluon.jit
+    def visited(self, inner_tile, tile):
+        """The inner tile at a place between a tile's ``begin`` and ``end``."""
+        if self.blocks.LISTED:
+            inner_tile = self.blocks.inner_tile(tile.entry, tile.end - 1 - inner_tile, self.INNER_TILE)
+        return inner_tile
+
+    @gluon.jit
+    def batch_of(self, tile):
+        """What rules take for the batch entry: of packed sequences the sequence."""
+        batch = tile.batch
+        if self.varlen.VARLEN:
+            batch = self.varlen.index
+        return batch
 
     @gluon.jit
     def rotated(self, inner_tile, tile, ROTATED: gl.constexpr):
@@ -202,7 +231,7 @@ class TileMap:
         """
         left = gl.minimum(gl.maximum(tile.whole_begin, tile.begin), tile.end)
         right = gl.minimum(gl.maximum(tile.whole_end, left), tile.end)
-        if not (self.LEFT or self.RIGHT):
+        if not (self.LEFT or self.RIGHT or self.MASKED or self.blocks.LISTED):
             right = tile.end
         if tile.start + self.OUTER_TILE > self.outer_len:
             left = tile.end

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ...lib.softmax import LOG2_E
-from .pairs import existing, visible_pairs
+from .pairs import clamped, visible_pairs
 from .softmax import recompute_p
 
 
@@ -18,16 +18,16 @@ def probabilities(
     SCORE: tl.constexpr, SHIFT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """A tile of P, the slope d score / d (scaled q @ k.T) of the score rules, and their gradient terms."""
-    exists = existing(rows, columns, head, CHECK_COLUMNS)
     slope = 1.0
     terms = ()
     if SCORE is not None:
-        scores, slope, terms = SCORE(s * scales.s, head.batch, head.head, rows, columns, exists, head.captured[1])
+        row, column = clamped(rows, columns, head, CHECK_COLUMNS)
+        scores, slope, terms = SCORE(s * scales.s, head.batch, head.head, row, column, head.captured[1])
         p = recompute_p(scores, LOG2_E, lse, SHIFT)
     else:
         p = recompute_p(s, scales.s_log2, lse, SHIFT)
     if MASKED:
-        p = tl.where(visible_pairs(rows, columns, exists, head, C.LEFT, C.RIGHT, MASK), p, 0.0)
+        p = tl.where(visible_pairs(rows, columns, head, C.LEFT, C.RIGHT, MASK), p, 0.0)
     return p, slope, terms
 
 

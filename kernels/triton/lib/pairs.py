@@ -1,4 +1,4 @@
-"""Pairs of a query row and a key column: which exist, which are visible, and which probabilities dropout keeps."""
+"""Pairs of a query row and a key column: which are visible, and which probabilities dropout keeps."""
 
 from typing import NamedTuple
 
@@ -31,20 +31,21 @@ class HeadInfo(NamedTuple):
 
 
 @triton.jit
-def existing(rows, columns, head, CHECK_COLUMNS: tl.constexpr):
-    """Whether each pair's row, and with CHECK_COLUMNS its column, exists. The arguments broadcast."""
-    exists = (rows < head.q_len) & tl.full(columns.shape, 1, tl.int1)
+def clamped(rows, columns, head, CHECK_COLUMNS: tl.constexpr):
+    """The nearest rows, and with CHECK_COLUMNS columns, that exist: what rules captured has elements for no others."""
+    rows = tl.maximum(tl.minimum(rows, head.q_len - 1), 0)
     if CHECK_COLUMNS:
-        exists = exists & (columns < head.k_len)
-    return exists
+        columns = tl.maximum(tl.minimum(columns, head.k_len - 1), 0)
+    return rows, columns
 
 
 @triton.jit
-def visible_pairs(rows, columns, exists, head, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr):
+def visible_pairs(rows, columns, head, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr):
     """Whether each row sees each column, by the band and by the mask rules MASK."""
     seen = visible(rows, columns, head.k_len, head.left, head.right, LEFT, RIGHT)
     if MASK is not None:
-        seen = seen & MASK(head.batch, head.head, rows, columns, exists, head.captured[0])
+        row, column = clamped(rows, columns, head, True)
+        seen = seen & MASK(head.batch, head.head, row, column, head.captured[0])
     return seen
 
 

@@ -20,7 +20,9 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 
-from cs336_systems.kernels.call import NO_AUX, Aux, Call, Options
+from cs336_systems.attention import variants
+from cs336_systems.attention.mods import score_mod
+from cs336_systems.kernels.call import BLOCK, NO_AUX, Aux, Call, Options
 from cs336_systems.kernels.inspection import Report, compile_for, rows_of
 from cs336_systems.kernels.sm90 import launches
 from cs336_systems.kernels.sm90.backward import backward_kernel
@@ -35,14 +37,44 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def bent(score: torch.Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.Tensor:
+    """A score_mod whose derivative needs the score."""
+    return score.tanh() * (h + 1) - (q_idx - kv_idx).abs() * 0.1
+
+
+def rules_of(name: str | None, length: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options and tensors of a mask, listed or not, or of a score change."""
+    if name is None:
+        return {}, {}
+    ids, lists = (
+        empty(2, length, dtype=torch.int32),
+        empty(2, 1, length // BLOCK, 2 + length // BLOCK, dtype=torch.int32),
+    )
+    if name.startswith("document"):
+        mask = variants.document(ids)
+        listed = {"block_rows": lists, "block_columns": lists} if name == "document_listed" else {}
+        return {"mask": mask.expression}, {"mask_aux": mask.tensors, **listed}
+    scores = {
+        "alibi": lambda: variants.alibi(empty(1, 8), 0),
+        "bias": lambda: variants.bias(empty(1, 8, length, length, dtype=torch.bfloat16)),
+        "relative_bias": lambda: variants.relative_bias(empty(8, 2 * length - 1)),
+        "bent": lambda: score_mod(bent),
+    }[name]()
+    return {"scores": scores.expression}, {"score_aux": scores.tensors}
+
+
 def call_of(
-    d: int, band: str, dtype: torch.dtype, softcap: float | None, length: int, is_packed: bool, deterministic: bool
-) -> Call:
+    d: int, band: str, dtype: torch.dtype, softcap: float | None, length: int, is_packed: bool, deterministic: bool,
+    rules: str | None,
+) -> Call:  # fmt: skip
     """(2, 8, length, d) q and (2, 2, length, d) k and v, or packed in a batch of one."""
     q, k, v = (empty(1 if is_packed else 2, heads, length, d, dtype=dtype) for heads in (8, 2, 2))
     starts = empty(9, dtype=torch.int32)
-    aux = Aux(cu_seqlens_q=starts, cu_seqlens_k=starts) if is_packed else NO_AUX
-    return Call(q, k, v, Options(0.1, *BANDS[band], softcap=softcap, deterministic=deterministic), aux)
+    more, tensors = rules_of(rules, length)
+    if is_packed:
+        tensors |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    options = Options(0.1, *BANDS[band], softcap=softcap, deterministic=deterministic, **more)
+    return Call(q, k, v, options, Aux(**tensors) if tensors else NO_AUX)
 
 
 def compile_one(
@@ -54,9 +86,10 @@ def compile_one(
     length: int = 8192,
     is_packed: bool = False,
     deterministic: bool = False,
+    rules: str | None = None,
 ) -> tuple[dict[str, Any], Report]:
     """Which kernel it is, and the report on it."""
-    call = call_of(head_dim, band, getattr(torch, dtype), softcap, length, is_packed, deterministic)
+    call = call_of(head_dim, band, getattr(torch, dtype), softcap, length, is_packed, deterministic, rules)
     workspace = empty(1, dtype=torch.int32)
     if name == "forward":
         launch = launches.forward_launch(call, call.q, empty(*call.q.shape[:-1]), workspace, SMS)
@@ -74,6 +107,7 @@ def compile_one(
         "dtype": dtype,
         "softcap": softcap,
         "packed": is_packed,
+        "rules": rules,
         "exponentials": exponentials,  # of a thread, for a tile
     }
     return about, compile_for(90, forward_kernel if name == "forward" else backward_kernel, launch)

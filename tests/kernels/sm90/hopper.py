@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,6 +12,8 @@ from cs336_systems.kernels.sm90 import backend
 from cs336_systems.kernels.versions import why_not_gluon
 from cs336_systems.testing import starts_of
 
+from .emulator import emulated
+
 on_hopper = [
     pytest.mark.gpu,
     pytest.mark.skipif(
@@ -17,6 +21,16 @@ on_hopper = [
         reason="needs a Hopper GPU and a version of Triton that the kernels are written for",
     ),
 ]
+
+KERNELS = ["emulated", pytest.param("hopper", marks=on_hopper)]
+"""Which kernels a test of both is for."""
+
+
+@pytest.fixture
+def kernels(request: pytest.FixtureRequest) -> tuple[Any, str]:
+    """A backend by the name of `KERNELS`, and the device of its tensors."""
+    return (emulated().backend, "cpu") if request.param == "emulated" else (backend, "cuda")
+
 
 BANDS = {
     "none": {},
@@ -41,11 +55,12 @@ def oracle_settings(*, causal=False, window=(None, None), softcap=None):
     return {"causal": causal, "features": {name: value for name, value in features.items() if value is not None}}
 
 
-def compute(inputs, options, aux=NO_AUX, *, calls=2):
+def compute(inputs, options, aux=NO_AUX, *, calls=2, backend=backend):
     """Values and gradients of the last of several calls of one plan: the first compiles, others launch what it kept."""
     q, k, v, dout, dlse = inputs
     call = Call(q, k, v, options, aux)
-    assert backend.supports_backward(call) is None
+    assert backend.unsupported_call(call) is None
+    assert backend.unsupported_backward(call, Wanted()) is None
     forward = backend.plan_forward(call)
     for _ in range(calls):
         out, lse = forward(q, k, v, aux)

@@ -51,9 +51,6 @@ def test_supported_calls(qkv, options, aux):
         (tensors(), Options(0.0), NO_AUX, "needs a positive scale; got 0.0"),
         (tensors(), Options(-1.0), NO_AUX, "got -1.0"),
         (tensors(), Options(0.1, dropout_p=0.5), Aux(sinks=torch.zeros(4)), "got dropout, sinks"),
-        (tensors(), Options(0.1, mask=("m", ())), NO_AUX, "got mask"),
-        (tensors(), Options(0.1, softcap=2.0, scores=(("alibi", (None,)),)), NO_AUX, "got scores"),
-        (tensors(), OPTIONS, Aux(block_rows=STARTS), "got block lists"),
         (tensors(), OPTIONS, Aux(cache_lengths=STARTS), "got cache_lengths"),
         (tensors(), OPTIONS, PACKED, "needs packed sequences in a batch of 1; got 2"),
         (tensors(4, 1 << 30, 64), OPTIONS, PACKED, f"at most {1 << 29} packed rows"),
@@ -91,10 +88,12 @@ def test_split_head_dims(dims, split):
 def test_the_backward_supports_fewer_deterministic_calls(monkeypatch):
     monkeypatch.setattr(backend, "unsupported_device", lambda device: None)
     deterministic = Options(0.1, deterministic=True)
-    assert backend.supports_backward(Call(*tensors(2, 9, 136), OPTIONS)) is None
-    assert backend.supports_backward(Call(*tensors(2, 9, 128), deterministic)) is None
-    assert "above 128 in no fixed order" in backend.supports_backward(Call(*tensors(2, 9, 136), deterministic))
-    assert "packed sequences" in backend.supports_backward(Call(*tensors(2, 9, 64), deterministic, PACKED))
+    assert backend.supports_backward(Call(*tensors(2, 9, 136), OPTIONS), Wanted()) is None
+    assert backend.supports_backward(Call(*tensors(2, 9, 128), deterministic), Wanted()) is None
+    assert "above 128 in no fixed order" in backend.supports_backward(
+        Call(*tensors(2, 9, 136), deterministic), Wanted()
+    )
+    assert "packed sequences" in backend.supports_backward(Call(*tensors(2, 9, 64), deterministic, PACKED), Wanted())
 
 
 def test_devices_and_versions(monkeypatch):
@@ -199,7 +198,7 @@ def test_backward_launches(calls, monkeypatch, num_sms, d, with_dlse, is_packed)
     assert main[:9] == (*[x.data_ptr() for x in (call.q,)], prepare[1], call.k.data_ptr(), call.v.data_ptr(),
                         *prepare[4:6], *[x.data_ptr() for x in gradients[1:3]], prepare[6])  # fmt: skip
     assert main[9] == turns
-    assert main[-2:] == tuple(starts)
+    assert main[-4:] == (*starts, None, None)
     assert finish == (prepare[6], gradients.q.data_ptr(), starts[0])
     keys = 64 if d == 256 else 128
     tiles = 2 * (300 // keys + 5 + 1) if is_packed else 4 * -(-300 // keys)

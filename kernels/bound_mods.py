@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .. import rules
-from ..call import Aux, Call, Wanted
-from ..mods import DISTANCE, registry
-from ..rules import Leaf, Mask, Scores, mask_code, score_code, structure_of
+from . import rules
+from .call import Aux, Call, Wanted
+from .mods import DISTANCE, registry
+from .rules import Leaf, Mask, Scores, mask_code, score_code, structure_of
 
 UNBOUNDED = 2**31 - 1
 """The length limit of packed sequences where none is given."""
@@ -24,11 +24,10 @@ Read = Callable[[Tensor], Any]
 
 
 class View(NamedTuple):
-    """A captured tensor: its position in the aux tuple, its strides (None for axes of size 1) and its sizes."""
+    """A captured tensor: its position in the aux tuple, and its strides, None for axes of size 1."""
 
     position: int
     strides: tuple[int | None, ...]
-    sizes: tuple[int, ...]
 
 
 class Term(NamedTuple):
@@ -81,14 +80,14 @@ class BoundMods:
                 positions.append(rules.Wanted(rule, slot))
         return cls(options.mask, scores, mask_args, score_args, tuple(terms), tuple(positions))
 
-    def code(self, *, backward: bool) -> dict[str, Any]:
-        """The kernels' compile-time functions MASK and SCORE."""
+    def code(self, *, backward: bool, into: Callable[[Any], Any] = lambda function: function) -> dict[str, Any]:
+        """The kernels' compile-time functions MASK and SCORE, as ``into`` makes them of Triton's."""
         code: dict[str, Any] = {"MASK": None, "SCORE": None}
         if self.mask is not None:
-            code["MASK"] = mask_code(structure_of(self.mask))
+            code["MASK"] = into(mask_code(structure_of(self.mask)))
         if self.scores:
             both = score_code(structure_of(self.scores), self.positions)
-            code["SCORE"] = both.differentiate if backward else both.apply
+            code["SCORE"] = into(both.differentiate if backward else both.apply)
         return code
 
     def captured(self, aux: Aux, read: Read) -> tuple[Any, ...] | None:
@@ -104,6 +103,19 @@ class BoundMods:
     def max_slope(self, keep_scale: float) -> float:
         """The largest factor by which rules and dropout multiply score gradients."""
         return max(1.0, rules.steepest(self.scores) * max(1.0, keep_scale))
+
+
+def axes_read(call: Call) -> set[str]:
+    """The axes along which what a call's rules captured has several elements that they read."""
+    found: set[str] = set()
+    leaves = [*rules.leaves(call.options.mask), *call.options.scores]
+    tensors = iter((*call.aux.mask_aux, *call.aux.score_aux))
+    for name, captured in leaves:
+        for slot in (slot for slot, item in enumerate(captured) if item is None):
+            tensor = next(tensors)
+            sizes = zip(registry[name].axes.get(slot, ()), tensor.shape, strict=False)
+            found |= {axis for axis, size in sizes if size > 1}
+    return found
 
 
 def block_operand(lists: Tensor | None, read: Read) -> tuple[Any, ...] | None:
@@ -129,9 +141,8 @@ def _bind(leaves: Sequence[Leaf], tensors: Sequence[Tensor]) -> tuple[tuple[Any,
         for slot, item in enumerate(captured):
             if item is None:
                 tensor = tensors[len(slots)]
-                sizes = tuple(tensor.shape)
-                strides = [None if size == 1 else step for size, step in zip(sizes, tensor.stride(), strict=True)]
-                arguments.append(View(len(slots), tuple(strides), sizes))
+                axes = zip(tensor.shape, tensor.stride(), strict=True)
+                arguments.append(View(len(slots), tuple([None if size == 1 else step for size, step in axes])))
                 slots.append((rule, slot))
             else:
                 arguments.append(item)
@@ -145,4 +156,4 @@ def _term(index: int, leaf: Leaf, slot: int, tensor: Tensor) -> Term:
 
 
 def _fill(arguments: tuple[Any, ...], tensors: Sequence[Tensor], read: Read) -> tuple[Any, ...]:
-    return tuple([(read(tensors[x.position]), x.strides, x.sizes) if isinstance(x, View) else x for x in arguments])
+    return tuple([(read(tensors[x.position]), x.strides) if isinstance(x, View) else x for x in arguments])

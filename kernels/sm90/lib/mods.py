@@ -1,0 +1,83 @@
+"""A call's rules in the kernels for Hopper: score changes and a mask; see `cs336_systems.kernels.rules`."""
+
+import functools
+import types
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .struct import struct
+
+
+def in_gluon(function):
+    """A `jit` function of `cs336_systems.kernels.language`, and those that it calls, as one that these kernels call."""
+    return _twin(function.fn)
+
+
+@functools.cache
+def _twin(python):
+    scope = dict(python.__globals__)
+    for name in python.__code__.co_names:
+        value = scope.get(name)
+        if value is tl:
+            scope[name] = gl
+        elif hasattr(value, "fn"):
+            scope[name] = in_gluon(value)
+    return gluon.jit(types.FunctionType(python.__code__, scope, python.__name__))
+
+
+@struct
+class Mods:
+    """What becomes of scores, and which pairs are visible.
+
+    captured: what the rules of MASK and those of SCORE captured, two tuples. natural: factor from scores after
+    `ScoreScale.softcap` to those that SCORE takes. MASK and SCORE: see `rules`, or None. ANY: whether
+    there is one of them.
+    """
+
+    captured: gl.tuple
+    natural: gl.tensor
+    MASK: gl.constexpr
+    SCORE: gl.constexpr
+    ANY: gl.constexpr
+
+    @gluon.jit
+    def change(self, s, pairs):
+        """Scores (natural ones with SCORE)."""
+        if self.SCORE is not None:
+            s = self.SCORE(s * self.natural, pairs.batch, pairs.head, pairs.rows, pairs.columns, self.captured[1])
+        return s
+
+    @gluon.jit
+    def differentiate(self, s, pairs):
+        """The same, and their derivative by those before."""
+        slope = 1.0
+        if self.SCORE is not None:
+            s, slope, _ = self.SCORE(
+                s * self.natural, pairs.batch, pairs.head, pairs.rows, pairs.columns, self.captured[1]
+            )  # fmt: skip
+        return s, slope
+
+    @gluon.jit
+    def hide(self, seen, pairs):
+        """Which of the pairs that are seen MASK leaves."""
+        if self.MASK is not None:
+            seen = seen & self.MASK(pairs.batch, pairs.head, pairs.rows, pairs.columns, self.captured[0])
+        return seen
+
+
+@struct
+class Pairs:
+    """A tile of pairs of query rows and key columns, which broadcast: where they are, clamped to those that exist."""
+
+    batch: gl.tensor
+    head: gl.tensor
+    rows: gl.tensor
+    columns: gl.tensor
+
+
+@gluon.jit
+def clamped(places, length):
+    """The nearest places that exist of ``length``."""
+    return gl.maximum(gl.minimum(places, length - 1), 0)

@@ -1,0 +1,117 @@
+"""The kernels for Hopper on a CPU: what they compute, and that the emulator notices what would hang or be wrong."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from cs336_systems.kernels.call import Call
+from cs336_systems.testing import Shapes, assert_packed_within_budget, assert_within_budget, make_inputs, make_packed
+
+from .emulator import emulated
+from .hopper import BANDS, compute, options_of, oracle_settings, packed_aux
+
+SHAPES = {
+    "square": Shapes((1, 2, 260, 0), (1, 2, 260, 0), (1, 2, 260, 0)),
+    "grouped": Shapes((2, 4, 130, 0), (2, 2, 130, 0), (2, 2, 130, 0)),
+    "more_keys": Shapes((1, 2, 65, 0), (1, 1, 333, 0), (1, 1, 333, 0)),
+    "more_queries": Shapes((1, 2, 300, 0), (1, 2, 70, 0), (1, 2, 70, 0)),
+    "one_query": Shapes((2, 2, 1, 0), (2, 2, 65, 0), (2, 2, 65, 0)),
+}
+DIMS = [(64, 64), (128, 128), (256, 256), (80, 80), (192, 128)]
+
+
+def inputs_of(shape, d, dv=None, dtype=torch.bfloat16):
+    shapes = Shapes(*[(*x[:-1], columns) for x, columns in zip(SHAPES[shape], (d, d, dv or d), strict=True)])
+    return make_inputs(shapes, dtype=dtype)
+
+
+def results(inputs, **arguments):
+    return compute(inputs, options_of(inputs.q.shape[-1], **arguments), calls=1, backend=emulated().backend)
+
+
+def check(inputs, *, deterministic=False, **arguments):
+    actual = results(inputs, deterministic=deterministic, **arguments)
+    settings = oracle_settings(**arguments)
+    assert_within_budget(actual, inputs, **settings)
+    return actual
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("band", ["none", "causal", "window"])
+def test_results_are_within_the_budget(shape, band):
+    check(inputs_of(shape, 64), **BANDS[band])
+
+
+@pytest.mark.parametrize("band", ["none", "causal", "around"])
+@pytest.mark.parametrize(("d", "dv"), DIMS[1:])
+def test_head_dimensions(d, dv, band):
+    check(inputs_of("grouped", d, dv), **BANDS[band])
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_softcap_and_float16(d):
+    inputs = inputs_of("grouped", d, dtype=torch.float16)
+    inputs.q.mul_(4.0)
+    check(inputs, causal="bottom_right", softcap=2.0)
+
+
+@pytest.mark.parametrize("band", ["none", "causal"])
+def test_tiles_that_overflow_are_computed_again(band):
+    inputs = inputs_of("square", 64)
+    inputs.q[:, 1, :, 0], inputs.k[:, 1, 3, 0] = 20.0, 400.0
+    check(inputs, **BANDS[band])
+
+
+@pytest.mark.parametrize("band", ["none", "causal", "window_alone"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_deterministic_gradients(d, band):
+    inputs = inputs_of("more_keys", d)
+    first, again = (check(inputs, deterministic=True, **BANDS[band]) for _ in range(2))
+    assert torch.equal(first["dq"], again["dq"])
+
+
+@pytest.mark.parametrize("band", ["none", "causal", "top_left", "window"])
+@pytest.mark.parametrize("d", [64, 256])
+def test_packed_sequences(d, band):
+    lengths = [(70, 90), (0, 4), (129, 129), (1, 0), (40, 33)]
+    inputs = make_packed(lengths, heads=(4, 2), d=d, beyond=5, dtype=torch.bfloat16)
+    q, k, v, dout = (x.transpose(0, 1)[None] for x in inputs[:4])
+    options = options_of(d, **BANDS[band])
+    packed = inputs._replace(q=q, k=k, v=v, dout=dout, dlse=inputs.dlse[None])
+    computed = compute(packed, options, packed_aux(lengths, "cpu"), calls=1, backend=emulated().backend)
+    actual = {name: x[0] if name == "lse" else x[0].transpose(0, 1) for name, x in computed.items()}
+    assert_packed_within_budget(actual, inputs, lengths, **oracle_settings(**BANDS[band]))
+
+
+def test_nan_stays_in_its_head():
+    inputs = inputs_of("grouped", 64)
+    inputs.k[1, 1, 5, 7] = math.nan
+    out = results(inputs)["out"]
+    assert out[1, 2:].isnan().all()
+    assert out[0].isfinite().all()
+    assert out[1, :2].isfinite().all()
+
+
+def never_released(memory, n):
+    """In place of a release."""
+
+
+@pytest.mark.parametrize("pipeline", ["Pipeline", "NamedPipeline"])
+def test_a_role_that_waits_forever_is_noticed(monkeypatch, pipeline):
+    monkeypatch.setattr(getattr(emulated().pipeline, pipeline), "release", never_released)
+    with pytest.raises(RuntimeError, match="all roles wait"):
+        results(inputs_of("square", 64))
+
+
+def test_what_was_never_written_is_noticed(monkeypatch):
+    """Shared memory holds NaN before."""
+    monkeypatch.setattr(emulated().forward_producer, "async_load", lambda desc, coords, barrier, buffer: barrier.arrive(
+        0, came=buffer.numel * 2
+    ))  # fmt: skip
+    out, _ = emulated().backend.plan_forward(Call(*inputs_of("one_query", 64)[:3], options_of(64)))(
+        *inputs_of("one_query", 64)[:3]
+    )
+    assert out.isnan().any()

@@ -1,0 +1,147 @@
+"""Masks and score changes by the kernels for Hopper, emulated and on one: values and gradients against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cs336_systems.attention import variants
+from cs336_systems.attention.call import Arguments, make_call
+from cs336_systems.attention.mods import mask_mod, score_mod
+from cs336_systems.kernels.call import Wanted
+from cs336_systems.testing import Shapes, assert_packed_within_budget, assert_within_budget, make_inputs, make_packed
+
+from .hopper import KERNELS, compute, kernels, options_of, packed_aux  # noqa: F401 - a fixture
+
+each_kernel = pytest.mark.parametrize("kernels", KERNELS, indirect=True)
+
+
+def sizes(q_len=200, k_len=None, d=64, heads=(2, 2), dv=None):
+    return Shapes.of(2, q_len=q_len, k_len=k_len or q_len, d=d, dv=dv or d, q_heads=heads[0], kv_heads=heads[1])
+
+
+def numbers(device, *shape):
+    return torch.randn(shape, device=device)
+
+
+def documents(device, length, every=37):
+    return (torch.arange(length, device=device) + torch.tensor([[0], [3]], device=device)) // every
+
+
+def listed(mask, q_len, k_len=None, **asked):
+    return mask.with_blocks(q_len, k_len or q_len, **asked)
+
+
+def distances(device):
+    return variants.relative_bias(numbers(device, 2, 399))
+
+
+def by_heads(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx).abs() % (h + 2) != 1
+
+
+def late_and_large(score, b, h, q_idx, kv_idx):
+    """Raises what is visited last beyond what P can be relative to the first scores."""
+    return score + torch.where(kv_idx < 70, 200.0, 0.0)
+
+
+CASES = {
+    "document": (sizes(), {"causal": True}, lambda on: {"mask": variants.document(documents(on, 200))}),
+    "document_listed": (
+        sizes(500), {"causal": True},
+        lambda on: {"mask": listed(variants.document(documents(on, 500)), 500, causal=True)},
+    ),
+    "listed_window": (
+        sizes(700), {"causal": True},
+        lambda on: {
+            "mask": listed(variants.document(documents(on, 700, 300)), 700, causal=True, window=(90, None)),
+            "window": (90, None),
+        },
+    ),
+    "prefix_listed": (
+        sizes(300), {},
+        lambda on: {"mask": listed(variants.prefix(torch.tensor([50, 130], device=on)) | variants.causal(), 300)},
+    ),
+    "by_heads": (sizes(heads=(4, 2)), {}, lambda on: {"mask": mask_mod(by_heads)}),
+    "by_heads_listed": (sizes(300), {}, lambda on: {"mask": listed(mask_mod(by_heads), 300, heads=2, device=on)}),
+    "dense_mask": (sizes(130, 270), {}, lambda on: {"mask": torch.rand(2, 2, 130, 270, device=on) < 0.6}),
+    "padded_keys": (sizes(heads=(4, 1)), {}, lambda on: {"mask": torch.rand(2, 1, 1, 200, device=on) < 0.6}),
+    "alibi": (sizes(), {"causal": True}, lambda on: {"alibi_slopes": torch.rand(2, device=on)}),
+    "alibi_128": (sizes(d=128), {}, lambda on: {"alibi_slopes": torch.rand(2, 2, device=on)}),
+    "bias": (sizes(), {}, lambda on: {"bias": numbers(on, 2, 2, 200, 200)}),
+    "bias_128": (sizes(130, 210, d=128), {"causal": True}, lambda on: {"bias": numbers(on, 2, 130, 210).bfloat16()}),
+    "relative_bias": (sizes(d=128), {}, lambda on: {"window": (60, 20), "scores": distances(on)}),
+    "bent": (
+        sizes(d=128), {},
+        lambda on: {"scores": score_mod(lambda s, b, h, q, k: s.tanh() * 3 + (s * 2).sigmoid()), "softcap": 5.0},
+    ),
+    "bent_256": (
+        sizes(d=256), {"causal": True},
+        lambda on: {"scores": score_mod(lambda s, b, h, q, k: s.tanh() * 3 - s * h), "mask": variants.dilated(3)},
+    ),
+    "block_local_256": (sizes(300, d=256), {}, lambda on: {"mask": listed(variants.block_local(128), 300, device=on)}),
+    "tails": (sizes(d=80), {}, lambda on: {"scores": score_mod(lambda s, b, h, q, k: s * 0.5 + (q > k) * 1.0)}),
+    "late_and_large": (sizes(300), {}, lambda on: {"scores": score_mod(late_and_large)}),
+    "nothing": (sizes(), {}, lambda on: {"mask": mask_mod(lambda b, h, q, k: q < 0)}),
+    "nothing_listed": (sizes(), {}, lambda on: {"mask": listed(mask_mod(lambda b, h, q, k: q < 0), 200, device=on)}),
+    "more_keys": (
+        sizes(70, 500, heads=(4, 1)), {"causal": True},
+        lambda on: {
+            "mask": mask_mod(lambda b, h, q, k: (k * 7 + q) % 5 < 3),
+            "scores": score_mod(lambda s, b, h, q, k: s * 1.5),
+        },
+    ),
+}  # fmt: skip
+
+
+@each_kernel
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_within_the_budget(kernels, name):  # noqa: F811
+    backend, device = kernels
+    shapes, settings, features = CASES[name]
+    torch.manual_seed(len(name))
+    inputs, given = make_inputs(shapes, dtype=torch.bfloat16, device=device), features(device)
+    call = make_call(*inputs[:3], Arguments.of(**settings, **given))
+    actual = compute(inputs, call.options, call.aux, backend=backend)
+    assert_within_budget(actual, inputs, **settings, features=given)
+
+
+@each_kernel
+def test_rules_count_packed_rows_from_where_a_sequence_begins(kernels):  # noqa: F811
+    backend, device = kernels
+    lengths = [(70, 90), (0, 4), (129, 129), (1, 0), (40, 33)]
+    given = {
+        "mask": mask_mod(lambda b, h, q, k: (2 * q + k + h) % 3 != 0),
+        "scores": score_mod(lambda s, b, h, q, k: s - (h + 1) * (q - 2 * k).abs() * 0.1),
+    }
+    inputs = make_packed(lengths, heads=(4, 2), d=64, beyond=5, dtype=torch.bfloat16, device=device)
+    q, k, v, dout = (x.transpose(0, 1)[None] for x in inputs[:4])
+    options = options_of(64, causal=True)._replace(mask=given["mask"].expression, scores=given["scores"].expression)
+    packed = inputs._replace(q=q, k=k, v=v, dout=dout, dlse=inputs.dlse[None])
+    computed = compute(packed, options, packed_aux(lengths, device), backend=backend)
+    actual = {name: x[0] if name == "lse" else x[0].transpose(0, 1) for name, x in computed.items()}
+    assert_packed_within_budget(actual, inputs, lengths, causal=True, features=given)
+
+
+def test_what_the_backward_leaves_to_others():
+    from cs336_systems.kernels.sm90.backend import unsupported_backward, unsupported_call
+
+    def call(**arguments):
+        shapes = sizes(heads=(4, 2))
+        return make_call(*make_inputs(shapes, dtype=torch.bfloat16)[:3], Arguments.of(**arguments))
+
+    bias = torch.zeros(200, 200, requires_grad=True)
+    assert unsupported_backward(call(bias=bias), call(bias=bias).wanted) == (
+        "computes no gradients of what score changes captured"
+    )
+    apart = listed(mask_mod(by_heads), 200, heads=4)
+    assert unsupported_backward(call(mask=apart), Wanted()) == (
+        "needs the same listed blocks for all heads that share keys"
+    )
+    together = call(mask=listed(variants.block_local(64), 200), deterministic=True)
+    assert unsupported_backward(together, Wanted()) == (
+        "adds up dQ of listed blocks in no fixed order, which deterministic=True needs"
+    )
+    q, k, v = (x[:, 0] for x in make_inputs(sizes(), dtype=torch.bfloat16)[:3])
+    without_heads = make_call(q, k, v, Arguments.of(mask=variants.block_local(64)))
+    assert unsupported_call(without_heads) == "needs an axis of heads for masks and score changes"
