@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..bound_mods import axes_read, block_operand
 from ..call import ALIGNMENT, NO_AUX, Aux, Call, Gradients, Options, Wanted, one_a_row
+from ..lib.reductions import sink_gradient
 from ..torch_names import raw_stream
 from .tiles import BACKWARD, HEAD_DIMS, split_head_dim
 
@@ -57,7 +58,8 @@ def supports_backward(call: Call, wanted: Wanted) -> str | None:
 def unproven(call: Call) -> str | None:
     """None, or why the portable kernels compute a call that these can."""
     # They are right when emulated (tests/kernels/sm90), and compile without spills in their loops.
-    return "computes masks and score changes in a way that has not run on a GPU yet" if call.has_rules else None
+    new = call.has_rules or call.aux.sinks is not None
+    return "computes masks, score changes and sinks in a way that has not run on a GPU yet" if new else None
 
 
 def unsupported_device(device: torch.device) -> str | None:
@@ -86,12 +88,11 @@ def unsupported_call(call: Call) -> str | None:
         return f"needs a positive scale; got {options.scale}"
     features = {
         "dropout": options.dropout_p > 0,
-        "sinks": aux.sinks is not None,
         "cache_lengths": aux.cache_lengths is not None,
     }
     if any(features.values()):
         asked = ", ".join(name for name, is_asked in features.items() if is_asked)
-        return f"computes no sinks, dropout and cache_lengths; got {asked}"
+        return f"computes no dropout and no cache_lengths; got {asked}"
     if call.has_rules and call.q.ndim == 3:
         return "needs an axis of heads for masks and score changes"
     if call.is_packed and not axes_read(call) <= {"batch", "head"}:
@@ -164,6 +165,7 @@ def plan_forward(call: Call) -> Forward:
             tails = tensors if split.v_tail else (*tensors[:2], None, None)
         starts = _starts(aux) if is_packed else NO_STARTS
         addresses = *tensors, *tails, lse.data_ptr(), workspace.data_ptr(), *starts, *operands(aux, aux.block_rows)
+        addresses += (None if aux.sinks is None else aux.sinks.data_ptr(),)
         launch(addresses, _described, forward_launch, options, q, k, v, aux, out, lse, workspace, num_sms)
         return out, lse
 
@@ -173,7 +175,7 @@ def plan_forward(call: Call) -> Forward:
 def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted: Wanted) -> Backward:
     """A function of q, k, v, out, lse, dout, dlse and aux that returns the gradients of q, k and v.
 
-    out and dout: as ``call``, for their metadata alone. has_dlse and wanted: not needed by these kernels.
+    out and dout: as ``call``, for their metadata alone. has_dlse: not needed by these kernels.
     """
     from .. import launching
     from .backward import backward_kernel
@@ -187,6 +189,7 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
     new_dq, new_dk, new_dv = (launching.output_like(x, x.shape[-1]) for x in (call.q, call.k, call.v))
     copies_dout = not _has_tma_strides(dout) or dout.data_ptr() % ALIGNMENT != 0
     copies_out = out.stride(-1) != 1
+    is_packed, q_len = call.is_packed, call.q_len  # no tensor is kept
     operands = _mods_of(call)
     prepare, launch, finish = map(launching.Launcher, (prepare_kernel, backward_kernel, finish_kernel))
 
@@ -216,7 +219,12 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
         )
         launch(addresses, _described, backward_launch, *inputs, dout, dk, dv, buffers, memory, workspace, num_sms)
         finish((sums_ptr, dq.data_ptr(), cu_seqlens_q), _described, finish_launch, *inputs, dq, buffers, memory)
-        return Gradients(dq, dk, dv, None, (None,) * len(aux.score_aux))
+        dsinks = None
+        if wanted.sinks and aux.sinks is not None:
+            padded = buffers.views(memory)[1]
+            delta = _delta_of(out, dout, dlse) if is_packed else padded[:, :q_len].reshape(lse.shape)
+            dsinks = sink_gradient(aux.sinks, lse, delta)
+        return Gradients(dq, dk, dv, dsinks, (None,) * len(aux.score_aux))
 
     return run
 
@@ -226,6 +234,12 @@ def _described(
 ) -> Any:
     """The launch that ``make`` describes of a call and other arguments."""
     return make(Call(q, k, v, options, aux), *others)
+
+
+def _delta_of(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """rowsum(out * dout) - dlse, of packed rows, which lie elsewhere in the buffers of the backward."""
+    delta = (out.float() * dout.float()).sum(-1)
+    return delta if dlse is None else delta - dlse
 
 
 def _mods_of(call: Call) -> Callable[[Aux, Tensor | None], tuple[Any, Any]]:

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from ..lib.softmax import LOG2_E
 from ..versions import async_store
 from .forward_mainloop import mainloop, start_pv, wait_pv
 from .forward_producer import Tensors, new_memory, producer
@@ -52,7 +53,10 @@ def consumer(
         if tensors.V_TAIL > 0:
             ok = ok & softmax.is_overflow_free(out_tail, updated, scores.scale)
         ok = ok | recompute
-        inverse_sum, row_lse = softmax.finalize(scores.scale)
+        sink = None
+        if tensors.SINKS:
+            sink = gl.load(tensors.sinks + tile.head).to(gl.float32) * LOG2_E
+        inverse_sum, row_lse = softmax.finalize(scores.scale, sink)
         lse = tile_map.per_row(tensors.lse, tile, seq)
         epilogue(out, out_tail, inverse_sum, row_lse, lse, rows, tensors, memory, seq, tile, first_row, CONSUMER)
         if not SEPARATE_OUT:
@@ -89,7 +93,7 @@ def epilogue(
 
 @gluon.jit(do_not_specialize=DYNAMIC)
 def forward_kernel(
-    q, k, v, out, q_tail, k_tail, v_tail, out_tail, lse, workspace, cu_seqlens_q, cu_seqlens_k, captured, blocks,
+    q, k, v, out, q_tail, k_tail, v_tail, out_tail, lse, workspace, cu_seqlens_q, cu_seqlens_k, captured, blocks, sinks,
     batch_heads, heads, heads_per_kv, q_len, k_len, left, right, section, scale, softcap_scale, natural, sequences,
     HEAD_DIM: gl.constexpr, K_TAIL: gl.constexpr, V_TAIL: gl.constexpr,
     TILE_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
@@ -101,15 +105,18 @@ def forward_kernel(
 
     q to out are TMA descriptors of HEAD_DIM columns; tails are those of the remaining columns, None where there are
     none (`Tensors`). workspace: int32, a counter and the retry list (`lib.scheduler`). scale and softcap_scale: see
-    `ScoreScale`; captured, natural, MASK, SCORE: see `Mods`; blocks: see `lib.block_lists`; cu_seqlens and sequences:
-    see `lib.varlen`; other names: see `TileMap` and `tiles.ForwardConfig`.
+    `ScoreScale`; captured, natural, MASK, SCORE: see `Mods`; blocks: see `lib.block_lists`; sinks: a logit for each
+    head, or None; cu_seqlens and sequences: see `lib.varlen`; other names: see `TileMap` and `tiles.ForwardConfig`.
     """
     if K_TAIL == 0:
         q_tail, k_tail = q, k
     if V_TAIL == 0:
         v_tail, out_tail = v, out
+    SINKS: gl.constexpr = sinks is not None
+    if not SINKS:
+        sinks = lse
     tensors = Tensors(
-        q, k, v, out, q_tail, k_tail, v_tail, out_tail, lse, workspace, HEAD_DIM, K_TAIL, V_TAIL
+        q, k, v, out, q_tail, k_tail, v_tail, out_tail, lse, workspace, sinks, HEAD_DIM, K_TAIL, V_TAIL, SINKS
     )  # fmt: skip
     scores = ScoreScale(scale, softcap_scale, SOFTCAP)
     if captured is None:

@@ -25,7 +25,8 @@ from .lib.struct import struct
 
 @struct
 class Tensors:
-    """Tensors in global memory: TMA descriptors, the log-sum-exp, and the workspace (`lib.scheduler`).
+    """Tensors in global memory: TMA descriptors, the log-sum-exp, the workspace (`lib.scheduler`), and
+    with SINKS a logit for each head.
 
     Tails are the columns beyond HEAD_DIM of a split head dimension: K_TAIL of q and k, V_TAIL of v and out, perhaps 0.
     """
@@ -40,9 +41,11 @@ class Tensors:
     out_tail: tma.tensor_descriptor
     lse: gl.tensor
     workspace: gl.tensor
+    sinks: gl.tensor
     HEAD_DIM: gl.constexpr
     K_TAIL: gl.constexpr
     V_TAIL: gl.constexpr
+    SINKS: gl.constexpr
 
 
 @struct

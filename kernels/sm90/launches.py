@@ -200,7 +200,7 @@ def forward_launch(call: Call, out: Tensor, lse: Tensor, workspace: Tensor, num_
             *(tma_descriptor(x, rows, head_dim, is_packed=packed) for x, rows, _ in tiled),
             *(tma_descriptor(x, rows, tail, is_packed=packed) if tail else None for x, rows, tail in tiled),
             *(lse, workspace, call.aux.cu_seqlens_q, call.aux.cu_seqlens_k),
-            *mods_operands(call, call.aux.block_rows),
+            *(*mods_operands(call, call.aux.block_rows), call.aux.sinks),
         ),
         (
             *(batch * heads, heads, group, call.q_len, call.k_len, *band_arguments(call.band)),

@@ -87,17 +87,25 @@ class OnlineSoftmax:
         return gl.convert_layout(gl.sum(self.sums, 1), self.pivot.type.layout)
 
     @gluon.jit
-    def finalize(self, scale):
+    def finalize(self, scale, sink):
         """Each row's 1 / sum, and the natural log-sum-exp of its scaled scores.
 
-        They are 0 and -inf where a row saw nothing, or only scores that are -inf.
+        They are 0 and -inf where a row saw nothing, or only scores that are -inf. sink: the exponent of 2 of a logit
+        that joins every row's sum, and is a row's log-sum-exp in place of -inf; or None.
         """
         totals = self.row_sums()
         row_max = finite(self.pivot) * scale
         empty = (totals == 0.0) | (row_max == float("-inf"))
+        nothing = float("-inf")
+        if sink is not None:
+            nothing = sink * LN_2
+            totals += gl.exp2(sink - row_max)
         # A score of +inf makes P NaN, and out with it, but not the log-sum-exp.
         lse = gl.where(row_max == float("inf"), row_max, (row_max + gl.log2(totals)) * LN_2)
-        return gl.where(empty, 0.0, 1.0 / totals), gl.where(empty, float("-inf"), lse)
+        if sink is not None:
+            # So far above all scores that nothing of them is left.
+            lse = gl.where((totals == float("inf")) & (sink > row_max), nothing, lse)
+        return gl.where(empty, 0.0, 1.0 / totals), gl.where(empty, nothing, lse)
 
     @gluon.jit
     def is_overflow_free(self, out, updated, scale):

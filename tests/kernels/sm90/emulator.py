@@ -214,7 +214,8 @@ class Launch:
     def _run(self, job: Callable[[], None], cta: Cta, warps: int) -> None:
         here.cta, here.warps = cta, warps
         try:
-            job()
+            with torch.no_grad():
+                job()
         except BaseException as failure:
             self.failure = self.failure or failure
         with self.changed:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cs336_systems.kernels.call import NO_AUX, Aux, Call, Options, Wanted
+from cs336_systems.kernels.call import NO_AUX, Aux, Call, Options
 from cs336_systems.kernels.sm90 import backend
 from cs336_systems.kernels.versions import why_not_gluon
 from cs336_systems.testing import starts_of
@@ -59,15 +59,17 @@ def compute(inputs, options, aux=NO_AUX, *, calls=2, backend=backend):
     """Values and gradients of the last of several calls of one plan: the first compiles, others launch what it kept."""
     q, k, v, dout, dlse = inputs
     call = Call(q, k, v, options, aux)
+    wanted = call.wanted._replace(score_aux=())
     assert backend.unsupported_call(call) is None
-    assert backend.unsupported_backward(call, Wanted()) is None
+    assert backend.unsupported_backward(call, wanted) is None
     forward = backend.plan_forward(call)
     for _ in range(calls):
         out, lse = forward(q, k, v, aux)
-    backward = backend.plan_backward(call, out, dout, True, Wanted())
+    backward = backend.plan_backward(call, out, dout, True, wanted)
     for _ in range(calls):
         gradients = backward(q, k, v, out, lse, dout, dlse, aux)
-    return {"out": out, "lse": lse, "dq": gradients.q, "dk": gradients.k, "dv": gradients.v}
+    found = {"out": out, "lse": lse, "dq": gradients.q, "dk": gradients.k, "dv": gradients.v}
+    return found if gradients.sinks is None else found | {"dsinks": gradients.sinks.detach()}
 
 
 def packed_aux(lengths, device, integers=torch.int32):

@@ -88,7 +88,7 @@ def cases_of(name, dim):
     elif (name, dim) == ("forward", 64):
         others.append(unmasked | {"length": SHORT_LENGTH})
     rules = [causal | {"rules": "document_listed"}, unmasked | {"rules": "alibi"}, causal | {"rules": "bent"}]
-    rules += [causal | {"rules": kind} for kind in ("bias", "relative_bias") if name == "forward"]
+    rules += [causal | {"rules": kind} for kind in ("bias", "relative_bias", "sinks") if name == "forward"]
     return {"plain": [causal], "others": others, "rules": rules}
 
 

@@ -81,6 +81,16 @@ CASES = {
     ),
     "block_local_256": (sizes(300, d=256), {}, lambda on: {"mask": listed(variants.block_local(128), 300, device=on)}),
     "tails": (sizes(d=80), {}, lambda on: {"scores": score_mod(lambda s, b, h, q, k: s * 0.5 + (q > k) * 1.0)}),
+    "sinks": (sizes(), {"causal": True}, lambda on: {"sinks": numbers(on, 2).requires_grad_()}),
+    "sinks_and_window": (
+        sizes(130, 210, d=128, heads=(4, 2)), {"causal": True},
+        lambda on: {"sinks": numbers(on, 4).bfloat16().requires_grad_(), "window": (40, None)},
+    ),
+    "sinks_of_empty_rows": (sizes(200, 90), {"causal": True}, lambda on: {"sinks": numbers(on, 2).requires_grad_()}),
+    "sinks_far_away": (
+        sizes(), {},
+        lambda on: {"sinks": torch.tensor([300.0, -300.0], device=on), "mask": mask_mod(lambda b, h, q, k: k < q - 9)},
+    ),
     "late_and_large": (sizes(300), {}, lambda on: {"scores": score_mod(late_and_large)}),
     "nothing": (sizes(), {}, lambda on: {"mask": mask_mod(lambda b, h, q, k: q < 0)}),
     "nothing_listed": (sizes(), {}, lambda on: {"mask": listed(mask_mod(lambda b, h, q, k: q < 0), 200, device=on)}),
