@@ -247,9 +247,7 @@ class Call:
     @property
     def hides_rows(self) -> bool:
         """Whether some query may see no key at all: its output is 0 and its log-sum-exp -inf, or its sink."""
-        options = self.options
-        changed = options.mask is not None or len(options.scores) > 0
-        if self.is_packed or self.aux.cache_lengths is not None or changed or self.k_len == 0:
+        if self.is_packed or self.aux.cache_lengths is not None or self.has_rules or self.k_len == 0:
             return True
         left, right = self.band
         before_all = right is not None and right < 0

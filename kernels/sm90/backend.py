@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bound_mods import axes_read, block_operand
+from ..bound_mods import BoundMods, axes_read, block_operand
 from ..call import ALIGNMENT, NO_AUX, Aux, Call, Gradients, Options, Wanted, one_a_row
-from ..lib.reductions import sink_gradient
 from ..torch_names import raw_stream
+from .other_gradients import OtherGradients
 from .tiles import BACKWARD, HEAD_DIMS, split_head_dim
 
 CAPABILITY = (9, 0)
@@ -102,8 +102,9 @@ def unsupported_call(call: Call) -> str | None:
 
 def unsupported_backward(call: Call, wanted: Wanted) -> str | None:
     """None, or why the kernels cannot compute the gradients of a call whose values they can."""
-    if any(wanted.score_aux):
-        return "computes no gradients of what score changes captured"
+    terms = BoundMods.of(call, wanted).terms if any(wanted.score_aux) else ()
+    if any(term.computed_by in ("row", "column") for term in terms):
+        return "computes no gradients of captured tensors that differ along rows or columns alone, or along neither"
     lists = call.aux.block_columns
     if lists is not None and lists.shape[1] > 1 and call.q.shape[1] != call.k.shape[1]:
         return "needs the same listed blocks for all heads that share keys"
@@ -189,8 +190,7 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
     new_dq, new_dk, new_dv = (launching.output_like(x, x.shape[-1]) for x in (call.q, call.k, call.v))
     copies_dout = not _has_tma_strides(dout) or dout.data_ptr() % ALIGNMENT != 0
     copies_out = out.stride(-1) != 1
-    is_packed, q_len = call.is_packed, call.q_len  # no tensor is kept
-    operands = _mods_of(call)
+    operands, others = _mods_of(call), OtherGradients(call, buffers, wanted)
     prepare, launch, finish = map(launching.Launcher, (prepare_kernel, backward_kernel, finish_kernel))
 
     def run(
@@ -219,12 +219,7 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
         )
         launch(addresses, _described, backward_launch, *inputs, dout, dk, dv, buffers, memory, workspace, num_sms)
         finish((sums_ptr, dq.data_ptr(), cu_seqlens_q), _described, finish_launch, *inputs, dq, buffers, memory)
-        dsinks = None
-        if wanted.sinks and aux.sinks is not None:
-            padded = buffers.views(memory)[1]
-            delta = _delta_of(out, dout, dlse) if is_packed else padded[:, :q_len].reshape(lse.shape)
-            dsinks = sink_gradient(aux.sinks, lse, delta)
-        return Gradients(dq, dk, dv, dsinks, (None,) * len(aux.score_aux))
+        return Gradients(dq, dk, dv, *others(q, k, v, out, lse, dout, dlse, memory, aux))
 
     return run
 
@@ -234,12 +229,6 @@ def _described(
 ) -> Any:
     """The launch that ``make`` describes of a call and other arguments."""
     return make(Call(q, k, v, options, aux), *others)
-
-
-def _delta_of(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """rowsum(out * dout) - dlse, of packed rows, which lie elsewhere in the buffers of the backward."""
-    delta = (out.float() * dout.float()).sum(-1)
-    return delta if dlse is None else delta - dlse
 
 
 def _mods_of(call: Call) -> Callable[[Aux, Tensor | None], tuple[Any, Any]]:

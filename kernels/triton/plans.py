@@ -12,20 +12,17 @@ from ..call import Aux, Call, Gradients, Wanted, one_a_row
 from ..launching import Launcher, address_of, output_like
 from ..lib.reductions import sink_gradient
 from .backward import dkdv_kernel, dq_kernel
+from .captured_gradients import CapturedGradients
 from .forward import forward_kernel
 from .halves import Memory, SplitPlan, inputs_of
 from .launch import (
     RowTensors,
     backward_operands,
-    band_size,
     dkdv_launch,
     dq_launch,
     forward_launch,
     forward_operands,
-    pair_launch,
 )
-from .mod_gradients import empty_buffer, reduce_buffer
-from .pair_gradients import pair_gradient_kernel
 from .problem import Problem
 
 address = Tensor.data_ptr
@@ -83,8 +80,7 @@ class BackwardPlan:
         mods = self.problem.mods
         self._row_terms, self._column_terms = mods.computed_by("row"), mods.computed_by("column")
         self._dq, self._dkdv = Launcher(dq_kernel), Launcher(dkdv_kernel)
-        self._pairs = [(term, Launcher(pair_gradient_kernel)) for term in mods.computed_by("pair", "distance")]
-        self._band_size = band_size(self.problem)
+        self._captured = CapturedGradients(self.problem, self._split)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, aux: Aux
@@ -106,7 +102,7 @@ class BackwardPlan:
             inputs, memory = self._split([q, k, v, dout])
         bound = dlse.view(problem.kv_batch_heads, -1).abs().amax(1) if dlse is not None and self._bound_dlse else None
         rows = RowTensors(dlse, bound, lse, lowered_lse, delta)
-        buffers = self._buffers(aux) if problem.mods.terms else []
+        buffers = self._captured.new_buffers(aux) if problem.mods.terms else []
         by_rows = by_columns = NO_OPERANDS[1:]
         if problem.has_operands:
             by_rows = backward_operands(problem, aux, aux.block_rows, address)
@@ -128,26 +124,11 @@ class BackwardPlan:
             ),
             *(self._dkdv_launch, *described, dk, dv, buffers, aux),
         )
-        for term, launcher in self._pairs:
-            launcher(
-                (*read, dout_address, *row_addresses, buffers[term].data_ptr(), *by_rows[:2], by_rows[3]),
-                *(self._pair_launch, *described, term, buffers[term], aux),
-            )
-        return Gradients(dq, dk, dv, self._sinks(lse, delta, aux), self._score_aux(buffers, aux))
-
-    def _buffers(self, aux: Aux) -> list[Tensor]:
-        problem = self.problem
-        lengths = problem.q_len, problem.k_len
-        return [empty_buffer(term, problem.shape, lengths, self._band_size, aux) for term in problem.mods.terms]
+        self._captured.fill((*read, dout_address), *described, buffers, aux)
+        return Gradients(dq, dk, dv, self._sinks(lse, delta, aux), self._captured.reduce(buffers, aux))
 
     def _sinks(self, lse: Tensor, delta: Tensor, aux: Aux) -> Tensor | None:
         return sink_gradient(aux.sinks, lse, delta) if self._wanted.sinks and aux.sinks is not None else None
-
-    def _score_aux(self, buffers: list[Tensor], aux: Aux) -> tuple[Tensor | None, ...]:
-        gradients: list[Tensor | None] = [None] * len(aux.score_aux)
-        for term, buffer in zip(self.problem.mods.terms, buffers, strict=True):
-            gradients[term.position] = reduce_buffer(term, buffer, self.problem.shape, aux)
-        return tuple(gradients)
 
     def _of_nothing(
         self, dq: Tensor, dk: Tensor, dv: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor, aux: Aux
@@ -169,8 +150,3 @@ class BackwardPlan:
     ) -> Any:
         sums = [buffers[term] for term in self._column_terms]
         return dkdv_launch(self.problem, inputs_of([*inputs], self._split, memory), rows, dk, dv, sums, aux)
-
-    def _pair_launch(
-        self, inputs: Any, memory: Memory | None, rows: RowTensors, term: int, target: Tensor, aux: Aux
-    ) -> Any:
-        return pair_launch(self.problem, inputs_of([*inputs], self._split, memory), rows, term, target, aux)

@@ -133,6 +133,24 @@ def test_rules_count_packed_rows_from_where_a_sequence_begins(kernels):  # noqa:
     assert_packed_within_budget(actual, inputs, lengths, causal=True, features=given)
 
 
+@pytest.mark.parametrize("kernels", KERNELS[1:], indirect=True)
+@pytest.mark.parametrize("name", ["bias", "bias_128", "relative_bias"])
+def test_gradients_of_pairs_and_distances(kernels, name):  # noqa: F811
+    """By the portable kernels' passes, from what these kernels' backward leaves."""
+    backend, device = kernels
+    shapes, settings, features = CASES[name]
+    inputs, given = make_inputs(shapes, dtype=torch.bfloat16, device=device), features(device)
+    [captured] = (given["bias"],) if "bias" in given else given["scores"].tensors
+    captured.requires_grad_()
+    call = make_call(*inputs[:3], Arguments.of(**settings, **given))
+    q, k, v, dout, dlse = inputs
+    out, lse = backend.plan_forward(call)(q, k, v, call.aux)
+    plan = backend.plan_backward(call, out, dout, True, call.wanted)
+    [found] = plan(q, k, v, out, lse, dout, dlse, call.aux).score_aux
+    expected = "dbias" if "bias" in given else "dscores_0"
+    assert_within_budget({"lse": lse, expected: found.detach().view_as(captured)}, inputs, **settings, features=given)
+
+
 def test_what_the_backward_leaves_to_others():
     from cs336_systems.kernels.sm90.backend import unsupported_backward, unsupported_call
 
@@ -140,9 +158,10 @@ def test_what_the_backward_leaves_to_others():
         shapes = sizes(heads=(4, 2))
         return make_call(*make_inputs(shapes, dtype=torch.bfloat16)[:3], Arguments.of(**arguments))
 
-    bias = torch.zeros(200, 200, requires_grad=True)
-    assert unsupported_backward(call(bias=bias), call(bias=bias).wanted) == (
-        "computes no gradients of what score changes captured"
+    bias, slopes = torch.zeros(200, 200, requires_grad=True), torch.zeros(4, requires_grad=True)
+    assert unsupported_backward(call(bias=bias), call(bias=bias).wanted) is None
+    assert unsupported_backward(call(alibi_slopes=slopes), call(alibi_slopes=slopes).wanted) == (
+        "computes no gradients of captured tensors that differ along rows or columns alone, or along neither"
     )
     apart = listed(mask_mod(by_heads), 200, heads=4)
     assert unsupported_backward(call(mask=apart), Wanted()) == (

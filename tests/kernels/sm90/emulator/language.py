@@ -1,0 +1,196 @@
+"""Gluon's and Triton's languages on torch's tensors, and stand-ins for the modules that kernels import."""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from .roles import Barrier, Barriers, arrive_at, here, jit, warp_specialize
+from .values import DTYPES, Pointer, Shared, TensorDescriptor, Value, plain
+
+
+def constexpr(value: Any) -> Any:
+    """A constant, which has itself as its ``value``."""
+    if type(value) in _CONSTANTS:
+        return _CONSTANTS[type(value)](value)
+    return value
+
+
+_CONSTANTS: dict[type, type] = {
+    kind: type("Constant", (kind,), {"value": property(lambda self, kind=kind: kind(self))})
+    for kind in (int, float, tuple)
+}
+
+
+def assembly(text, constraints, args, dtype, is_pure=True, pack=1):
+    """The inline PTX of the kernels."""
+    if text.startswith("rcp.approx"):
+        return Value(1.0 / args[0].x)
+    if text.startswith("bar."):
+        operation, threads = text.removeprefix("bar.").split(";")[0].split(" $1, ")
+        arrive_at(int(args[0]), int(threads), operation == "sync")
+        return None
+    assert text.startswith(("mov.u32 $0, 0;", "cp.async.bulk.wait_group 0"))
+    return Value(torch.tensor(0))
+
+
+def add_fragments(target, x):
+    """`backward_wide.add_fragments`, whose PTX adds what each thread holds."""
+    row, column = torch.arange(64)[:, None], torch.arange(x.shape[1])
+    thread = row // 16 * 32 + row % 8 * 4 + column % 8 // 2
+    places = column // 8 * 512 + thread * 4 + row % 16 // 8 * 2 + column % 2
+    with here.cta.launch.changed:
+        target.flat.index_put_(((target.offset + places).view(-1),), x.x.reshape(-1), accumulate=True)
+
+
+def mma(a, b, total, use_acc=True, is_async=False):
+    made = a.x.float() @ b.x.float()
+    return Value(made + total.x if use_acc else made)
+
+
+def async_load(desc, coords, barrier, buffer):
+    x = desc.read(coords)
+    buffer.x.copy_(x.reshape(buffer.x.shape))
+    barrier.arrive(0, came=x.numel() * x.element_size())
+
+
+def async_atomic_add(desc, coords, buffer):
+    with here.cta.launch.changed:
+        desc.write(coords, buffer.x, accumulate=True)
+
+
+def expect(barrier, nbytes, pred=True):
+    if pred:
+        barrier.arrive(1, expected=int(nbytes))
+
+
+def wait(barrier, parity, pred=True):
+    if pred:
+        barrier.wait(parity)
+
+
+def allocate(dtype, shape, layout):
+    if layout == "mbarriers":
+        return Barriers(shape[0])
+    # What is read before it is written is noticed.
+    garbage = math.nan if dtype.is_floating() else 0x5A5A5A
+    return Shared(torch.full(shape, garbage, dtype=dtype.of))
+
+
+def load(pointer, mask=None, other=0):
+    if mask is None:
+        return Value(pointer.flat[pointer.offset])
+    here_ = torch.broadcast_to(plain(mask), torch.broadcast_shapes(plain(mask).shape, pointer.offset.shape))
+    return Value(torch.where(here_, pointer.flat[torch.where(here_, pointer.offset, 0)], other))
+
+
+def store(pointer, value, mask=None):
+    x = torch.as_tensor(plain(value), dtype=pointer.flat.dtype)
+    shape = torch.broadcast_shapes(pointer.offset.shape, x.shape)
+    chosen = torch.ones(shape, dtype=torch.bool) if mask is None else plain(mask).expand(shape)
+    pointer.flat[pointer.offset.expand(shape)[chosen]] = x.expand(shape)[chosen]
+
+
+def atomic_add(pointer, value, sem=None):
+    with here.cta.launch.changed:
+        before = pointer.flat[pointer.offset].clone()
+        pointer.flat[pointer.offset] += plain(value)
+    return Value(before)
+
+
+def _elementwise(apply: Callable[..., torch.Tensor]) -> Callable[..., Value]:
+    return lambda *values, **unused: Value(apply(*[torch.as_tensor(plain(value)) for value in values]))
+
+
+def _extreme(of_numbers: Any, of_floats: Any) -> Callable[..., Any]:
+    def apply(one, other, propagate_nan=None):
+        if not isinstance(one, Value) and not isinstance(other, Value):
+            return (min if of_numbers is torch.minimum else max)(one, other)
+        one, other = (torch.as_tensor(plain(x)) for x in (one, other))
+        return Value((of_numbers if propagate_nan else of_floats)(one, other))
+
+    return apply
+
+
+def where(condition, one, other):
+    return Value(torch.where(torch.as_tensor(plain(condition)), plain(one), plain(other)))
+
+
+def _language() -> types.ModuleType:
+    language = types.ModuleType("language")
+    names: dict[str, Any] = {
+        **DTYPES, "tensor": Value, "tuple": tuple, "pointer_type": Pointer, "constexpr": constexpr,
+        "shared_memory_descriptor": Shared, "static_range": range, "range": range,
+        "PropagateNan": SimpleNamespace(ALL=1),
+        "to_tensor": lambda x: x if isinstance(x, Value) else Value(torch.tensor(x)),
+        "cast": lambda x, dtype: Value(torch.as_tensor(plain(x)).to(dtype.of)),
+        "program_id": lambda axis: Value(torch.tensor(here.cta.number)),
+        "num_programs": lambda axis: Value(torch.tensor(here.cta.grid)),
+        "arange": lambda start, stop, layout=None: Value(torch.arange(start, stop)),
+        "zeros": lambda shape, dtype, layout=None: Value(torch.zeros(shape, dtype=dtype.of)),
+        "full": lambda shape, x, dtype, layout=None: Value(torch.full(tuple(shape), plain(x), dtype=dtype.of)),
+        "convert_layout": lambda x, layout, assert_trivial=False: x,
+        "reshape": lambda x, shape: Value(x.x.reshape(*shape)), "permute": lambda x, order: Value(x.x.permute(*order)),
+        "split": lambda x: (Value(x.x[..., 0]), Value(x.x[..., 1])),
+        "join": lambda one, other: Value(torch.stack([one.x, other.x], -1)),
+        "max": lambda x, axis: Value(x.x.amax(axis)), "min": lambda x, axis: Value(x.x.amin(axis)),
+        "sum": lambda x, axis: Value(x.x.sum(axis)), "cdiv": lambda x, y: (x + y - 1) // y,
+        "minimum": _extreme(torch.minimum, torch.fmin), "maximum": _extreme(torch.maximum, torch.fmax),
+        "where": where, "load": load, "store": store, "atomic_add": atomic_add, "static_assert": lambda *unused: None,
+        "inline_asm_elementwise": assembly, "allocate_shared_memory": allocate, "warp_specialize": warp_specialize,
+    }  # fmt: skip
+    for name in ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "floor", "ceil", "sigmoid"):
+        names[name] = _elementwise(getattr(torch, name))
+    for name in ("SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "BlockedLayout", "SwizzledSharedLayout"):
+        names[name] = lambda *unused: None
+    names["NVMMASharedLayout"] = _SharedLayout
+    vars(language).update(names)
+    return language
+
+
+class _SharedLayout:
+    def __init__(self, *unused: Any) -> None:
+        pass
+
+    get_default_for = classmethod(lambda cls, *unused: cls())
+
+
+def stand_ins() -> dict[str, types.ModuleType]:
+    """Stand-ins by the names of what the kernels import."""
+    language = _language()
+    barriers = SimpleNamespace(
+        MBarrierLayout=lambda: "mbarriers", init=Barrier.init, wait=wait, expect=expect,
+        arrive=lambda barrier, count=1: barrier.arrive(count),
+    )  # fmt: skip
+    made: dict[str, dict[str, Any]] = {
+        "triton": {
+            "jit": jit, "language": language, "constexpr_function": lambda f: f, "__version__": "0",
+            "cdiv": lambda x, y: -(-x // y), "knobs": SimpleNamespace(runtime=SimpleNamespace(interpret=True)),
+        },
+        "triton.experimental": {},
+        "triton.experimental.gluon": {"jit": jit, "constexpr_function": lambda f: f, "language": language},
+        "triton.experimental.gluon.language.nvidia": {},
+        "triton.experimental.gluon.language.nvidia.hopper": {
+            "mbarrier": barriers, "fence_async_shared": lambda: None, "warpgroup_mma": mma,
+            "tma": SimpleNamespace(tensor_descriptor=TensorDescriptor, store_wait=lambda pending: None),
+            "warpgroup_mma_wait": lambda pending, values: values[0] if len(values) == 1 else tuple(values),
+        },
+        "triton.experimental.gluon.nvidia": {},
+        "triton.experimental.gluon.nvidia.hopper": {"TensorDescriptor": TensorDescriptor},
+        "emulated.versions": {
+            "aggregate": lambda cls: cls, "barrier": lambda: None, "async_load": async_load,
+            "async_store": lambda desc, coords, buffer: desc.write(coords, buffer.x),
+            "async_atomic_add": async_atomic_add, "reinterpret": Shared.reinterpret, "runner_of": None,
+            "compile_options": dict, "default_ptx_options": dict, "names_of": None, "why_not_gluon": lambda: None,
+        },
+    }  # fmt: skip
+    modules = {name: types.ModuleType(name) for name in made}
+    for name, values in made.items():
+        vars(modules[name]).update(values)
+    modules["triton.language"] = modules["triton.experimental.gluon.language"] = language
+    return modules
