@@ -80,4 +80,4 @@ class Pairs:
 @gluon.jit
 def clamped(places, length):
     """The nearest places that exist of ``length``."""
-    return gl.maximum(gl.minimum(places, length - 1), 0)
+    return gl.minimum(places, gl.maximum(length - 1, 0))

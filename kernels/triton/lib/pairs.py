@@ -33,9 +33,9 @@ class HeadInfo(NamedTuple):
 @triton.jit
 def clamped(rows, columns, head, CHECK_COLUMNS: tl.constexpr):
     """The nearest rows, and with CHECK_COLUMNS columns, that exist: what rules captured has elements for no others."""
-    rows = tl.maximum(tl.minimum(rows, head.q_len - 1), 0)
+    rows = tl.minimum(rows, tl.maximum(head.q_len - 1, 0))
     if CHECK_COLUMNS:
-        columns = tl.maximum(tl.minimum(columns, head.k_len - 1), 0)
+        columns = tl.minimum(columns, tl.maximum(head.k_len - 1, 0))
     return rows, columns
 
 
