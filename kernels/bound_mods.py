@@ -24,10 +24,13 @@ Read = Callable[[Tensor], Any]
 
 
 class View(NamedTuple):
-    """A captured tensor: its position in the aux tuple, and its strides, None for axes of size 1."""
+    """A captured tensor: its position in the aux tuple, and its strides, each in a tuple, empty for an axis of size 1.
+
+    No None, which Triton 3.6 cannot pass on in a tuple.
+    """
 
     position: int
-    strides: tuple[int | None, ...]
+    strides: tuple[tuple[int, ...], ...]
 
 
 class Term(NamedTuple):
@@ -142,7 +145,7 @@ def _bind(leaves: Sequence[Leaf], tensors: Sequence[Tensor]) -> tuple[tuple[Any,
             if item is None:
                 tensor = tensors[len(slots)]
                 axes = zip(tensor.shape, tensor.stride(), strict=True)
-                arguments.append(View(len(slots), tuple([None if size == 1 else step for size, step in axes])))
+                arguments.append(View(len(slots), tuple([() if size == 1 else (step,) for size, step in axes])))
                 slots.append((rule, slot))
             else:
                 arguments.append(item)

@@ -50,7 +50,7 @@ def backward_kernel(
         TILE_K, TILE_Q, RIGHT, LEFT, MASK is not None and blocks is None,
     )  # fmt: skip
     scores = ScoreScale(exponent_scale, softcap_scale, SOFTCAP)
-    if captured is None:
+    if MASK is None and SCORE is None:
         captured = ()
     mods = Mods(captured, natural, MASK, SCORE, MASK is not None or SCORE is not None)
     tensors = Tensors(q, dout, k, v, lse2, delta, dk, dv, workspace)

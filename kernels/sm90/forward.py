@@ -119,7 +119,7 @@ def forward_kernel(
         q, k, v, out, q_tail, k_tail, v_tail, out_tail, lse, workspace, sinks, HEAD_DIM, K_TAIL, V_TAIL, SINKS
     )  # fmt: skip
     scores = ScoreScale(scale, softcap_scale, SOFTCAP)
-    if captured is None:
+    if MASK is None and SCORE is None:
         captured = ()
     mods = Mods(captured, natural, MASK, SCORE, MASK is not None or SCORE is not None)
     varlen = new_varlen(cu_seqlens_q, cu_seqlens_k, sequences, BOTTOM_RIGHT)

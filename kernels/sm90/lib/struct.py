@@ -17,10 +17,10 @@ def struct(cls: Any) -> Any:
     @gluon.constexpr_function
     def __init__(self, *values):
         def constants(value):
-            # Of a tuple, Triton leaves numbers bare that it knows, and None, and then cannot pass it to a warp's role.
+            # Of a tuple, Triton leaves numbers bare that it knows, and then cannot pass it to a warp's role.
             if isinstance(value, gl.tuple):
                 return gl.tuple([constants(item) for item in value])
-            return gl.constexpr(value) if value is None or isinstance(value, (int, float)) else value
+            return gl.constexpr(value) if isinstance(value, (int, float)) else value
 
         for field, value in zip(FIELDS.value, values, strict=True):
             setattr(self, field[0], gl.constexpr(value) if field[1] else constants(value))
