@@ -165,8 +165,9 @@ def plan_forward(call: Call) -> Forward:
         if split.k_tail:
             tails = tensors if split.v_tail else (*tensors[:2], None, None)
         starts = _starts(aux) if is_packed else NO_STARTS
-        addresses = *tensors, *tails, lse.data_ptr(), workspace.data_ptr(), *starts, *operands(aux, aux.block_rows)
-        addresses += (None if aux.sinks is None else aux.sinks.data_ptr(),)
+        sinks = None if aux.sinks is None else aux.sinks.data_ptr()
+        of_rules = operands(aux, aux.block_rows)
+        addresses = *tensors, *tails, lse.data_ptr(), workspace.data_ptr(), *starts, *of_rules, sinks
         launch(addresses, _described, forward_launch, options, q, k, v, aux, out, lse, workspace, num_sms)
         return out, lse
 

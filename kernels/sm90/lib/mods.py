@@ -32,8 +32,7 @@ class Mods:
     """What becomes of scores, and which pairs are visible.
 
     captured: what the rules of MASK and those of SCORE captured, two tuples. natural: factor from scores after
-    `ScoreScale.softcap` to those that SCORE takes. MASK and SCORE: see `rules`, or None. ANY: whether
-    there is one of them.
+    `ScoreScale.softcap` to those that SCORE takes. MASK and SCORE: see `rules`, or None. ANY: whether there is one.
     """
 
     captured: gl.tuple
