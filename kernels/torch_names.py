@@ -82,9 +82,17 @@ class _NoDispatchMode:
         raise RuntimeError(f"functions of a pair are recorded by {name}, which torch {torch.__version__} lacks")
 
 
-# Sees every operation below autograd, as a mod's. There is no public name. Without it masks and score changes are those
-# of rules.
+# Sees every operation below autograd, as a mod's. There is no public name. Without it there are no masks of rules, and
+# no score changes.
 TorchDispatchMode: Any = find("torch.utils._python_dispatch:TorchDispatchMode") or _NoDispatchMode
+
+
+class RecordingMode(TorchDispatchMode):
+    """A mode for which torch does not import its compiler, for a second, to keep it from what the mode does."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 class _Untransformable(torch.autograd.Function):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ...kernels.torch_names import TorchDispatchMode, untransformed
+from ...kernels.torch_names import RecordingMode, untransformed
 from .graph import Graph, Node, in_order
 from .operations import KNOWN
 
@@ -32,7 +32,7 @@ def refuse(what: str) -> ValueError:
     return ValueError(f"a mod must compute one element from one pair, by torch's operators; it {what}{where}")
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(RecordingMode):
     """Knows the nodes of tensors; what an operator makes of such tensors is a new node.
 
     What is computed from captured tensors alone is computed, and its results are captured.
@@ -42,11 +42,6 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.graph = graph
         self._known: dict[int, tuple[Tensor, Node]] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """False, or torch imports its compiler, for a second, to keep it from what a mode does."""
-        return False
 
     def stand_for(self, tensor: Tensor, node: Node) -> Tensor:
         """Let a tensor without axes stand for a node."""

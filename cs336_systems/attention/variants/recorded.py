@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...kernels.mods import PLACES
+from ...kernels.rules import Leaf
 from ..rules import Mask, Scores
 from ..tracing.record import record
 from ..tracing.source import write
 
+Made = TypeVar("Made", Mask, Scores)
 Captured = Tensor | int
 FLOATS, INTEGERS = torch.float32, torch.int64
 
@@ -27,25 +30,33 @@ def recorded_mask(mod: Callable[..., Tensor], *kinds: Any) -> Callable[..., Mask
         mod: of (b, h, q_idx, kv_idx, *captured); reads captured tensors at these and at distances alone.
         kinds: of what it captures: (dtype, number of axes) of a tensor, ``int`` for an integer.
     """
-    name, captured, order = _recorded("mask", mod, kinds)
-    return lambda *given: Mask((name, _in_place(captured, given)), tuple([given[number] for number in order]))
+    return _recorded("mask", mod, kinds, Mask)
 
 
 def recorded_scores(mod: Callable[..., Tensor], *kinds: Any) -> Callable[..., Scores]:
     """The same for a change of scores; ``mod`` is of (score, b, h, q_idx, kv_idx, *captured)."""
-    name, captured, order = _recorded("score", mod, kinds)
-    return lambda *given: Scores(((name, _in_place(captured, given)),), tuple([given[number] for number in order]))
+    return _recorded("score", mod, kinds, lambda leaf, tensors: Scores((leaf,), tensors))
 
 
-def _recorded(kind: str, mod: Callable[..., Tensor], kinds: tuple[Any, ...]) -> tuple[str, tuple[Any, ...], list[int]]:
-    """The name of the rule, what it captured with places for numbers, and the numbers of its tensors in order."""
+def _recorded(
+    kind: str, mod: Callable[..., Tensor], kinds: tuple[Any, ...], make: Callable[[Leaf, tuple[Tensor, ...]], Made]
+) -> Callable[..., Made]:
+    """What ``make`` gives of a rule and its tensors, as a function of what the rule captures."""
     stand_ins = [
         _FIRST + place if each is int else torch.empty([1] * each[1], dtype=each[0], device="cpu")
         for place, each in enumerate(kinds)
     ]
-    graph, result = record(lambda *pair: mod(*pair, *stand_ins), PLACES[kind])
+    try:
+        graph, result = record(lambda *pair: mod(*pair, *stand_ins), PLACES[kind])
+    except RuntimeError as lacking:  # a torch that cannot record: what needs no rule is there all the same
+        return functools.partial(_refuse, str(lacking))
     (name, captured), tensors = write(kind, graph, result)
-    return name, captured, [next(n for n, x in enumerate(stand_ins) if x is tensor) for tensor in tensors]
+    order = [next(n for n, x in enumerate(stand_ins) if x is tensor) for tensor in tensors]
+    return lambda *given: make((name, _in_place(captured, given)), tuple([given[number] for number in order]))
+
+
+def _refuse(message: str, *given: Captured) -> Any:
+    raise RuntimeError(message)
 
 
 def _in_place(captured: tuple[Any, ...], given: tuple[Captured, ...]) -> tuple[Any, ...]:

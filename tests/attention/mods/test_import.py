@@ -21,3 +21,24 @@ def test_neither_the_import_nor_recording_loads_the_compiler():
     """Which takes more than a second."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+LACKING = """
+import torch
+import torch.utils._python_dispatch as dispatch
+
+del dispatch.TorchDispatchMode
+from cs336_systems.attention import attention
+
+q = torch.zeros(1, 2, 4, 8)
+attention(q, q, q, causal=True, impl="tiled")
+try:
+    attention(q, q, q, bias=torch.zeros(4, 4), impl="tiled")
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_a_torch_that_cannot_record_computes_what_needs_no_rules():
+    done = subprocess.run([sys.executable, "-c", LACKING], capture_output=True, text=True, check=True)
+    assert "recorded by torch.utils._python_dispatch.TorchDispatchMode, which torch" in done.stdout
