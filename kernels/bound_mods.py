@@ -99,6 +99,10 @@ class BoundMods:
             return None
         return _fill(self.mask_args, aux.mask_aux, read), _fill(self.score_args, aux.score_aux, read)
 
+    def operands(self, aux: Aux, lists: Tensor | None, read: Read) -> tuple[Any, Any]:
+        """What the rules captured, and a list of visible blocks, as a launch takes them."""
+        return self.captured(aux, read), block_operand(lists, read)
+
     def computed_by(self, *passes: str) -> tuple[int, ...]:
         """The numbers of the terms that these passes compute, in the order of the passes."""
         return tuple(n for name in passes for n, term in enumerate(self.terms) if term.computed_by == name)
@@ -108,17 +112,17 @@ class BoundMods:
         return max(1.0, rules.steepest(self.scores) * max(1.0, keep_scale))
 
 
-def axes_read(call: Call) -> set[str]:
+def long_axes(call: Call) -> set[str]:
     """The axes along which what a call's rules captured has several elements that they read."""
-    found: set[str] = set()
-    leaves = [*rules.leaves(call.options.mask), *call.options.scores]
-    tensors = iter((*call.aux.mask_aux, *call.aux.score_aux))
-    for name, captured in leaves:
-        for slot in (slot for slot, item in enumerate(captured) if item is None):
-            tensor = next(tensors)
-            sizes = zip(registry[name].axes.get(slot, ()), tensor.shape, strict=False)
-            found |= {axis for axis, size in sizes if size > 1}
-    return found
+    captured = (*call.aux.mask_aux, *call.aux.score_aux)
+    leaves = (*rules.leaves(call.options.mask), *call.options.scores)
+    sizes = [zip(axes, x.shape, strict=False) for axes, x in rules.axes_read(leaves, captured)]
+    return {axis for each in sizes for axis, size in each if size > 1}
+
+
+def itself(tensor: Tensor) -> Tensor:
+    """The tensor: what a first launch reads of it."""
+    return tensor
 
 
 def block_operand(lists: Tensor | None, read: Read) -> tuple[Any, ...] | None:

@@ -269,35 +269,3 @@ def _metadata(x: Tensor | tuple[Tensor, ...] | None) -> Hashable:
     if x is None:
         return None
     return tuple([_metadata(item) for item in x]) if isinstance(x, tuple) else (x.shape, x.stride(), x.dtype)
-
-
-class Layout(NamedTuple):
-    """A tensor's shape and strides."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    def empty(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialised tensor of this layout."""
-        return torch.empty_strided(self.shape, self.strides, dtype=dtype, device=device)
-
-
-def rows_like(x: Tensor, width: int) -> Layout:
-    """(*x.shape[:-1], width), dense, its axes in memory in the order of x's, and its rows contiguous."""
-    shape = (*x.shape[:-1], width)
-    strides = [0] * x.ndim
-    step = 1
-    # Of equal strides, as expanded axes have, the later axis comes first in memory, as in a contiguous tensor.
-    for axis in [x.ndim - 1, *sorted(range(x.ndim - 1), key=lambda axis: (x.stride(axis), -axis))]:
-        strides[axis] = step
-        step *= max(1, shape[axis])
-    return Layout(shape, tuple(strides))
-
-
-def one_a_row(x: Tensor) -> Layout:
-    """x.shape[:-1], contiguous."""
-    shape = tuple(x.shape[:-1])
-    strides = [1] * len(shape)
-    for axis in range(len(shape) - 2, -1, -1):
-        strides[axis] = strides[axis + 1] * max(1, shape[axis + 1])
-    return Layout(shape, tuple(strides))

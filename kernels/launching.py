@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .call import rows_like
+from .layouts import rows_like
 from .torch_names import current_device
 from .versions import compile_options, names_of, runner_of
 

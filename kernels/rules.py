@@ -14,10 +14,11 @@ from __future__ import annotations
 import functools
 import itertools
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .language import written
 from .mods import registry
@@ -80,6 +81,14 @@ def leaves(mask: Mask | None) -> Iterator[Leaf]:
         yield from itertools.chain.from_iterable(leaves(part) for part in mask[1:])
     else:
         yield mask
+
+
+def axes_read(leaves: Iterable[Leaf], tensors: Iterable[Tensor]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """What rules captured, each with the axes that it is read along; without any where it is read at other indices."""
+    rest = iter(tensors)
+    for name, captured in leaves:
+        for slot in (slot for slot, item in enumerate(captured) if item is None):
+            yield registry[name].axes.get(slot, ()), next(rest)
 
 
 def tensors_of(leaf: Leaf) -> int:

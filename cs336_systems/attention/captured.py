@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.mods import DISTANCE, registry
-from ..kernels.rules import Leaf
+from ..kernels.rules import Leaf, axes_read
 from .sizes import Sizes
 from .tracing.tables import Table
 
@@ -115,8 +115,6 @@ def size_along(axis: str, rules: Iterable[Leaf], tensors: tuple[Tensor, ...]) ->
 
     A call may have fewer entries than they have, so the smallest if they differ.
     """
-    rest = iter(tensors)
-    captured = [(leaf, slot, next(rest)) for leaf in rules for slot, item in enumerate(leaf[1]) if item is None]
-    known = [(registry[leaf[0]].axes.get(slot, ()), tensor) for leaf, slot, tensor in captured]
-    sizes = [tensor.shape[axes.index(axis)] for axes, tensor in known if axis in axes and tensor.ndim == len(axes)]
+    known = [(axes, x.shape) for axes, x in axes_read(rules, tensors) if axis in axes and x.ndim == len(axes)]
+    sizes = [shape[axes.index(axis)] for axes, shape in known]
     return min((size for size in sizes if size != 1), default=None)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.call import Aux, AuxLayout, Call, Gradients, Options, Wanted, one_a_row, rows_like
+from ..kernels.call import Aux, AuxLayout, Call, Gradients, Options, Wanted
+from ..kernels.layouts import one_a_row, rows_like
 from ..kernels.rules import bits_of, numbers_of, structure_of, with_numbers
 from ..kernels.torch_names import constant_when_traced, transform_level
 from .derivatives import TWICE

@@ -15,7 +15,8 @@ from einops import einsum, rearrange, reduce
 from jaxtyping import Float
 from torch import Tensor
 
-from ..kernels.call import Aux, Band, Gradients, Options, Wanted, rows_like
+from ..kernels.call import Aux, Band, Gradients, Options, Wanted
+from ..kernels.layouts import rows_like
 from ..kernels.lib.reductions import sink_gradient
 from ..kernels.torch_names import must_dispatch
 from .pairs import Pairs, by_group, changed_scores, kept_pairs, scores_and_slopes, seen_pairs

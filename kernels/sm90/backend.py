@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bound_mods import BoundMods, axes_read, block_operand
-from ..call import ALIGNMENT, NO_AUX, Aux, Call, Gradients, Options, Wanted, one_a_row
+from ..bound_mods import BoundMods, long_axes
+from ..call import ALIGNMENT, NO_AUX, Aux, Call, Gradients, Options, Wanted
+from ..layouts import one_a_row
 from ..torch_names import raw_stream
 from .other_gradients import OtherGradients
 from .tiles import BACKWARD, HEAD_DIMS, split_head_dim
@@ -57,7 +58,7 @@ def supports_backward(call: Call, wanted: Wanted) -> str | None:
 
 def unproven(call: Call) -> str | None:
     """None, or why the portable kernels compute a call that these can."""
-    # They are right when emulated (tests/kernels/sm90), and compile without spills in their loops.
+    # They are right when emulated, and compile (tests/kernels/sm90).
     new = call.has_rules or call.aux.sinks is not None
     return "computes masks, score changes and sinks in a way that has not run on a GPU yet" if new else None
 
@@ -95,7 +96,7 @@ def unsupported_call(call: Call) -> str | None:
         return f"computes no dropout and no cache_lengths; got {asked}"
     if call.has_rules and call.q.ndim == 3:
         return "needs an axis of heads for masks and score changes"
-    if call.is_packed and not axes_read(call) <= {"batch", "head"}:
+    if call.is_packed and not long_axes(call) <= {"batch", "head"}:
         return "reads nothing that has an element for each row, column or distance of packed sequences"
     return _unsupported_layout(call)
 
@@ -238,8 +239,8 @@ def _mods_of(call: Call) -> Callable[[Aux, Tensor | None], tuple[Any, Any]]:
 
     if not call.has_rules:
         return lambda aux, lists: NO_STARTS
-    mods, address = bound_mods(call), Tensor.data_ptr
-    return lambda aux, lists: (mods.captured(aux, address), block_operand(lists, address))
+    mods = bound_mods(call)
+    return lambda aux, lists: mods.operands(aux, lists, Tensor.data_ptr)
 
 
 def _starts(aux: Aux) -> tuple[int | None, int | None]:

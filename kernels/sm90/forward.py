@@ -121,7 +121,7 @@ def forward_kernel(
     scores = ScoreScale(scale, softcap_scale, SOFTCAP)
     if MASK is None and SCORE is None:
         captured = ()
-    mods = Mods(captured, natural, MASK, SCORE, MASK is not None or SCORE is not None)
+    mods = Mods(captured, natural, MASK, SCORE)
     varlen = new_varlen(cu_seqlens_q, cu_seqlens_k, sequences, BOTTOM_RIGHT)
     tile_map = TileMap(
         batch_heads, heads, q_len, k_len, left, right, section, varlen, new_block_lists(blocks, sequences),

@@ -76,9 +76,7 @@ def pairs_of(rows, first_column, seq, tile, layout: gl.constexpr, LAST: gl.const
 def changed_scores(s, scores, mods, rows, inner, seq, tile, MASKED: gl.constexpr, LAST: gl.constexpr):
     """The scores of a product S with an inner tile of columns, perhaps the LAST; -inf where MASKED and hidden."""
     layout: gl.constexpr = accumulator(seq.INNER_TILE)
-    pairs = None
-    if mods.ANY:
-        pairs = pairs_of(rows, inner * seq.INNER_TILE, seq, tile, layout, LAST)
+    pairs = pairs_of(rows, inner * seq.INNER_TILE, seq, tile, layout, LAST)
     s = mods.change(scores.softcap(s), pairs)
     if MASKED:
         s = gl.where(mods.hide(visible(rows, inner * seq.INNER_TILE, seq, layout), pairs), s, float("-inf"))
@@ -125,7 +123,7 @@ def first_step(tensors, memory, seq, tile, rows, n, scores, mods, CONSUMER: gl.c
     s = warpgroup_mma_wait(0, [s])
     memory.k.release(n)
     inner = seq.visited(tile.end - 1, tile)
-    ANY_MASK: gl.constexpr = seq.RIGHT or mods.ANY
+    ANY_MASK: gl.constexpr = seq.RIGHT or mods.MASK is not None or mods.SCORE is not None
     s = changed_scores(s, scores, mods, rows, inner, seq, tile, ANY_MASK, True)
     if not ANY_MASK:  # noqa: SIM102 - known when compiled
         if (tile.whole_begin > inner) | seq.ends_partially(tile):

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..bound_mods import BoundMods, block_operand
+from ..bound_mods import BoundMods, itself
 from ..call import ALIGNMENT, Band, Call, Options, Wanted
 from ..launching import Launch
 from ..lib.softmax import LOG2_E
@@ -156,16 +156,6 @@ def bound_mods(call: Call) -> BoundMods:
     return BoundMods.of(dataclasses.replace(call, options=call.options._replace(softcap=None)), Wanted())
 
 
-def mods_operands(call: Call, lists: Tensor | None) -> tuple[Any, ...]:
-    """The tensors of rules, and the lists of blocks, of a launch."""
-    return bound_mods(call).captured(call.aux, itself), block_operand(lists, itself)
-
-
-def itself(tensor: Tensor) -> Tensor:
-    """What a launch reads of a tensor the first time."""
-    return tensor
-
-
 def common_constants(call: Call, config: ForwardConfig | BackwardConfig) -> dict[str, Any]:
     """What both kernels are compiled for: a call's mask and soft cap, and registers."""
     left, right = call.band
@@ -200,7 +190,7 @@ def forward_launch(call: Call, out: Tensor, lse: Tensor, workspace: Tensor, num_
             *(tma_descriptor(x, rows, head_dim, is_packed=packed) for x, rows, _ in tiled),
             *(tma_descriptor(x, rows, tail, is_packed=packed) if tail else None for x, rows, tail in tiled),
             *(lse, workspace, call.aux.cu_seqlens_q, call.aux.cu_seqlens_k),
-            *(*mods_operands(call, call.aux.block_rows), call.aux.sinks),
+            *(*bound_mods(call).operands(call.aux, call.aux.block_rows, itself), call.aux.sinks),
         ),
         (
             *(batch * heads, heads, group, call.q_len, call.k_len, *band_arguments(call.band)),
@@ -244,7 +234,7 @@ def backward_launch(
             *(float32_descriptor(x, 1, config.tile_q) for x in (lse2, delta)),
             *(tma_descriptor(x, ROWS, columns, is_packed=call.is_packed) for x in (dk, dv)),
             *(*accumulated, workspace, call.aux.cu_seqlens_q, call.aux.cu_seqlens_k),
-            *mods_operands(call, call.aux.block_columns),
+            *bound_mods(call).operands(call.aux, call.aux.block_columns, itself),
         ),
         (
             *(batch * heads, heads, q.shape[1] // heads, call.q_len, call.k_len, buffers.rows),

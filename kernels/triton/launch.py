@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 from torch import Tensor
 
-from ..bound_mods import Read, block_operand, packed_operand
+from ..bound_mods import Read, itself, packed_operand
 from ..call import Aux
 from ..launching import Launch
 from ..lib.softmax import LOG2_E
@@ -24,11 +24,6 @@ AMPERE_ROWS = 32
 Without a pipeline k and v share one buffer in shared memory, and ptxas 12.8 derives Hopper's descriptors of one tile
 from those of the other through a register that is never written (`machine_code`).
 """
-
-
-def itself(tensor: Tensor) -> Tensor:
-    """The tensor: the operand of a first launch."""
-    return tensor
 
 
 class RowTensors(NamedTuple):
@@ -54,7 +49,7 @@ def forward_operands(problem: Problem, aux: Aux, read: Read) -> tuple[Any, ...]:
 def backward_operands(problem: Problem, aux: Aux, lists: Tensor | None, read: Read) -> tuple[Any, ...]:
     """The operands of `dq_kernel` and `dkdv_kernel` after their sums; ``lists``: of the blocks that they visit."""
     seed = None if aux.seed is None else read(aux.seed)
-    return seed, problem.mods.captured(aux, read), block_operand(lists, read), packed_operand(aux, read)
+    return seed, *problem.mods.operands(aux, lists, read), packed_operand(aux, read)
 
 
 def forward_launch(problem: Problem, inputs: list[Input], out: Tensor, lse: Tensor, aux: Aux) -> Launch:

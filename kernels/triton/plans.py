@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import Aux, Call, Gradients, Wanted, one_a_row
+from ..call import Aux, Call, Gradients, Wanted
 from ..launching import Launcher, address_of, output_like
+from ..layouts import one_a_row
 from ..lib.reductions import sink_gradient
 from .backward import dkdv_kernel, dq_kernel
 from .captured_gradients import CapturedGradients

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cs336_systems.kernels.call import Layout, one_a_row, rows_like
+from cs336_systems.kernels.layouts import Layout, one_a_row, rows_like
 
 X = torch.empty(2, 3, 5, 8)
 LAYOUTS = [

@@ -29,17 +29,16 @@ def _twin(python):
 
 @struct
 class Mods:
-    """What becomes of scores, and which pairs are visible.
+    """A call's score changes and its mask.
 
     captured: what the rules of MASK and those of SCORE captured, two tuples. natural: factor from scores after
-    `ScoreScale.softcap` to those that SCORE takes. MASK and SCORE: see `rules`, or None. ANY: whether there is one.
+    `ScoreScale.softcap` to those that SCORE takes. MASK and SCORE: see `rules`, or None.
     """
 
     captured: gl.tuple
     natural: gl.tensor
     MASK: gl.constexpr
     SCORE: gl.constexpr
-    ANY: gl.constexpr
 
     @gluon.jit
     def change(self, s, pairs):

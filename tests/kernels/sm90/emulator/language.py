@@ -144,7 +144,7 @@ def _language() -> types.ModuleType:
         "where": where, "load": load, "store": store, "atomic_add": atomic_add, "static_assert": lambda *unused: None,
         "inline_asm_elementwise": assembly, "allocate_shared_memory": allocate, "warp_specialize": warp_specialize,
     }  # fmt: skip
-    for name in ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "floor", "ceil", "sigmoid"):
+    for name in ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "floor", "ceil"):
         names[name] = _elementwise(getattr(torch, name))
     for name in ("SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "BlockedLayout", "SwizzledSharedLayout"):
         names[name] = lambda *unused: None

@@ -27,7 +27,7 @@ class Launch:
         self.failure: BaseException | None = None
 
     def start(self, jobs: list[tuple[Callable[[], None], Cta, int]]) -> None:
-        """Run jobs of a CTA, each as so many warps, and return when they have ended."""
+        """Run jobs, each with its CTA and its number of warps, and return when they have ended."""
         threads = [threading.Thread(target=self._run, args=job) for job in jobs]
         self.running += len(threads)
         for thread in threads:

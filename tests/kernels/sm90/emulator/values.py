@@ -53,7 +53,6 @@ class Value:
 
     dtype = property(lambda self: BY_TORCH[self.x.dtype])
     shape = property(lambda self: [*self.x.shape])
-    numel = property(lambda self: self.x.numel())
     type = property(lambda self: SimpleNamespace(layout=None))
 
     def to(self, dtype, bitcast=False):
