@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,8 @@ from cs336_systems.profiling.timing import RoundTimes
 
 CaseT = TypeVar("CaseT", bound=Case)
 Measure = Callable[[CaseT, Namespace, Layout], Row]
+
+_SECONDS_FOR_THE_CAUSE = 2.0
 
 
 def too_few_gpus(processes: int, device: torch.device) -> str | None:
@@ -78,7 +81,7 @@ def _take_part(
 ) -> Row:
     """Measure a case in a process of the group; the columns are those of rank 0, and none of the others.
 
-    A process that fails ends at once: it would wait for the others in leaving the group, and they for it in a step.
+    A process that fails does not leave the group: it would wait for the others there, and they for it in a step.
     """
     with log.open("ab") as file:
         for stream in (1, 2):
@@ -94,6 +97,7 @@ def _take_part(
             layout.all_gather(None)  # no process leaves the group while another still communicates
         except Exception as exception:
             traceback.print_exc()
+            time.sleep(_SECONDS_FOR_THE_CAUSE)  # a connection lost to a process that failed is not the row's reason
             finish(outcome_of(exception).columns)
     return row if layout.is_main else {}
 
