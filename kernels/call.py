@@ -5,13 +5,14 @@ Imports no Triton: every backend needs it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .layouts import without_data
 from .mods import SOFTCAP
 from .rules import Mask, Scores
 
@@ -115,6 +116,11 @@ class Aux(NamedTuple):
     mask_aux: tuple[Tensor, ...] = ()
     score_aux: tuple[Tensor, ...] = ()
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> Aux:
+        """The same with ``function`` of each tensor."""
+        named = [x if x is None else function(x) for x in self[:7]]
+        return Aux._make([*named, *[tuple([function(x) for x in several]) for several in self[7:]]])
+
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Those that are given, in order."""
@@ -187,6 +193,11 @@ class Call:
         precision = torch.get_float32_matmul_precision() if q.dtype is torch.float32 else None
         tensors = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, self.is_aligned
         return *tensors, precision, self.options, aux
+
+    def without_data(self) -> Call:
+        """The call of tensors on the meta device."""
+        q, k, v = map(without_data, (self.q, self.k, self.v))
+        return replace(self, q=q, k=k, v=v, aux=self.aux.map(without_data))
 
     @property
     def q_len(self) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,11 @@ class Launch(NamedTuple):
     def of(self, kernel: Any) -> Any:
         """Compile and launch a kernel, and return what Triton compiled."""
         return kernel[self.grid](*self.tensors, *self.arguments, **self.constants, **self.compile_options)
+
+    def compile(self, kernel: Any, device: torch.device) -> None:
+        """Compile a kernel for a device, without a launch; the tensors need no data."""
+        with torch.cuda.device(device):
+            kernel.warmup(*self.tensors, *self.arguments, grid=self.grid, **self.constants, **self.compile_options)
 
     @property
     def compile_options(self) -> dict[str, Any]:
@@ -102,6 +108,7 @@ class Launcher:
             run(*arguments)
 
     def _first(self, operands: tuple[Any, ...], launch: Launch) -> None:
+        wait(_in_background.get(self._kernel, ()))
         compiled = launch.of(self._kernel)
         if INTERPRETED:
             return
@@ -134,6 +141,27 @@ class Launcher:
             arguments += encoded
         found = self._arguments[operands] = compiled.run, [*arguments, *compiled.rest]
         return found
+
+
+_in_background: dict[Any, list[Future[None]]] = {}
+"""By kernel what `compile_ahead` compiles."""
+
+
+def compile_ahead(launches: Iterable[tuple[Any, Launch]], device: torch.device) -> None:
+    """Compile kernels in other threads, for launches of tensors that need no data.
+
+    A `Launcher` of the same kernel waits for them. What does not compile raises where it is launched.
+    """
+    if INTERPRETED:
+        return
+    for kernel, launch in launches:
+        running = [future for future in _in_background.get(kernel, ()) if not future.done()]
+        _in_background[kernel] = [*running, _compilers().submit(launch.compile, kernel, device)]
+
+
+@functools.cache
+def _compilers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(2, "triton-compile")
 
 
 def _alignment(operand: Any) -> Any:

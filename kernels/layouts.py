@@ -38,3 +38,8 @@ def one_a_row(x: Tensor) -> Layout:
     for axis in range(len(shape) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * max(1, shape[axis + 1])
     return Layout(shape, tuple(strides))
+
+
+def without_data(x: Tensor) -> Tensor:
+    """A tensor on the meta device with the metadata of x."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")

@@ -268,8 +268,20 @@ def kernel_plan(call: Call) -> KernelPlan:
     for backend in KERNELS:
         reason = supports(backend, call)
         if reason is None:
-            return remember(_kernel_plans, key, KernelPlan(call, backend.module.plan_forward(call), _plan_backward))
+            plan = KernelPlan(call, backend.module.plan_forward(call), _plan_backward)
+            if any(x.requires_grad for x in (call.q, call.k, call.v, *call.aux.tensors)):
+                _compile_backward(call)
+            return remember(_kernel_plans, key, plan)
     raise ValueError(f"the flash kernels cannot compute this call: {reason}")
+
+
+def _compile_backward(call: Call) -> None:
+    """Compile the kernels of a call's backward in the background; the backward raises if there are none."""
+    try:
+        backend, _ = choose_backward(call, call.wanted)
+    except ValueError:
+        return
+    backend.module.compile_backward(call)
 
 
 def _plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted: Wanted) -> KernelBackward:

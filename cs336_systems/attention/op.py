@@ -73,15 +73,12 @@ def _distinct(aux: Aux) -> Aux:
     """The same tensors, with views in place of repeated ones: torch.compile takes none twice."""
     seen: list[Tensor] = []
 
-    def once(tensor: Any) -> Any:
-        if tensor is None:
-            return None
+    def once(tensor: Tensor) -> Tensor:
         tensor = tensor.view_as(tensor) if any(tensor is other for other in seen) else tensor
         seen.append(tensor)
         return tensor
 
-    named = [once(tensor) for tensor in aux[:-2]]
-    return Aux._make([*named, tuple([once(x) for x in aux.mask_aux]), tuple([once(x) for x in aux.score_aux])])
+    return aux.map(once)
 
 
 def _option_arguments(options: Options) -> tuple[Any, ...]:

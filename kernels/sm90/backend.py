@@ -226,6 +226,14 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
     return run
 
 
+def compile_backward(call: Call) -> None:
+    """Compile the kernels of a call's backward in the background, but for those of `OtherGradients`."""
+    from .. import launching
+    from .ahead import backward_launches
+
+    launching.compile_ahead(backward_launches(call.without_data(), launching.num_sms(call.device)), call.device)
+
+
 def _described(
     make: Callable[..., Any], options: Options, q: Tensor, k: Tensor, v: Tensor, aux: Aux, *others: Any
 ) -> Any:

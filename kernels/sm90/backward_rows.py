@@ -31,7 +31,7 @@ def rows_of_program(cu_seqlens, sequences, q_len, padded_len, ROWS: tl.constexpr
     return batch_head, padded, rows, exist, in_sequence
 
 
-@triton.jit(do_not_specialize=["q_len", "sequences"])
+@triton.jit(do_not_specialize=["heads", "q_len", "sequences"])
 def prepare_kernel(
     out, dout, lse, dlse, lse2, delta, dq, turns, cu_seqlens,
     out_strides, dout_strides, heads, q_len, padded_len, sequences,
@@ -67,7 +67,7 @@ def prepare_kernel(
     tl.store(turns + tl.program_id(0), 0)
 
 
-@triton.jit(do_not_specialize=["q_len", "sequences"])
+@triton.jit(do_not_specialize=["heads", "q_len", "sequences"])
 def finish_kernel(
     sums, dq, cu_seqlens, dq_strides, heads, q_len, padded_len, sequences, scale,
     HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, DQ_COLUMNS: tl.constexpr,

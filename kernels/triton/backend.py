@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ..call import MAX_LENGTH, Aux, Call, Gradients, Wanted
 from ..language import interpreting
+from ..launching import compile_ahead
+from ..layouts import rows_like
 from ..torch_names import surely
 from .decode_launch import DecodePlan
 from .plans import BackwardPlan, ForwardPlan
@@ -50,6 +52,14 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
     """A plan for backwards with this metadata: (q, k, v, out, lse, dout, dlse, aux) -> `Gradients`."""
     del out
     return BackwardPlan(call, dout, has_dlse, wanted)
+
+
+def compile_backward(call: Call) -> None:
+    """Compile the kernels of a call's backward in the background."""
+    without_data = call.without_data()
+    dout = rows_like(call.q, call.v_head_dim).empty(call.dtype, without_data.device)
+    plan = BackwardPlan(call, dout, call.return_lse, call.wanted)
+    compile_ahead(plan.launches(without_data, dout), call.device)
 
 
 def _unsupported_here(call: Call) -> str | None:

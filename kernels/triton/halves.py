@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -73,11 +74,7 @@ class SplitPlan:
 
     def __call__(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], Memory]:
         """Split the tensors. Returns the addresses of halves and stats, for the next launch, and their memory."""
-        device = tensors[0].device
-        memory = Memory(
-            torch.empty(self.elements, dtype=torch.float16, device=device),
-            torch.empty(self.stats_elements + self.partials_elements, dtype=torch.float32, device=device),
-        )
+        memory = self.new_memory(tensors[0].device)
         addresses = tuple([tensor.data_ptr() for tensor in tensors])
         first, stats = memory.halves.data_ptr(), memory.stats.data_ptr()
         halves = tuple([first + 2 * start for start in self.starts])
@@ -88,6 +85,19 @@ class SplitPlan:
             (*addresses, *self._absent, stats, partials, *halves, *self._absent), self.split_launch, tensors, memory
         )
         return (*halves, *[stats + 8 * self.groups * number for number in range(len(tensors))]), memory
+
+    def new_memory(self, device: torch.device) -> Memory:
+        """Uninitialised buffers."""
+        return Memory(
+            torch.empty(self.elements, dtype=torch.float16, device=device),
+            torch.empty(self.stats_elements + self.partials_elements, dtype=torch.float32, device=device),
+        )
+
+    def launches(self, tensors: list[Tensor], memory: Memory) -> Iterator[tuple[Any, Launch]]:
+        """The kernels that split tensors, with their launches."""
+        if self.partials_elements:
+            yield measure_kernel, self.measure_launch(tensors, memory)
+        yield split_kernel, self.split_launch(tensors, memory)
 
     def inputs(self, tensors: list[Tensor], memory: Memory) -> list[Input]:
         """The halves as tensors."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..call import Aux, Call, Gradients, Wanted
-from ..launching import Launcher, address_of, output_like
+from ..launching import Launch, Launcher, address_of, output_like
 from ..layouts import one_a_row
 from ..lib.reductions import sink_gradient
 from .backward import dkdv_kernel, dq_kernel
@@ -127,6 +128,21 @@ class BackwardPlan:
         )
         self._captured.fill((*read, dout_address), *described, buffers, aux)
         return Gradients(dq, dk, dv, self._sinks(lse, delta, aux), self._captured.reduce(buffers, aux))
+
+    def launches(self, call: Call, dout: Tensor) -> Iterator[tuple[Any, Launch]]:
+        """The kernels with their launches, for tensors without data; without those of pairs and distances."""
+        q, k, v, aux = call.q, call.k, call.v, call.aux
+        lse = one_a_row(q).empty(torch.float32, q.device)
+        bound = lse.new_empty(self.problem.kv_batch_heads) if self._bound_dlse else None
+        rows = RowTensors(lse if call.return_lse else None, bound, lse, lse, lse)
+        buffers = self._captured.new_buffers(aux) if self.problem.mods.terms else []
+        memory = None
+        if self._split is not None:
+            memory = self._split.new_memory(q.device)
+            yield from self._split.launches([q, k, v, dout], memory)
+        described = (q, k, v, dout), memory, rows
+        yield dq_kernel, self._dq_launch(*described, dout, q, buffers, aux)
+        yield dkdv_kernel, self._dkdv_launch(*described, k, v, buffers, aux)
 
     def _sinks(self, lse: Tensor, delta: Tensor, aux: Aux) -> Tensor | None:
         return sink_gradient(aux.sinks, lse, delta) if self._wanted.sinks and aux.sinks is not None else None

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
+from concurrent.futures import wait
 from functools import partial
 
 import pytest
 import torch
+import triton
 from torch import nn
 
-from cs336_systems.attention import Attention, attention
+from cs336_systems.attention import Attention, attention, attention_varlen, dispatch
+from cs336_systems.kernels import launching
 from cs336_systems.testing import (
     Inputs,
     Shapes,
@@ -250,6 +254,31 @@ def test_tensors_of_more_than_two_billion_elements(dtype, gibibytes):
     for entries in (slice(0, 3), slice(limit - 2, limit + 2), slice(limit + 2, None)):
         own = Inputs(*[x[entries] for x in inputs])
         assert_within_budget({name: x[entries] for name, x in results.items()}, own, causal=True)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT, FLOAT])
+@pytest.mark.parametrize("d", [64, 96])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_the_backward_launches_what_was_compiled_during_the_forward(monkeypatch, dtype, d, is_packed):
+    compiled = []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, src, **_: compiled.append(src.name))
+    length = 1000 if is_packed else 100
+    q, k, v = (torch.randn(length, 4, d, dtype=dtype, device="cuda", requires_grad=True) for _ in range(3))
+    for kernels in dispatch.KERNELS:
+        assert kernels.module  # imports its kernels
+    for kernel in [x for x in gc.get_objects() if isinstance(x, triton.JITFunction)]:
+        kernel.device_caches.clear()
+    dispatch.clear_plans()
+    if is_packed:
+        out = attention_varlen(q, k, v, torch.tensor([0, 10, 1000], device="cuda"), causal=True)
+    else:
+        out = attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), causal=True)
+    wait([future for futures in launching._in_background.values() for future in futures])
+    assert compiled
+    compiled.clear()
+    out.backward(torch.randn_like(out))
+    torch.cuda.synchronize()
+    assert compiled == []
 
 
 @pytest.mark.slow

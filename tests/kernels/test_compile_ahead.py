@@ -1,0 +1,103 @@
+"""The backward's kernels are compiled in the background while the forward's are, and are those that it launches."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+import torch
+
+from cs336_systems.attention import attention, dispatch
+from cs336_systems.kernels import launching
+from cs336_systems.kernels.launching import Launch, Launcher, compile_ahead
+
+CPU = torch.device("cpu")
+
+
+class Kernel:
+    """A kernel that compiles when it is told to."""
+
+    arg_names = ("x",)
+
+    def __init__(self, fails=False):
+        self.may_compile, self.events, self.fails = threading.Event(), [], fails
+
+    def warmup(self, *args, grid, **constants):
+        self.events.append("compiling")
+        assert self.may_compile.wait(60)
+        if self.fails:
+            raise RuntimeError("it does not compile")
+        self.events.append("compiled")
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.events.append("launched")
+
+
+@pytest.fixture(autouse=True)
+def compiled_rather_than_interpreted(monkeypatch):
+    monkeypatch.setattr(launching, "INTERPRETED", False)
+    monkeypatch.setattr(launching, "_in_background", {})
+    monkeypatch.setattr(launching, "runner_of", lambda compiled, grid: (None, None))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.device("meta"))
+
+
+def launch():
+    return Launch((1, 1), ("x",), (), {}, {})
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_launch_waits_for_its_kernel_alone(fails):
+    kernel, other = Kernel(fails), Kernel()
+    compile_ahead([(kernel, launch()), (other, launch())], CPU)
+    first = threading.Thread(target=Launcher(kernel), args=((16,), launch))
+    first.start()
+    first.join(0.2)
+    assert first.is_alive()
+    kernel.may_compile.set()
+    first.join(60)
+    assert kernel.events == (["compiling", "launched"] if fails else ["compiling", "compiled", "launched"])
+    assert "compiled" not in other.events
+    other.may_compile.set()
+
+
+def test_nothing_is_described_for_the_interpreter(monkeypatch):
+    monkeypatch.setattr(launching, "INTERPRETED", True)
+    compile_ahead((pytest.fail("described") for _ in range(1)), CPU)
+
+
+@pytest.mark.parametrize("of", ["q", "bias", "sinks", "nothing"])
+def test_backwards_are_compiled_where_a_gradient_is_needed(monkeypatch, of):
+    asked = []
+    monkeypatch.setattr(dispatch.KERNELS[1].module, "compile_backward", asked.append)
+    monkeypatch.setattr(launching, "INTERPRETED", True)
+    shapes = {"q": (1, 2, 9, 16), "k": (1, 2, 9, 16), "v": (1, 2, 9, 16), "bias": (9, 9), "sinks": (2,)}
+    tensors = {name: torch.randn(shape, requires_grad=name == of) for name, shape in shapes.items()}
+    dispatch.clear_plans()
+    for _ in range(2):
+        attention(**tensors, impl="flash")
+    assert len(asked) == (of != "nothing")
+
+
+@pytest.mark.slow
+@pytest.mark.every_triton
+@pytest.mark.parametrize(
+    ("family", "case", "kernels"),
+    [
+        *[
+            ("sm90", case, ["backward_kernel", "finish_kernel", "prepare_kernel"])
+            for case in (
+                {"dtype": "bfloat16", "d": 64},
+                {"dtype": "float16", "d": 80, "feature": "packed", "return_lse": True},
+            )
+        ],
+        ("triton", {"dtype": "float16", "d": 32, "feature": "slopes"}, ["dkdv_kernel", "dq_kernel"]),
+        ("triton", {"dtype": "float32", "d": 32, "return_lse": True}, ["dkdv_kernel", "dq_kernel", "split_kernel"]),
+        ("triton", {"dtype": "tf32", "d": 32, "feature": "packed"}, ["dkdv_kernel", "dq_kernel", "split_kernel"]),
+    ],
+)
+def test_what_was_compiled_is_what_is_launched(compiled_by, family, case, kernels):
+    [row] = compiled_by("compile_ahead", family, json.dumps(case))
+    assert row["ahead"] == kernels
+    assert "forward_kernel" in row["of_forward"]
+    assert row["late"] == []
