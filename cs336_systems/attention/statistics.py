@@ -84,10 +84,11 @@ def score_statistics(
     >>> score_statistics(q, k, causal=True).max_scores.amax((0, 2)).shape  # of each head
     torch.Size([8])
 
-    Largest scores are what QK-clip asks for (Kimi Team, "Kimi K2: Open agentic intelligence", 2025), entropies what
-    detects and prevents their collapse (Zhai et al., "Stabilizing Transformer training by preventing attention entropy
-    collapse", 2023). The values are not needed. The cost is the product q kᵀ, 2 · d operations for each pair that is
-    computed: half of a forward of `attention` whose v has the width of k. The backward makes three such products.
+    QK-clip needs the largest scores (Kimi Team, "Kimi K2: Open agentic intelligence", 2025). Low entropies precede
+    training that diverges (Zhai et al., "Stabilizing Transformer training by preventing attention entropy collapse",
+    2023). The values are not needed. The cost is the product q kᵀ, 2 · d operations for each pair that is computed:
+    half of a forward of `attention` whose v has the width of k. The backward computes two such products with "naive",
+    three with "tiled" and four with "flash".
 
     Args:
         q: queries (*batch, q_heads, q_len, d), in float16, bfloat16, float32 or float64. Three dimensions mean no head
@@ -98,8 +99,8 @@ def score_statistics(
             on a GPU, and the first of the others elsewhere. "naive" has every score in memory.
 
     lse and entropy are differentiable in q, k, alibi_slopes, bias, sinks and what ``scores`` captured, with "naive" any
-    number of times. "flash" has no kernel for the backward: it takes that of "tiled", PyTorch operations on tiles of
-    512 x 512 scores, in linear memory on the device of q.
+    number of times. "flash" has no kernel for the backward: it takes the forward and the backward of "tiled",
+    PyTorch operations on tiles of 512 x 512 scores, in linear memory on the device of q.
 
     Returns:
         A `ScoreStatistics`. A query with a score of +inf or NaN has NaN for its entropy.

@@ -34,7 +34,7 @@ from .plan import remember
 FORWARD = f"(Tensor q, Tensor k, {AUX}, {OPTIONS}, str backend) -> (Tensor, Tensor, Tensor)"
 BACKWARD = (
     "(Tensor q, Tensor k, Tensor lse, Tensor entropy, Tensor? dlse, Tensor? dentropy, "
-    f"{AUX}, {OPTIONS}, bool want_sinks, bool[] want_score_aux) -> (Tensor, Tensor, Tensor[])"
+    f"{AUX}, {OPTIONS}, str backend, bool want_sinks, bool[] want_score_aux) -> (Tensor, Tensor, Tensor[])"
 )
 """The backward also returns the gradients wanted, that of the sinks first."""
 
@@ -67,9 +67,12 @@ def _forward(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Ten
 def _backward(
     q: Tensor, k: Tensor, lse: Tensor, entropy: Tensor, dlse: Tensor | None, dentropy: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    *others, want_sinks, want_score_aux = arguments
+    *others, backend, want_sinks, want_score_aux = arguments
     wanted = Wanted(want_sinks, tuple(want_score_aux))
     call = call_of(q, k, k, others)
+    if backend != "tiled":
+        # Of scores in the millions, rounded otherwise, the probabilities exp(score - lse) would be wrong.
+        lse, _, entropy = tiled_statistics.forward(q, k, call.options, call.aux)
     gradients = tiled_statistics.backward(q, k, lse, entropy, dlse, dentropy, call.options, call.aux, wanted)
     return gradients.q, gradients.k, [x for x in (gradients.sinks, *gradients.score_aux) if x is not None]
 
@@ -92,7 +95,7 @@ def _fake_backward(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k = inputs[:2]
     lse, _, entropy = output
-    aux, ctx.options = aux_of(inputs[2 : 2 + NUM_AUX]), inputs[2 + NUM_AUX : -1]
+    aux, ctx.options = aux_of(inputs[2 : 2 + NUM_AUX]), inputs[2 + NUM_AUX :]  # and the backend
     ctx.layout = AuxLayout.of(aux)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, lse, entropy, *aux.tensors)

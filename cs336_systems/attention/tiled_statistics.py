@@ -86,7 +86,7 @@ def backward(
     aux: Aux,
     wanted: Wanted,
 ) -> StatisticsGradients:
-    """The gradients from those of the log-sum-exp and of the entropy, None for 0.
+    """The gradients from those of the log-sum-exp and of the entropy, None for 0; lse and entropy are `forward`'s.
 
     With P the probabilities and H = -sum P log P the entropy, dS = P ∘ (dlse - dH (log P + H)), for a sink too. Then
     dQ = dS k · scale and dK = dSᵀ q · scale, of dS times the slope of the rules that change scores.
@@ -124,7 +124,6 @@ def backward(
 def score_gradient(scores: Tensor, lse: Tensor, entropy: Tensor, dlse: Tensor, dentropy: Tensor) -> Tensor:
     """P ∘ (dlse - dH (log P + H)); 0 in rows that see nothing, NaN in those that see a score of +inf."""
     lse = lse.masked_fill(lse == math.inf, math.nan).masked_fill(lse == -math.inf, math.inf)
-    # Rounding may put a probability of 1 above 1.
-    log_p = (scores - lse).clamp(max=0.0)
+    log_p = scores - lse
     p = torch.exp(log_p)
     return p * (dlse - dentropy * (log_p.masked_fill(p == 0, 0.0) + entropy))

@@ -20,6 +20,7 @@ from cs336_systems.attention import (
     tiled_statistics,
     use_backends,
 )
+from cs336_systems.attention.mods import mask_mod
 from cs336_systems.attention.variants import document
 from cs336_systems.kernels.call import NO_AUX, Options, Wanted
 from cs336_systems.kernels.triton.tiles import TileConfig, pin
@@ -226,10 +227,24 @@ class TestEnds:
             exact = score_statistics(q.double(), k.double(), scale=200.0, impl="naive")
         found = score_statistics(q, k, scale=200.0, impl=impl)
         assert float(exact.max_scores.max()) > 1e4
-        torch.testing.assert_close([*found], [x.float() for x in exact], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close([*found], [x.float() for x in exact], rtol=4e-6, atol=4e-6)
         dq, dk = torch.autograd.grad(found.entropy.sum() + found.lse.sum(), (q, k))
         assert dq.isfinite().all()
         assert dk.isfinite().all()
+
+    @each_implementation
+    @pytest.mark.parametrize("scale", [1e3, 1e6])
+    def test_a_probability_of_1_keeps_its_gradient_however_large_scores_are(self, impl, device, scale):
+        """The gradients of the log-sum-exp and of the entropy by a score are p and -p (log p + H), here 1 and 0."""
+        q, k = inputs_of(Shapes.of(2, q_len=40, k_len=50, d=64), FLOAT, device)
+        bias = torch.zeros(2, 40, 50, device=device, requires_grad=True)
+        found = score_statistics(q, k, bias=bias, scale=scale, impl=impl)
+        certain = found.entropy == 0
+        assert certain.sum() > 70
+        for name, expected in (("lse", 1.0), ("entropy", 0.0)):
+            (gradient,) = torch.autograd.grad(getattr(found, name).sum(), bias, retain_graph=True)
+            largest = gradient[certain].abs().amax(-1)
+            torch.testing.assert_close(largest, torch.full_like(largest, expected))
 
     @each_implementation
     def test_the_ends_of_float32(self, impl, device):
@@ -260,7 +275,7 @@ class TestEnds:
 
     @each_implementation
     def test_a_nan_is_seen_in_its_row_alone(self, impl, device):
-        q, k = inputs_of(Shapes.of(1, q_len=5, k_len=40, d=8, q_heads=1), HALF if impl == "flash" else FLOAT, device)
+        q, k = inputs_of(Shapes.of(1, q_len=5, k_len=40, d=8, q_heads=1), device=device)
         q[0, 0, 1, 3] = math.nan
         for x in score_statistics(q, k, impl=impl):
             assert x[0, 0].isnan().tolist() == [False, True, False, False, False]
@@ -288,6 +303,30 @@ class TestEnds:
         scores = (q @ k.mT / 8**0.5).masked_fill(torch.ones(7, 7, device=device).triu(1).bool(), -math.inf)
         torch.testing.assert_close(found.max_scores, scores.amax(-1), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found.lse, scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_functions_of_a_pair_and_lists_of_blocks(flash_device):
+    """Functions are recorded as `attention` records them, and lists of blocks say which tiles are visited."""
+    q, k = inputs_of(Shapes.of(2, q_len=150, k_len=260, d=16, q_heads=2, kv_heads=1), device=flash_device)
+    ids = (torch.arange(260, device=flash_device) // 60).expand(2, -1)
+    slopes = torch.rand(2, device=flash_device)
+
+    def same(b, h, q_idx, kv_idx):
+        return ids[b, q_idx] == ids[b, kv_idx]
+
+    def alibi(score, b, h, q_idx, kv_idx):
+        return score - slopes[h] * (q_idx - kv_idx).abs()
+
+    tensors = {"mask": (ids[:, :150, None] == ids[:, None])[:, None]}
+    rows, columns = torch.arange(150, device=flash_device)[:, None], torch.arange(260, device=flash_device)
+    tensors["bias"] = -slopes[:, None, None] * (rows - columns).abs()
+    expected = score_statistics(q, k, causal=True, impl="naive", **tensors)
+    mask = mask_mod(same).with_blocks(150, 260, causal=True, batch=2, device=q.device)
+    for impl, given in (("flash", same), ("flash", mask), ("tiled", mask), ("naive", mask)):
+        found = score_statistics(q, k, causal=True, mask=given, scores=alibi, impl=impl)
+        torch.testing.assert_close([*found], [*expected], rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="mask must have blocks that were found for this call"):
+        score_statistics(q[:, :, 1:], k, causal=True, mask=mask)
 
 
 class TestGradients:
