@@ -2,7 +2,8 @@
 
 `attention` chooses a backend or takes the implementation named; `explain` says what it would choose and why. Each
 implementation is also an nn.Module, and the two FlashAttention-2 ones are autograd Functions. `attention_varlen` takes
-packed sequences, `attention_with_cache` the new tokens of generation.
+packed sequences, `attention_with_cache` the new tokens of generation. `score_statistics` returns the largest score and
+the entropy of each query.
 """
 
 from .api import attention, explain
@@ -18,6 +19,7 @@ from .modules import (
     SDPAAttention,
     TiledAttention,
 )
+from .statistics import ScoreStatistics, score_statistics, score_statistics_varlen
 from .validation import Implementation
 from .varlen import attention_varlen, explain_varlen
 
@@ -30,6 +32,7 @@ __all__ = [
     "Implementation",
     "NaiveAttention",
     "SDPAAttention",
+    "ScoreStatistics",
     "TiledAttention",
     "TiledAttentionFunction",
     "attention",
@@ -38,5 +41,7 @@ __all__ = [
     "explain",
     "explain_varlen",
     "explain_with_cache",
+    "score_statistics",
+    "score_statistics_varlen",
     "use_backends",
 ]

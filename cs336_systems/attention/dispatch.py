@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -128,7 +128,8 @@ class Naive(Backend):
         return lambda q, k, v, aux: naive.naive(q, k, v, options, return_lse, aux)
 
 
-KERNELS = (KernelBackend("sm90"), KernelBackend("triton"))
+PORTABLE = KernelBackend("triton")
+KERNELS = (KernelBackend("sm90"), PORTABLE)
 """The most general ones last."""
 OTHERS: tuple[Backend, ...] = (SDPA(), Tiled(), Compiled(), Naive())
 BACKENDS: tuple[Backend, ...] = (*KERNELS, *OTHERS)
@@ -178,8 +179,26 @@ def clear_plans() -> None:
         cache.clear()
 
 
-def choose(call: Call, impl: str | Implementation = "auto") -> Backend:
+def _is_excluded(backend: Backend) -> bool:
+    return _allowed is not None and backend.name not in _allowed
+
+
+def supports(backend: Backend, call: Call) -> str | None:
+    """Why a backend does not compute a call, or None if it does."""
+    if _is_excluded(backend):
+        return f"use_backends() allows only {', '.join(_allowed or ())}"
+    return backend.supports(call)
+
+
+def choose(
+    call: Call, impl: str | Implementation = "auto", why_not: Callable[[Backend, Call], str | None] = supports
+) -> Backend:
     """The backend that computes a call.
+
+    Args:
+        call: the call.
+        impl: the implementation, or "auto".
+        why_not: why a backend does not compute what is asked of a call, None if it does; `attention`'s unless given.
 
     Raises:
         ValueError: ``impl`` names an implementation that cannot compute the call.
@@ -191,14 +210,14 @@ def choose(call: Call, impl: str | Implementation = "auto") -> Backend:
             continue
         if implementation is not None and backend.implementation is not implementation:
             continue
-        reason = supports(backend, call)
+        reason = why_not(backend, call)
         if reason is None:
             return backend
         reasons.append((backend.name, reason))
     if implementation is None:
         raise ValueError(f"no backend can compute this call: {'; '.join(': '.join(pair) for pair in reasons)}")
     # Other kernels say which GPU they are for; the most general ones say what keeps the call from all.
-    reason = dict(reasons).get(KERNELS[-1].name, reasons[-1][1])
+    reason = dict(reasons).get(PORTABLE.name, reasons[-1][1])
     raise ValueError(f"impl={implementation.value!r} cannot compute this call: {reason}")
 
 
@@ -216,17 +235,6 @@ def choose_backward(call: Call, wanted: Wanted) -> tuple[KernelBackend, dict[str
                 return backend, refused
             refused[backend.name] = reason
     raise ValueError(f"no backend can differentiate this call: {'; '.join(refused.values())}")
-
-
-def _is_excluded(backend: Backend) -> bool:
-    return _allowed is not None and backend.name not in _allowed
-
-
-def supports(backend: Backend, call: Call) -> str | None:
-    """Why a backend does not compute a call, or None if it does."""
-    if _is_excluded(backend):
-        return f"use_backends() allows only {', '.join(_allowed or ())}"
-    return backend.supports(call)
 
 
 def _why_not_triton(device: torch.device) -> str | None:

@@ -44,26 +44,13 @@ def _naive(
     q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool, aux: Aux
 ) -> tuple[Tensor, Tensor | None]:
     call = Call(q, k, v, options, aux)
-    q_len, k_len = call.q_len, call.k_len
-    # Each key and value head serves a group of query heads; einsum broadcasts it without a copy.
-    grouped = rearrange(q, "... (kv group) row d -> ... kv group row d", kv=max(1, k.shape[-3]))
-    with named_range("attention: scores"):
-        scores = einsum(grouped, k, "... kv group row d, ... kv column d -> ... kv group row column") * options.scale
-        pairs = Pairs.of(options, aux, q, k, slice(0, q_len), slice(0, k_len))
-        scores = changed_scores(options, scores, pairs, aux.score_aux)
-    with named_range("attention: mask"):
-        seen = seen_pairs(options, pairs, call.band, aux.mask_aux)
-        if aux.cache_lengths is not None:
-            filled = aux.cache_lengths.to(torch.int64).clamp(0, k_len)[:, None, None, None, None]
-            seen = _seen_in_cache(filled, pairs, q_len, options.window_left)
-            # 0 times anything finite is 0, but slots that were never written may hold NaN.
-            v = v.masked_fill((pairs.column >= filled)[:, :, 0].mT, 0.0)
-        if seen is not None:
-            scores = scores.masked_fill(~seen, float("-inf"))
+    k_len = call.k_len
+    scores, pairs = visible_scores(call)
+    if aux.cache_lengths is not None:
+        # 0 times anything finite is 0, but slots that were never written may hold NaN.
+        v = v.masked_fill((pairs.column >= _filled(aux.cache_lengths, k_len))[:, :, 0].mT, 0.0)
     if aux.sinks is not None:
-        # A key that every query sees, without a value.
-        sinks = by_group(aux.sinks.to(scores.dtype), k)[..., None]
-        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
+        scores = with_sinks(scores, aux.sinks, k)
     blind = None
     # An exported program is one for all lengths, also those for which a query sees nothing.
     any_lengths = exporting() and not (options.window_right is None and options.is_causal_or_full)
@@ -86,6 +73,33 @@ def _naive(
     lse = torch.logsumexp(scores if scores.dtype == torch.float64 else scores.float(), dim=-1)
     lse = lse if blind is None else lse.masked_fill(blind.squeeze(-1), float("-inf"))
     return out, rearrange(lse, "... kv group row -> ... (kv group) row")
+
+
+def visible_scores(call: Call) -> tuple[Float[Tensor, "*batch kv_heads group q_len k_len"], Pairs]:
+    """The scores after all changes, -inf where a query does not see a key, and their pairs."""
+    q, k, options, aux = call.q, call.k, call.options, call.aux
+    # Each key and value head serves a group of query heads; einsum broadcasts it without a copy.
+    grouped = rearrange(q, "... (kv group) row d -> ... kv group row d", kv=max(1, k.shape[-3]))
+    with named_range("attention: scores"):
+        scores = einsum(grouped, k, "... kv group row d, ... kv column d -> ... kv group row column") * options.scale
+        pairs = Pairs.of(options, aux, q, k, slice(0, call.q_len), slice(0, call.k_len))
+        scores = changed_scores(options, scores, pairs, aux.score_aux)
+    with named_range("attention: mask"):
+        seen = seen_pairs(options, pairs, call.band, aux.mask_aux)
+        if aux.cache_lengths is not None:
+            seen = _seen_in_cache(_filled(aux.cache_lengths, call.k_len), pairs, call.q_len, options.window_left)
+        return scores if seen is None else scores.masked_fill(~seen, float("-inf")), pairs
+
+
+def with_sinks(scores: Tensor, sinks: Tensor, k: Tensor) -> Tensor:
+    """The scores with one more key, which every query sees: the sink of its head."""
+    logits = by_group(sinks.to(scores.dtype), k)[..., None]
+    return torch.cat([scores, logits.expand(*scores.shape[:-1], 1)], -1)
+
+
+def _filled(cache_lengths: Tensor, capacity: int) -> Tensor:
+    """The filled slots of each sequence's cache: (batch, 1, 1, 1, 1)."""
+    return cache_lengths.to(torch.int64).clamp(0, capacity)[:, None, None, None, None]
 
 
 def _seen_in_cache(filled: Tensor, pairs: Pairs, new: int, window_left: int | None) -> Tensor:

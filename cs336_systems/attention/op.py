@@ -51,7 +51,7 @@ def transforming() -> bool:
 def forward(implementation: str, call: Call) -> tuple[Tensor, Tensor]:
     """out and log-sum-exp by the operator of an implementation, "flash" or "tiled"."""
     operator = getattr(torch.ops.cs336_systems, f"{implementation}_forward")
-    return operator(call.q, call.k, call.v, *_aux_arguments(call.aux), *_option_arguments(call.options))
+    return operator(call.q, call.k, call.v, *aux_arguments(call.aux), *option_arguments(call.options))
 
 
 def backward(
@@ -59,12 +59,13 @@ def backward(
 ) -> Gradients:
     """The gradients by the operator of an implementation."""
     operator = getattr(torch.ops.cs336_systems, f"{implementation}_backward")
-    arguments = (*_aux_arguments(call.aux), *_option_arguments(call.options), wanted.sinks, list(wanted.score_aux))
+    arguments = (*aux_arguments(call.aux), *option_arguments(call.options), wanted.sinks, list(wanted.score_aux))
     dq, dk, dv, others = operator(call.q, call.k, call.v, out, lse, dout, dlse, *arguments)
     return Gradients(dq, dk, dv, *unflatten(others, wanted))
 
 
-def _aux_arguments(aux: Aux) -> tuple[Any, ...]:
+def aux_arguments(aux: Aux) -> tuple[Any, ...]:
+    """The arguments `AUX` of an operator."""
     tensors = _distinct(aux) if torch.compiler.is_compiling() else aux
     return (*tensors[:-2], list(tensors.mask_aux), list(tensors.score_aux))
 
@@ -81,7 +82,8 @@ def _distinct(aux: Aux) -> Aux:
     return aux.map(once)
 
 
-def _option_arguments(options: Options) -> tuple[Any, ...]:
+def option_arguments(options: Options) -> tuple[Any, ...]:
+    """The arguments `OPTIONS` of an operator."""
     expressions = options.mask, options.scores
     numbers = numbers_of(expressions)
     # torch.export.save takes no empty list of Scalars, and no floats among integers. A surplus number does no harm.
@@ -94,13 +96,15 @@ def _text_of(*structure: Any) -> str:
     return repr(structure)
 
 
-def _call_of(q: Tensor, k: Tensor, v: Tensor, arguments: Sequence[Any]) -> Call:
+def call_of(q: Tensor, k: Tensor, v: Tensor, arguments: Sequence[Any]) -> Call:
+    """The call from q, k, v and the arguments `AUX` and `OPTIONS` of an operator."""
     options = arguments[NUM_AUX : NUM_AUX + NUM_OPTIONS]
     mask, scores = with_numbers(literal_eval(options[6]), iter(options[7]))
-    return Call(q, k, v, Options._make([*options[:6], mask, scores, *options[8:]]), _aux_of(arguments[:NUM_AUX]))
+    return Call(q, k, v, Options._make([*options[:6], mask, scores, *options[8:]]), aux_of(arguments[:NUM_AUX]))
 
 
-def _aux_of(arguments: Sequence[Any]) -> Aux:
+def aux_of(arguments: Sequence[Any]) -> Aux:
+    """The tensors from the arguments `AUX` of an operator."""
     *named, mask_aux, score_aux = arguments
     return Aux._make([*named, tuple(mask_aux), tuple(score_aux)])
 
@@ -116,7 +120,7 @@ def register(implementation: str, plan_of: Callable[[str, Call], Any], keys: Seq
     """Define the two operators of an implementation, for these dispatch keys; ``plan_of`` makes the plan of a call."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-        call = _call_of(q, k, v, arguments)
+        call = call_of(q, k, v, arguments)
         return plan_of(implementation, call).forward(q, k, v, call.aux)
 
     def backward(
@@ -126,7 +130,7 @@ def register(implementation: str, plan_of: Callable[[str, Call], Any], keys: Seq
         # vmap may expand them with a stride of 0 along the batch.
         out, lse = out if out.stride(-1) == 1 else out.contiguous(), lse.contiguous()
         wanted = Wanted(want_sinks, tuple(want_score_aux))
-        call = _call_of(q, k, v, others)
+        call = call_of(q, k, v, others)
         gradients = plan_of(implementation, call).backward(q, k, v, out, lse, dout, dlse, call.aux, wanted)
         rest = [x for x in (gradients.sinks, *gradients.score_aux) if x is not None]
         return gradients.q, gradients.k, gradients.v, rest
@@ -160,7 +164,7 @@ def _fake_backward(
 def _register_gradient(implementation: str) -> None:
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         q, k, v = inputs[:3]
-        aux, ctx.options = _aux_of(inputs[3 : 3 + NUM_AUX]), inputs[3 + NUM_AUX :]
+        aux, ctx.options = aux_of(inputs[3 : 3 + NUM_AUX]), inputs[3 + NUM_AUX :]
         ctx.layout = AuxLayout.of(aux)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, *output, *aux.tensors)
@@ -171,7 +175,7 @@ def _register_gradient(implementation: str) -> None:
         wanted = Wanted(bool(ctx.needs_input_grad[3]), tuple(ctx.needs_input_grad[3 + NUM_AUX - 1]))
         dout = torch.zeros_like(out) if dout is None else dout
         operator = getattr(torch.ops.cs336_systems, f"{implementation}_backward")
-        arguments = *_aux_arguments(aux), *ctx.options, wanted.sinks, list(wanted.score_aux)
+        arguments = *aux_arguments(aux), *ctx.options, wanted.sinks, list(wanted.score_aux)
         *gradients, flat = operator(q, k, v, out, lse, dout, dlse, *arguments)
         sinks, of_score_aux = unflatten(flat, wanted)
         none = [None] * (NUM_AUX - 3)
@@ -189,7 +193,7 @@ def _register_vmap(implementation: str) -> None:
     def rule(way: str, num_tensors: int) -> Callable[..., Any]:
         def of_batch(info: Any, in_dims: Any, *arguments: Any) -> Any:
             operator = getattr(torch.ops.cs336_systems, f"{implementation}_{way}")
-            if _aux_of(arguments[num_tensors : num_tensors + NUM_AUX]).tensors:
+            if aux_of(arguments[num_tensors : num_tensors + NUM_AUX]).tensors:
                 # What rules captured is numbered by the batch entries and heads of one call.
                 results = _one_by_one(info, in_dims, operator, *arguments)
             else:

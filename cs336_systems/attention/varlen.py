@@ -108,8 +108,8 @@ def attention_varlen(
     """
     arguments: dict[str, Any] = {**options}
     impl = arguments.pop("impl", "auto")
-    packed = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    out, lse = run(*_as_heads(q, k, v), Arguments.of(**arguments, return_lse=return_lse), impl, packed)
+    packed = packed_sequences(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    out, lse = run(*as_heads(q, k, v), Arguments.of(**arguments, return_lse=return_lse), impl, packed)
     out = out[0].transpose(0, 1)
     return out if lse is None else (out, lse[0])
 
@@ -130,8 +130,8 @@ def explain_varlen(
     q, k, v = autocast_inputs(q, k, v)
     arguments: dict[str, Any] = {**options}
     impl = arguments.pop("impl", "auto")
-    packed = _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    call = make_call(*_as_heads(q, k, v), Arguments.of(**arguments, return_lse=return_lse), packed)
+    packed = packed_sequences(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    call = make_call(*as_heads(q, k, v), Arguments.of(**arguments, return_lse=return_lse), packed)
     return explain_call(call, impl)
 
 
@@ -163,12 +163,12 @@ def _nested(packed: Tensor, starts: Tensor) -> Tensor:
     return nested.transpose(1, 2)
 
 
-def _as_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def as_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(1, heads, all rows, d)."""
     return q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
 
-def _packed(
+def packed_sequences(
     q: Tensor,
     k: Tensor,
     v: Tensor,

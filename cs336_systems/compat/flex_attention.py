@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..attention import attention
-from ..attention.mods import MaskMod, ScoreMod
+from ..attention import attention, score_statistics
+from ..attention.mods import MaskMod, ScoreMod, as_scores
 from ..attention.mods import mask_mod as traced
 from ..attention.rules import Mask
 from ..kernels.call import BLOCK
@@ -103,7 +103,9 @@ def flex_attention(
         enable_gqa: whether key and value may have fewer heads; their number divides q_heads.
         return_lse: also return the log-sum-exp (batch, q_heads, q_len), natural and differentiable.
         kernel_options: must be None: these are sizes of FlexAttention's own kernels.
-        return_aux: in place of return_lse, what to return in an `AuxOutput`; its max_scores are not computed here.
+        return_aux: in place of return_lse, what to return in an `AuxOutput`. Its max_scores (batch, q_heads, q_len),
+            float32 (float64 for float64 inputs), are each query's largest score after score_mod, -inf where it sees no
+            key, and have no gradient. `score_statistics` computes them: half of a forward more.
 
     Returns:
         out (batch, q_heads, q_len, dv), or a pair. A query that sees no key gets 0, and -inf for its log-sum-exp.
@@ -123,14 +125,18 @@ def flex_attention(
         raise ValueError(f"kernel_options must be None: tiles are chosen by this library; got {kernel_options}")
     if return_aux is not None and return_lse:
         raise ValueError("return_lse must be False if return_aux is given; got True")
-    if return_aux is not None and return_aux.max_scores:
-        raise ValueError("return_aux must not ask for max_scores, which are not computed here; got max_scores=True")
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     mask = None if block_mask is None else block_mask.mask
-    found = attention(query, key, value, scores=score_mod, mask=mask, scale=scale, return_lse=wants_lse)
+    scores = as_scores(score_mod)
+    found = attention(query, key, value, scores=scores, mask=mask, scale=scale, return_lse=wants_lse)
     if return_aux is None:
         return found
-    return (found[0], AuxOutput(found[1])) if wants_lse else (found, AuxOutput())  # type: ignore[return-value]
+    out, lse = (found, None) if isinstance(found, Tensor) else found
+    max_scores = None
+    if return_aux.max_scores:
+        with torch.no_grad():
+            max_scores = score_statistics(query, key, scores=scores, mask=mask, scale=scale).max_scores
+    return out, AuxOutput(lse, max_scores)
 
 
 def create_block_mask(

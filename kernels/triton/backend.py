@@ -14,6 +14,7 @@ from ..layouts import rows_like
 from ..torch_names import surely
 from .decode_launch import DecodePlan
 from .plans import BackwardPlan, ForwardPlan
+from .statistics_launch import StatisticsPlan
 
 MAX_HEAD_DIM = 1024
 
@@ -25,6 +26,7 @@ Score gradients are split into float16 halves under one scale, and those of kept
 """
 
 Forward = Callable[[Tensor, Tensor, Tensor, Aux], tuple[Tensor, Tensor]]
+Statistics = Callable[[Tensor, Tensor, Aux], tuple[Tensor, Tensor, Tensor]]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "Tensor | None", Aux], Gradients]
 
 
@@ -46,6 +48,11 @@ def supports_backward(call: Call, wanted: Wanted) -> str | None:
 def plan_forward(call: Call) -> Forward:
     """A plan for calls with this metadata: (q, k, v, aux) -> (out laid out like q, lse contiguous float32)."""
     return ForwardPlan(call) if call.aux.cache_lengths is None else DecodePlan(call)
+
+
+def plan_statistics(call: Call) -> Statistics:
+    """A plan for calls with this metadata: (q, k, aux) -> lse, largest scores, entropies, contiguous in float32."""
+    return StatisticsPlan(call)
 
 
 def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted: Wanted) -> Backward:

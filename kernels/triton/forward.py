@@ -31,6 +31,22 @@ def raw_scores(
 
 
 @triton.jit
+def visible_scores(
+    s, scale, first_row, first_column, head, MASKED: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """A tile of q @ k.T as the score rules leave ``s * scale``, or ``s`` without any; -inf where a pair is hidden."""
+    rows = first_row + tl.arange(0, C.TILE_Q)[:, None]
+    columns = first_column + tl.arange(0, C.TILE_K)[None, :]
+    if SCORE is not None:
+        row, column = clamped(rows, columns, head, MASKED)
+        s = SCORE(s * scale, head.batch, head.head, row, column, head.captured[1])
+    if MASKED:
+        s = tl.where(visible_pairs(rows, columns, head, C.LEFT, C.RIGHT, MASK), s, float("-inf"))
+    return s
+
+
+@triton.jit
 def forward_step(
     state, acc, ahead, q_tile, queries, keys, values, first_row, first_column, head, scale,
     MASKED: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, FLIP: tl.constexpr, SHIFT: tl.constexpr,
@@ -46,14 +62,9 @@ def forward_step(
         ahead = (raw_scores(q_tile, queries, first_row, keys, first_column + C.TILE_K, MASKED, FLIP, C),)
     else:
         s = raw_scores(q_tile, queries, first_row, keys, first_column, MASKED, FLIP, C)
-    rows = first_row + tl.arange(0, C.TILE_Q)[:, None]
-    columns = first_column + tl.arange(0, C.TILE_K)[None, :]
+    s = visible_scores(s, scale, first_row, first_column, head, MASKED, MASK, SCORE, C)
     if SCORE is not None:
-        row, column = clamped(rows, columns, head, MASKED)
-        s = SCORE(s * scale, head.batch, head.head, row, column, head.captured[1])
         scale = LOG2_E
-    if MASKED:
-        s = tl.where(visible_pairs(rows, columns, head, C.LEFT, C.RIGHT, MASK), s, float("-inf"))
     state, p, rescale = softmax_step(state, s, scale, SHIFT, len(q_tile) == 1)
     if head.seed is not None:
         p = tl.where(keep_mask(first_row, first_column, head, C.TILE_Q, C.TILE_K, False), p, 0.0)

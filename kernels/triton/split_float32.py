@@ -144,10 +144,11 @@ def measure_kernel(
         measure(q, target, q_sizes, q_strides, group, q_len, D, C.BLOCK_D, C.TILE_Q, M[0], False, SLOTS)
     elif which == 1:
         measure(k, target, kv_sizes, k_strides, 1, k_len, D, C.BLOCK_D, C.TILE_Q, M[1], False, SLOTS)
-    elif which == 2:
-        measure(v, target, kv_sizes, v_strides, 1, k_len, DV, C.BLOCK_DV, C.TILE_Q, M[2], HAS_DOUT, SLOTS)
-    elif dout is not None:
-        measure(dout, target, q_sizes, dout_strides, group, q_len, DV, C.BLOCK_DV, C.TILE_Q, M[3], True, SLOTS)
+    elif v is not None:
+        if which == 2:
+            measure(v, target, kv_sizes, v_strides, 1, k_len, DV, C.BLOCK_DV, C.TILE_Q, M[2], HAS_DOUT, SLOTS)
+        elif dout is not None:
+            measure(dout, target, q_sizes, dout_strides, group, q_len, DV, C.BLOCK_DV, C.TILE_Q, M[3], True, SLOTS)
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "groups", "shares"])
@@ -159,9 +160,9 @@ def split_kernel(
 ):  # fmt: skip
     """Grid: (tiles of the tensor that has most, tensors) with SLOTS, otherwise (groups * shares, tensors).
 
-    ``dout`` is None in the forward. ``stats`` is (tensors, groups, 2). With SLOTS they are reduced from ``partials``
-    (`measure_kernel`). Without, every program measures its whole group, and the ``shares`` programs of a group divide
-    its tiles among them: reading a short group again costs less than a launch.
+    ``dout`` is None in the forward, and ``v`` too where there is none. ``stats`` is (tensors, groups, 2). With SLOTS
+    they are reduced from ``partials`` (`measure_kernel`). Without, every program measures its whole group, and the
+    ``shares`` programs of a group divide its tiles among them: reading a short group again costs less than a launch.
     """
     which = tl.program_id(1)
     target = stats + 2 * which * groups
@@ -177,13 +178,14 @@ def split_kernel(
             k, target, partials, k_halves, kv_sizes, k_strides, k_half_strides, lo_offsets[1], groups, 1, k_len, shares,
             C.HEAD_DIM, C.BLOCK_D, C.TILE_Q, STRIDE_MULTIPLES[1], False, SLOTS,
         )  # fmt: skip
-    elif which == 2:
-        split_tensor(
-            v, target, partials, v_halves, kv_sizes, v_strides, v_half_strides, lo_offsets[2], groups, 1, k_len, shares,
-            C.V_HEAD_DIM, C.BLOCK_DV, C.TILE_Q, STRIDE_MULTIPLES[2], dout is not None, SLOTS,
-        )  # fmt: skip
-    elif dout is not None:
-        split_tensor(
-            dout, target, partials, dout_halves, q_sizes, dout_strides, dout_half_strides, lo_offsets[3], groups, group,
-            q_len, shares, C.V_HEAD_DIM, C.BLOCK_DV, C.TILE_Q, STRIDE_MULTIPLES[3], True, SLOTS,
-        )  # fmt: skip
+    elif v is not None:
+        if which == 2:
+            split_tensor(
+                v, target, partials, v_halves, kv_sizes, v_strides, v_half_strides, lo_offsets[2], groups, 1, k_len,
+                shares, C.V_HEAD_DIM, C.BLOCK_DV, C.TILE_Q, STRIDE_MULTIPLES[2], dout is not None, SLOTS,
+            )  # fmt: skip
+        elif dout is not None:
+            split_tensor(
+                dout, target, partials, dout_halves, q_sizes, dout_strides, dout_half_strides, lo_offsets[3], groups,
+                group, q_len, shares, C.V_HEAD_DIM, C.BLOCK_DV, C.TILE_Q, STRIDE_MULTIPLES[3], True, SLOTS,
+            )  # fmt: skip

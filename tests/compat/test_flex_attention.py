@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+from torch._higher_order_ops.flex_attention import flex_attention as operator
 from torch.nn.attention import flex_attention as torchs
 
 from cs336_systems.compat import flex_attention as ours
@@ -37,6 +39,7 @@ MASKS = {
     "both": ours.and_masks(causal, documents),
     "either": ours.or_masks(documents, sliding),
     "everything": ours.noop_mask,
+    "some_see_nothing": lambda b, h, q_idx, kv_idx: causal(b, h, q_idx, kv_idx) & (q_idx > 5),
 }
 
 
@@ -53,12 +56,17 @@ def returned(*arguments, **options) -> Any:
 
 
 def of_torch(mask, score, q, k, v, **options):
-    """torch's, without its kernels: eager, and on the CPU."""
+    """torch's, without its kernels: eager, and on the CPU.
+
+    There `flex_attention` refuses to return the largest scores, in base 2, of the operator that it calls.
+    """
     listed = torchs.create_block_mask(mask, BATCH, HEADS, Q_LEN, KV_LEN, device="cpu")
     with torch.no_grad():
         q, k, v = (x.detach().cpu() for x in (q, k, v))
         out, aux = torchs.flex_attention(q, k, v, score, listed, return_aux=torchs.AuxRequest(lse=True), **options)
-        return out, aux.lse
+        unchanged = score or (lambda score, b, h, q_idx, kv_idx: score)
+        *_, max_scores = operator(q, k, v, unchanged, listed.as_tuple(), DIM**-0.5, {})
+        return out, aux.lse, max_scores * math.log(2)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
@@ -68,11 +76,13 @@ def test_results_are_those_of_torch(tensors, monkeypatch, name, score):
     monkeypatch.setitem(globals(), "IDS", IDS.to(tensors[0].device))
     monkeypatch.setitem(globals(), "SLOPES", SLOPES.to(tensors[0].device))
     listed = create_block_mask(MASKS[name], BATCH, HEADS, Q_LEN, KV_LEN, device=tensors[0].device)
-    out, lse = returned(*tensors, score, listed, return_lse=True)
+    out, (lse, max_scores) = returned(*tensors, score, listed, return_aux=AuxRequest(lse=True, max_scores=True))
     monkeypatch.undo()
-    expected, expected_lse = of_torch(MASKS[name], score, *tensors)
+    expected, expected_lse, expected_max = of_torch(MASKS[name], score, *tensors)
     torch.testing.assert_close(out.cpu(), expected, rtol=2e-5, atol=2e-5, check_stride=False)
     torch.testing.assert_close(lse.cpu(), expected_lse, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(max_scores.cpu(), expected_max, rtol=2e-5, atol=2e-5)
+    assert (max_scores == -math.inf).any() == (name == "some_see_nothing")
 
 
 def test_a_captured_tensor_has_a_gradient(tensors):
@@ -106,7 +116,10 @@ def test_grouped_heads_and_auxiliary_outputs(tensors):
     out, aux = returned(q, k[:, :2], v[:, :2], enable_gqa=True, return_aux=AuxRequest(lse=True))
     same, lse = returned(q, *(x[:, :2].repeat_interleave(2, 1) for x in (k, v)), return_lse=True)
     torch.testing.assert_close((out, aux.lse), (same, lse), rtol=1e-5, atol=1e-5)
-    assert returned(q, k, v, return_aux=AuxRequest())[1].lse is None
+    assert returned(q, k, v, return_aux=AuxRequest())[1] == (None, None)
+    lse, max_scores = returned(q, k, v, return_aux=AuxRequest(max_scores=True))[1]
+    assert lse is None
+    assert not max_scores.requires_grad
 
 
 def test_refusals(tensors):
@@ -114,7 +127,6 @@ def test_refusals(tensors):
     listed = create_block_mask(causal, None, None, Q_LEN, KV_LEN, device=q.device)
     for arguments, error, message in (
         ({"kernel_options": {"BLOCK_M": 64}}, ValueError, "kernel_options must be None"),
-        ({"return_aux": AuxRequest(max_scores=True)}, ValueError, "must not ask for max_scores"),
         ({"return_aux": AuxRequest(lse=True), "return_lse": True}, ValueError, "return_lse must be False"),
         ({"block_mask": listed.mask}, TypeError, "block_mask must be a BlockMask of this module; got Mask"),
     ):

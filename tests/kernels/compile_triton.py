@@ -26,7 +26,7 @@ from cs336_systems.kernels import launching, swiglu
 from cs336_systems.kernels.call import Aux, Call, Options, Wanted
 from cs336_systems.kernels.inspection import compile_for, rows_of
 from cs336_systems.kernels.launching import Launch
-from cs336_systems.kernels.triton import backward, decode, forward, launch, tiles
+from cs336_systems.kernels.triton import backward, decode, forward, launch, statistics, statistics_launch, tiles
 from cs336_systems.kernels.triton.decode_launch import DecodePlan
 from cs336_systems.kernels.triton.halves import Input, half_row
 from cs336_systems.kernels.triton.mod_gradients import empty_buffer
@@ -128,6 +128,8 @@ def launch_of(
     inputs, row = [read(x) for x in (q, q, v, v)], made(2, HEADS, LENGTH)
     if kernel == "forward":
         return forward.forward_kernel, launch.forward_launch(problem, inputs[:3], v, row, aux)
+    if kernel == "statistics":
+        return statistics.statistics_kernel, statistics_launch.statistics_launch(problem, inputs[:2], (row,) * 3, aux)
     bound = None if precision == "half" else made(2 * HEADS)
     tensors = launch.RowTensors(row, bound, row, row, row)
     size, mods = launch.band_size(problem), problem.mods

@@ -111,6 +111,10 @@ def features(precision, *names, d=64):
     ]
 
 
+def statistics(precision, *dims, feature="causal"):
+    return [{"kernel": "statistics", "precision": precision, "d": d, "feature": feature} for d in dims]
+
+
 def decoding(precision, *dims, rows=4):
     kernels = ("decode", "decode_window", "merge")
     return [{"kernel": kernel, "precision": precision, "d": d, "rows": rows} for d in dims for kernel in kernels]
@@ -119,6 +123,7 @@ def decoding(precision, *dims, rows=4):
 SLICE = [
     *({"kernel": name, "precision": "half", "d": 64 if name == "forward" else 32} for name in PASSES),
     *decoding("half", 64)[1:2],
+    *statistics("float32", 32),
     {"kernel": "forward", "precision": "float32", "d": 32, "feature": "packed"},
 ]
 """What every run compiles."""
@@ -165,6 +170,23 @@ SLOW: dict[str, tuple[Any, ...]] = {
     "graphics_features": ("sm_86", features("float32", "relative_bias", "everything")),
     "wide": ("sm_90", features("half", "window", d=576) + features("float32", "bias", d=576)),
     "graphics_wide": ("sm_86", features("half", "bias", d=576) + features("float32", "window", d=576)),
+    # 19: where the forward needs fewer rows; here only k is loaded, and nothing shares its buffer.
+    "statistics": (
+        "sm_90",
+        statistics("half", 19, 34, *ROW_DIMS, 576)
+        + statistics("float32", 19, *ROW_DIMS, 576)
+        + statistics("tf32", 64, 128)
+        + [row for name in ("none", "packed_causal", "mods") for row in statistics("half", 64, 128, feature=name)]
+        + [
+            row
+            for name in ("window", "document_blocks", "everything")
+            for row in statistics("float32", 64, feature=name)
+        ],
+        True,
+    ),
+    "ampere_statistics": ("sm_80", statistics("half", *ROW_DIMS) + statistics("float32", *ROW_DIMS)),
+    "blackwell_statistics": ("sm_100", statistics("half", *ROW_DIMS) + statistics("float32", *ROW_DIMS)),
+    "graphics_statistics": ("sm_86", statistics("half", 256) + statistics("float32", 64, 256, feature="everything")),
     "decode": ("sm_90", decoding("half", 64, 128), True),
     "decode_more": ("sm_90", decoding("half", 16, 256, rows=32) + decoding("float32", 128, 256)),
     "graphics_decode": ("sm_86", decoding("half", 128, 256) + decoding("float32", 64, 128)),

@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 
-from cs336_systems.attention import attention
+from cs336_systems.attention import attention, score_statistics
 from cs336_systems.attention.variants import dilated
 from cs336_systems.kernels import launching
 from cs336_systems.kernels.call import NO_AUX, Call, Options, Wanted
@@ -18,6 +18,7 @@ from cs336_systems.kernels.triton import backend, tiles
 from cs336_systems.kernels.triton.halves import inputs_of
 from cs336_systems.kernels.triton.launch import forward_launch
 from cs336_systems.kernels.triton.problem import Problem, stride_multiples
+from cs336_systems.kernels.triton.statistics import statistics_kernel
 from cs336_systems.kernels.triton.tiles import TileConfig
 from cs336_systems.testing import LAYOUTS, Inputs, Shapes, assert_within_budget, evaluate, make_inputs
 
@@ -151,9 +152,13 @@ def test_a_repeated_launch_passes_the_tensors_of_the_first(monkeypatch, flash_de
 
     monkeypatch.setattr(launching.Launcher, "__call__", compare)
     inputs = make_inputs(SHAPES, dtype=dtype, device=flash_device)
+    features = REPEATED[name](flash_device)
     with portable():
-        evaluate(FLASH, inputs, REPEATED[name](flash_device))
-    assert len(checked) >= 3
+        evaluate(FLASH, inputs, features)
+        assert len(checked) >= 3
+        features = {name: x for name, x in features.items() if name not in ("dropout_p", "seed")}
+        score_statistics(inputs.q, inputs.k, impl="flash", **features)
+    assert checked[-1]._kernel is statistics_kernel
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -166,8 +171,10 @@ def test_plans_keep_no_tensor_alive(flash_device, dtype):
         out, lse = forward(q, k, v, NO_AUX)
         gradients = backward(q, k, v, out, lse, dout, None, NO_AUX)
     assert [x.stride() for x in gradients[:3]] == [x.stride() for x in (q, k, v)]
-    alive = [weakref.ref(x) for x in (q, k, v, dout, out, lse, *gradients[:3])]
-    del call, q, k, v, dout, out, lse, gradients
+    statistics = backend.plan_statistics(call)
+    found = statistics(q, k, NO_AUX)
+    alive = [weakref.ref(x) for x in (q, k, v, dout, out, lse, *gradients[:3], *found)]
+    del call, q, k, v, dout, out, lse, gradients, found
     gc.collect()
     assert not any(x() is not None for x in alive)
 

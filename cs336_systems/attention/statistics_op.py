@@ -1,0 +1,127 @@
+"""The operators ``cs336_systems::statistics_forward`` and ``statistics_backward``: see `statistics`.
+
+Eager calls take them too: autograd, torch.compile, torch.export and dispatch modes see the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.call import Aux, AuxLayout, Call, Wanted, plan_caches
+from ..kernels.layouts import one_a_row, rows_like
+from . import dispatch, tiled_statistics
+from .derivatives import TWICE
+from .op import (
+    AUX,
+    NAMESPACE,
+    NUM_AUX,
+    NUM_OPTIONS,
+    OPTIONS,
+    aux_arguments,
+    aux_of,
+    call_of,
+    library,
+    option_arguments,
+    unflatten,
+)
+from .plan import remember
+
+FORWARD = f"(Tensor q, Tensor k, {AUX}, {OPTIONS}, str backend) -> (Tensor, Tensor, Tensor)"
+BACKWARD = (
+    "(Tensor q, Tensor k, Tensor lse, Tensor entropy, Tensor? dlse, Tensor? dentropy, "
+    f"{AUX}, {OPTIONS}, str backend, bool want_sinks, bool[] want_score_aux) -> (Tensor, Tensor, Tensor[])"
+)
+"""The backward also returns the gradients wanted, that of the sinks first."""
+
+KernelStatistics = Callable[[Tensor, Tensor, Aux], tuple[Tensor, Tensor, Tensor]]
+
+_plans: dict[Hashable, KernelStatistics] = {}
+plan_caches.append(_plans)
+
+
+def statistics(call: Call, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The log-sum-exp, the largest score and the entropy of each row, by "triton" or "tiled"."""
+    arguments = *aux_arguments(call.aux), *option_arguments(call.options)
+    lse, max_scores, entropy = torch.ops.cs336_systems.statistics_forward(call.q, call.k, *arguments, backend)
+    return lse, max_scores, entropy
+
+
+def _forward(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *others, backend = arguments
+    call = call_of(q, k, k, others)
+    if backend == "tiled":
+        return tiled_statistics.forward(q, k, call.options, call.aux)
+    key = call.key
+    plan = _plans.get(key)
+    if plan is None:
+        plan = remember(_plans, key, dispatch.PORTABLE.module.plan_statistics(call))
+    with torch.cuda.device_of(q):  # where Triton launches
+        return plan(q, k, call.aux)
+
+
+def _backward(
+    q: Tensor, k: Tensor, lse: Tensor, entropy: Tensor, dlse: Tensor | None, dentropy: Tensor | None, *arguments: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    *others, backend, want_sinks, want_score_aux = arguments
+    wanted = Wanted(want_sinks, tuple(want_score_aux))
+    call = call_of(q, k, k, others)
+    if backend != "tiled":
+        # Of scores in the millions, rounded otherwise, the probabilities exp(score - lse) would be wrong.
+        lse, _, entropy = tiled_statistics.forward(q, k, call.options, call.aux)
+    gradients = tiled_statistics.backward(q, k, lse, entropy, dlse, dentropy, call.options, call.aux, wanted)
+    return gradients.q, gradients.k, [x for x in (gradients.sinks, *gradients.score_aux) if x is not None]
+
+
+def _fake_forward(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    lse, max_scores, entropy = (one_a_row(q).empty(wide, q.device) for _ in range(3))
+    return lse, max_scores, entropy
+
+
+def _fake_backward(
+    q: Tensor, k: Tensor, lse: Tensor, entropy: Tensor, dlse: Tensor | None, dentropy: Tensor | None, *arguments: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    dq, dk = (rows_like(x, x.shape[-1]).empty(x.dtype, x.device) for x in (q, k))
+    sinks, score_aux, (want_sinks, want_score_aux) = arguments[0], arguments[NUM_AUX - 1], arguments[-2:]
+    wanted = [sinks] * want_sinks + [*itertools.compress(score_aux, want_score_aux)]
+    return dq, dk, [torch.empty_like(tensor) for tensor in wanted]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k = inputs[:2]
+    lse, _, entropy = output
+    aux, ctx.options = aux_of(inputs[2 : 2 + NUM_AUX]), inputs[2 + NUM_AUX :]  # and the backend
+    ctx.layout = AuxLayout.of(aux)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, lse, entropy, *aux.tensors)
+
+
+def _differentiate(ctx: Any, dlse: Tensor | None, dmax: None, dentropy: Tensor | None) -> tuple[Any, ...]:
+    q, k, lse, entropy, *tensors = ctx.saved_tensors
+    aux = ctx.layout.restore(tensors)
+    wanted = Wanted(bool(ctx.needs_input_grad[2]), tuple(ctx.needs_input_grad[2 + NUM_AUX - 1]))
+    arguments = *aux_arguments(aux), *ctx.options, wanted.sinks, list(wanted.score_aux)
+    dq, dk, flat = torch.ops.cs336_systems.statistics_backward(q, k, lse, entropy, dlse, dentropy, *arguments)
+    sinks, of_score_aux = unflatten(flat, wanted)
+    none = [None] * (NUM_AUX - 3)
+    return dq, dk, sinks, *none, [None] * len(aux.mask_aux), [*of_score_aux], *[None] * (NUM_OPTIONS + 1)
+
+
+def _refuse(ctx: Any, *gradients: Any) -> None:
+    raise RuntimeError(TWICE)
+
+
+for name, schema, function, fake in (
+    ("statistics_forward", FORWARD, _forward, _fake_forward),
+    ("statistics_backward", BACKWARD, _backward, _fake_backward),
+):
+    library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+torch.library.register_autograd(f"{NAMESPACE}::statistics_forward", _differentiate, setup_context=_keep, lib=library)
+torch.library.register_autograd(f"{NAMESPACE}::statistics_backward", _refuse, lib=library)
