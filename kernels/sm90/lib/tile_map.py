@@ -188,10 +188,10 @@ class TileMap:
 
     @gluon.jit
     def batch_of(self, tile):
-        """What rules take for the batch entry: of packed sequences the sequence."""
+        """What rules take for the batch entry: of packed sequences the sequence, the last one for rows after it."""
         batch = tile.batch
         if self.varlen.VARLEN:
-            batch = self.varlen.index
+            batch = gl.minimum(self.varlen.index, self.varlen.num_sequences - 1)
         return batch
 
     @gluon.jit
