@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bound_mods import BoundMods, long_axes
+from ..bound_mods import long_axes
 from ..call import ALIGNMENT, NO_AUX, Aux, Call, Gradients, Options, Wanted
 from ..layouts import one_a_row
 from ..torch_names import raw_stream
@@ -103,9 +103,6 @@ def unsupported_call(call: Call) -> str | None:
 
 def unsupported_backward(call: Call, wanted: Wanted) -> str | None:
     """None, or why the kernels cannot compute the gradients of a call whose values they can."""
-    terms = BoundMods.of(call, wanted).terms if any(wanted.score_aux) else ()
-    if any(term.computed_by in ("row", "column") for term in terms):
-        return "computes no gradients of captured tensors that differ along rows or columns alone, or along neither"
     lists = call.aux.block_columns
     if lists is not None and lists.shape[1] > 1 and call.q.shape[1] != call.k.shape[1]:
         return "needs the same listed blocks for all heads that share keys"
