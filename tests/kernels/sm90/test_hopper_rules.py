@@ -8,7 +8,6 @@ import torch
 from cs336_systems.attention import variants
 from cs336_systems.attention.call import Arguments, make_call
 from cs336_systems.attention.mods import mask_mod, score_mod
-from cs336_systems.kernels.call import Wanted
 from cs336_systems.testing import Shapes, assert_packed_within_budget, assert_within_budget, make_inputs, make_packed
 from cs336_systems.testing.evaluation import leaves_of
 
@@ -41,6 +40,11 @@ def by_heads(b, h, q_idx, kv_idx):
     return (q_idx - kv_idx).abs() % (h + 2) != 1
 
 
+def blocks_by_heads(b, h, q_idx, kv_idx):
+    """Lists of different lengths, and empty ones, for heads that share keys."""
+    return (q_idx // 128 + kv_idx // 128 < h + b) & ((q_idx + kv_idx) % 3 != h)
+
+
 def late_and_large(score, b, h, q_idx, kv_idx):
     """Raises what is visited last beyond what P can be relative to the first scores."""
     return score + torch.where(kv_idx < 70, 200.0, 0.0)
@@ -65,6 +69,21 @@ CASES = {
     ),
     "by_heads": (sizes(heads=(4, 2)), {}, lambda on: {"mask": mask_mod(by_heads)}),
     "by_heads_listed": (sizes(300), {}, lambda on: {"mask": listed(mask_mod(by_heads), 300, heads=2, device=on)}),
+    **{
+        f"blocks_by_heads_{d}": (
+            sizes(400, 500, d=d, heads=heads), {},
+            lambda on, q_heads=heads[0]: {
+                "mask": listed(mask_mod(blocks_by_heads), 400, 500, batch=2, heads=q_heads, device=on),
+            },
+        )
+        for d, heads in ((64, (6, 2)), (128, (4, 1)), (256, (4, 2)))
+    },
+    "causal_by_heads": (
+        sizes(500, heads=(4, 2)), {"causal": True},
+        lambda on: {
+            "mask": listed(mask_mod(lambda b, h, q, k: q - k < 90 * (h + 1)), 500, causal=True, heads=4, device=on),
+        },
+    ),
     "dense_mask": (sizes(130, 270), {}, lambda on: {"mask": torch.rand(2, 2, 130, 270, device=on) < 0.6}),
     "padded_keys": (sizes(heads=(4, 1)), {}, lambda on: {"mask": torch.rand(2, 1, 1, 200, device=on) < 0.6}),
     "alibi": (sizes(), {"causal": True}, lambda on: {"alibi_slopes": torch.rand(2, device=on)}),
@@ -215,12 +234,8 @@ def test_what_the_backward_leaves_to_others():
         shapes = sizes(heads=(4, 2))
         return make_call(*make_inputs(shapes, dtype=torch.bfloat16)[:3], Arguments.of(**arguments))
 
-    apart = listed(mask_mod(by_heads), 200, heads=4)
-    assert unsupported_backward(call(mask=apart), Wanted()) == (
-        "needs the same listed blocks for all heads that share keys"
-    )
     together = call(mask=listed(variants.block_local(64), 200), deterministic=True)
-    assert unsupported_backward(together, Wanted()) == (
+    assert unsupported_backward(together) == (
         "adds up dQ of listed blocks in no fixed order, which deterministic=True needs"
     )
     q, k, v = (x[:, 0] for x in make_inputs(sizes(), dtype=torch.bfloat16)[:3])
