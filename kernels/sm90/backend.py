@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bound_mods import BoundMods, long_axes
+from ..bound_mods import long_axes
 from ..call import ALIGNMENT, NO_AUX, Aux, Call, Gradients, Options, Wanted
 from ..layouts import one_a_row
 from ..torch_names import raw_stream
@@ -53,7 +53,7 @@ def supports(call: Call) -> str | None:
 
 def supports_backward(call: Call, wanted: Wanted) -> str | None:
     """None, or why the backward kernels cannot. They may follow any backend's forward."""
-    return supports(call) or unsupported_backward(call, wanted)
+    return supports(call) or unsupported_backward(call)
 
 
 def unproven(call: Call) -> str | None:
@@ -101,17 +101,12 @@ def unsupported_call(call: Call) -> str | None:
     return _unsupported_layout(call)
 
 
-def unsupported_backward(call: Call, wanted: Wanted) -> str | None:
+def unsupported_backward(call: Call) -> str | None:
     """None, or why the kernels cannot compute the gradients of a call whose values they can."""
-    terms = BoundMods.of(call, wanted).terms if any(wanted.score_aux) else ()
-    if any(term.computed_by in ("row", "column") for term in terms):
-        return "computes no gradients of captured tensors that differ along rows or columns alone, or along neither"
-    lists = call.aux.block_columns
-    if lists is not None and lists.shape[1] > 1 and call.q.shape[1] != call.k.shape[1]:
-        return "needs the same listed blocks for all heads that share keys"
     if not call.options.deterministic:
         return None
-    for name, is_given in (("packed sequences", call.is_packed), ("listed blocks", lists is not None)):
+    is_listed = call.aux.block_columns is not None
+    for name, is_given in (("packed sequences", call.is_packed), ("listed blocks", is_listed)):
         if is_given:
             return f"adds up dQ of {name} in no fixed order, which deterministic=True needs"
     if call.head_dim > MAX_DETERMINISTIC_HEAD_DIM:

@@ -180,14 +180,19 @@ def mainloop(
     barrier()
     for member in range(seq.heads_to_visit(heads_per_kv)):
         head = tile.head * heads_per_kv + member
-        for inner in range(tile.begin, left):
-            dk, dv = STEP(dk, dv, memory, seq, tile, head, keys, n, inner, dq, scores, mods, True, CONSUMER, HEAD_DIM)
+        visits = seq.for_member(tile, member, heads_per_kv)
+        if seq.blocks.LISTED:
+            left, right = seq.unmasked(visits)
+        for inner in range(visits.begin, left):
+            dk, dv = STEP(dk, dv, memory, seq, visits, head, keys, n, inner, dq, scores, mods, True, CONSUMER, HEAD_DIM)
             n += 1
         for inner in range(left, right):
-            dk, dv = STEP(dk, dv, memory, seq, tile, head, keys, n, inner, dq, scores, mods, False, CONSUMER, HEAD_DIM)
+            dk, dv = STEP(
+                dk, dv, memory, seq, visits, head, keys, n, inner, dq, scores, mods, False, CONSUMER, HEAD_DIM
+            )  # fmt: skip
             n += 1
-        for inner in range(right, tile.end):
-            dk, dv = STEP(dk, dv, memory, seq, tile, head, keys, n, inner, dq, scores, mods, True, CONSUMER, HEAD_DIM)
+        for inner in range(right, visits.end):
+            dk, dv = STEP(dk, dv, memory, seq, visits, head, keys, n, inner, dq, scores, mods, True, CONSUMER, HEAD_DIM)
             n += 1
         if dq is not None:
             dq += gl.to_tensor(padded_len).to(gl.int64) * HEAD_DIM

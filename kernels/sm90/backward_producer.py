@@ -128,10 +128,11 @@ def load_tile(
     memory.scheduler.push(turn, COMPUTE, tile, seq)
     following = tile_map.num_tiles()
     first = n
-    claim_at = n + gl.maximum(heads * (tile.end - tile.begin) - 1 - CLAIM_AHEAD, 0)
+    claim_at = n + gl.maximum(seq.steps(tile, heads) - 1 - CLAIM_AHEAD, 0)
     for member in range(heads):
-        for inner in range(tile.begin, tile.end):
-            row = seq.visited(seq.rotated(inner, tile, ROTATED), tile) * tile_map.INNER_TILE
+        visits = seq.for_member(tile, member, heads_per_kv)
+        for inner in range(visits.begin, visits.end):
+            row = seq.visited(seq.rotated(inner, visits, ROTATED), visits) * tile_map.INNER_TILE
             load_step(tensors, memory, seq, tile, heads_per_kv, member, row, turn, n, first)
             if CLAIM:  # noqa: SIM102 - known when compiled
                 if n == claim_at:
@@ -201,7 +202,8 @@ def dq_reducer(
             first = rows * (HEAD_DIM // DQ_ROW)
             outer = tile.start // tile_map.OUTER_TILE
             following = outer + 1
-            for inner in range(tile.begin, tile.end):
+            visits = seq.for_member(tile, member, heads_per_kv)
+            for inner in range(visits.begin, visits.end):
                 for half in gl.static_range(2):
                     # The addition of the other half may go on.
                     tma.store_wait(1 - half)
@@ -217,7 +219,7 @@ def dq_reducer(
                     wait_for(turns_added, before)
                 for half in gl.static_range(2):
                     named_barriers.sync(named_barriers.DQ_FULL + half, THREADS)
-                    visited = seq.visited(seq.rotated(inner, tile, ROTATED), tile)
+                    visited = seq.visited(seq.rotated(inner, visits, ROTATED), visits)
                     coords = [first + visited * DQ_ROWS + half * (DQ_ROWS // 2), 0]
                     async_atomic_add(dq, coords, memory.p_or_dq.index(half))
                 if DETERMINISTIC:

@@ -1,4 +1,4 @@
-"""The gradients besides those of q, k and v: of sinks, and of what score changes captured for each pair or distance."""
+"""The gradients besides those of q, k and v: of sinks, and of what score changes captured."""
 
 from __future__ import annotations
 
@@ -42,4 +42,4 @@ class OtherGradients:
             _, delta, *_ = self._buffers.views(memory)
             delta = delta[:, : self._q_len].reshape(lse.shape).contiguous()
         of_sinks = sink_gradient(aux.sinks, lse, delta) if self._wanted.sinks and aux.sinks is not None else None
-        return of_sinks, none if self._captured is None else self._captured(q, k, v, dout, lse, delta, aux)
+        return of_sinks, none if self._captured is None else self._captured(q, k, v, out, lse, dout, dlse, delta, aux)

@@ -20,10 +20,10 @@ from .lib.varlen import UNSPECIALIZED, length_to_visit, program_tile, sequences_
 @triton.jit
 def dq_step(
     dq_tile, sums, q_tile, queries, dout_tile, douts, lse, delta, keys, values, first_row, first_column, head, scales,
-    MASKED: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, TERMS: tl.constexpr, SHIFT: tl.constexpr,
-    C: tl.constexpr,
+    MASKED: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, TERMS: tl.constexpr, WITH_DQ: tl.constexpr,
+    SHIFT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of keys to dQ, and to the row sums of the gradient terms TERMS."""
+    """Add one tile of keys to dQ, if WITH_DQ, and to the row sums of the gradient terms TERMS."""
     k_tile = load(keys, first_column, tl.program_id(1) * C.BLOCK_D, C.TILE_K, C.BLOCK_D, C.HEAD_DIM, MASKED)
     v_tile = load(values, first_column, 0, C.TILE_K, C.BLOCK_DV, C.V_HEAD_DIM, MASKED)
     rows = first_row + tl.arange(0, C.TILE_Q)[:, None]
@@ -41,8 +41,10 @@ def dq_step(
         dp = tl.where(keep_mask(first_row, first_column, head, C.TILE_Q, C.TILE_K, False), dp, 0.0)
     ds = score_gradient(p, dp, delta[:, None], scales)
     sums = add_terms(sums, ds, terms, TERMS)
-    ds = ds * slope
-    return dot(split(ds, k_tile), k_tile, dq_tile), sums
+    if WITH_DQ:
+        ds = ds * slope
+        dq_tile = dot(split(ds, k_tile), k_tile, dq_tile)
+    return dq_tile, sums
 
 
 @triton.jit
@@ -82,7 +84,8 @@ def dq_kernel(
     """Grid: (batch-heads * tiles of query rows, slices of q's columns). Runs first: it stores delta and lowered_lse.
 
     ``lo_offsets``: from the high to the low halves of q, k, v and dout. ``term_sums``: a number per row for each of the
-    gradient terms TERMS. ``scale_log2``: scale * log2(e). The rest is as in the forward.
+    gradient terms TERMS. ``dq``: None if these sums alone are wanted. ``scale_log2``: scale * log2(e). The rest is as
+    in the forward.
     """
     SHIFT: tl.constexpr = 0 if q_stats is None else TOP
     batch_head, sequence, first_row = program_tile(
@@ -124,10 +127,11 @@ def dq_kernel(
             first_column = position if blocks is None else tile_of(entry, position, C.TILE_K)
             dq_tile, row_sums = dq_step(
                 dq_tile, row_sums, q_tile, queries, dout_tile, douts, row_lse, row_delta, keys, values, first_row,
-                first_column, head, scales, part != 1, MASK, SCORE, TERMS, SHIFT, C,
+                first_column, head, scales, part != 1, MASK, SCORE, TERMS, dq is not None, SHIFT, C,
             )  # fmt: skip
-    target = matrix(dq, batch_head, q_sizes, dq_strides, seq.q, (), STRIDE_MULTIPLES[5])
-    store(target, dq_tile * scales.dq, first_row, tl.program_id(1) * C.BLOCK_D, C.TILE_Q, C.BLOCK_D, C.HEAD_DIM)
+    if dq is not None:
+        target = matrix(dq, batch_head, q_sizes, dq_strides, seq.q, (), STRIDE_MULTIPLES[5])
+        store(target, dq_tile * scales.dq, first_row, tl.program_id(1) * C.BLOCK_D, C.TILE_Q, C.BLOCK_D, C.HEAD_DIM)
     for number in tl.static_range(len(TERMS)):
         tl.store(term_sums[number] + row_offset + rows, row_sums[number] * scales.ds, mask=rows < seq.q.length)
 
@@ -135,10 +139,10 @@ def dq_kernel(
 @triton.jit
 def dkdv_step(
     dk_tile, dv_tile, sums, k_tile, keys, v_tile, values, queries, douts, lse, delta, first_row, first_column, head,
-    scales, MASKED: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, TERMS: tl.constexpr, SHIFT: tl.constexpr,
-    C: tl.constexpr,
+    scales, MASKED: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, TERMS: tl.constexpr,
+    WITH_DKDV: tl.constexpr, SHIFT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of query rows to dK, dV and the column sums of the gradient terms TERMS.
+    """Add one tile of query rows to dK and dV, if WITH_DKDV, and to the column sums of the gradient terms TERMS.
 
     S is transposed, (keys, queries). Rows that do not exist have a P of 0, so only the band's edges and rules mask.
     """
@@ -159,7 +163,8 @@ def dkdv_step(
     if head.seed is not None:
         keep = keep_mask(first_row, first_column, head, C.TILE_Q, C.TILE_K, True)
         kept = tl.where(keep, p, 0.0)
-    dv_tile = dot(split(kept, dout_tile), dout_tile, dv_tile)
+    if WITH_DKDV:
+        dv_tile = dot(split(kept, dout_tile), dout_tile, dv_tile)
     dp = dot_rows(
         v_tile, values, first_column, dout_tile, douts, first_row, C.TILE_K, C.TILE_Q, C.BLOCK_DV, C.V_HEAD_DIM
     )  # fmt: skip
@@ -167,8 +172,9 @@ def dkdv_step(
         dp = tl.where(keep, dp, 0.0)
     ds = score_gradient(p, dp, row_delta[None, :], scales)
     sums = add_terms(sums, ds, terms, TERMS)
-    ds = ds * slope
-    dk_tile = dot(split(ds, q_tile), q_tile, dk_tile)
+    if WITH_DKDV:
+        ds = ds * slope
+        dk_tile = dot(split(ds, q_tile), q_tile, dk_tile)
     return dk_tile, dv_tile, sums
 
 
@@ -185,6 +191,7 @@ def dkdv_kernel(
     """Grid: (batch-heads of k * tiles of key rows, slices of k's and v's columns). Loops over the group's query heads.
 
     ``lse`` and ``delta`` are those that `dq_kernel` stored. ``term_sums``: a number per column of each query head.
+    ``dk`` and ``dv``: None if these sums alone are wanted.
     """
     SHIFT: tl.constexpr = 0 if q_stats is None else TOP
     kv_head, sequence, first_column = program_tile(tl.program_id(0), cu_seqlens, 1, num_seqs, k_len, C.TILE_K, False)
@@ -234,13 +241,14 @@ def dkdv_kernel(
                 first_row = position if blocks is None else tile_of(entry, position, C.TILE_Q)
                 dk_tile, dv_tile, column_sums = dkdv_step(
                     dk_tile, dv_tile, column_sums, k_tile, keys, v_tile, values, queries, douts, row_lse, row_delta,
-                    first_row, first_column, head, scales, part != 1, MASK, SCORE, TERMS, SHIFT, C,
+                    first_row, first_column, head, scales, part != 1, MASK, SCORE, TERMS, dk is not None, SHIFT, C,
                 )  # fmt: skip
         for number in tl.static_range(len(TERMS)):
             target = term_sums[number] + tl.cast(batch_head, tl.int64) * k_len + seq.k.first + columns
             tl.store(target, column_sums[number] * scales.ds, mask=columns < seq.k.length)
-    dk_target = matrix(dk, kv_head, kv_sizes, dk_strides, seq.k, (), STRIDE_MULTIPLES[4])
-    dv_target = matrix(dv, kv_head, kv_sizes, dv_strides, seq.k, (), STRIDE_MULTIPLES[5])
-    d, dv_column = tl.program_id(1) * C.BLOCK_D, tl.program_id(1) * C.BLOCK_DV
-    store(dk_target, dk_tile * scales.dk, first_column, d, C.TILE_K, C.BLOCK_D, C.HEAD_DIM)
-    store(dv_target, dv_tile * scales.dv, first_column, dv_column, C.TILE_K, C.BLOCK_DV, C.V_HEAD_DIM)
+    if dk is not None:
+        dk_target = matrix(dk, kv_head, kv_sizes, dk_strides, seq.k, (), STRIDE_MULTIPLES[4])
+        dv_target = matrix(dv, kv_head, kv_sizes, dv_strides, seq.k, (), STRIDE_MULTIPLES[5])
+        d, dv_column = tl.program_id(1) * C.BLOCK_D, tl.program_id(1) * C.BLOCK_DV
+        store(dk_target, dk_tile * scales.dk, first_column, d, C.TILE_K, C.BLOCK_D, C.HEAD_DIM)
+        store(dv_target, dv_tile * scales.dv, first_column, dv_column, C.TILE_K, C.BLOCK_DV, C.V_HEAD_DIM)

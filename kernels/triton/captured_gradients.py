@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ..call import Aux, Call, Wanted
-from ..launching import Launcher
+from ..launching import Launcher, address_of
 from ..lib.softmax import LARGE, SLACK
+from .backward import dkdv_kernel, dq_kernel
 from .halves import Memory, SplitPlan, inputs_of
-from .launch import RowTensors, backward_operands, band_size, pair_launch
+from .launch import RowTensors, backward_operands, band_size, dkdv_launch, dq_launch, pair_launch
 from .mod_gradients import empty_buffer, reduce_buffer
 from .pair_gradients import pair_gradient_kernel
 from .problem import Problem
@@ -66,18 +67,51 @@ class CapturedGradients:
 
 
 class AfterBackward:
-    """The gradients of pairs and distances after another backend's backward of 16-bit inputs, all terms being such."""
+    """The gradients of what score rules captured, after another backend's backward of 16-bit inputs.
+
+    `dq_kernel` and `dkdv_kernel`, which then compute no other gradients, sum the terms along rows and columns.
+    """
 
     def __init__(self, call: Call, wanted: Wanted) -> None:
-        self._gradients = CapturedGradients(Problem(call, wanted), None)
+        self._problem = problem = Problem(call, wanted)
+        self._gradients = CapturedGradients(problem, None)
+        self._row_terms, self._column_terms = problem.mods.computed_by("row"), problem.mods.computed_by("column")
+        self._by_rows, self._by_columns = Launcher(dq_kernel), Launcher(dkdv_kernel)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, aux: Aux
-    ) -> tuple[Tensor | None, ...]:
-        """lse: as the forward gives it. delta: rowsum(out * dout) - dlse of each row, contiguous."""
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
+        delta: Tensor, aux: Aux,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """lse: as the forward gives it. delta: rowsum(out * dout) - dlse of each row. Both contiguous, as is dlse."""
         slack = torch.where(lse > 0, 1.0 - SLACK.value, 1.0 + SLACK.value)
         lowered = torch.where(lse.abs() < LARGE.value, lse, lse * slack).masked_fill(lse == torch.inf, torch.nan)
-        buffers = self._gradients.new_buffers(aux)
-        read = q.data_ptr(), k.data_ptr(), v.data_ptr(), *(None,) * 5, dout.data_ptr()
-        self._gradients.fill(read, (q, k, v, dout), None, RowTensors(None, None, lse, lowered, delta), buffers, aux)
+        rows = RowTensors(dlse, None, lse, lowered, delta)
+        inputs, buffers = (q, k, v, dout), self._gradients.new_buffers(aux)
+        read = q.data_ptr(), k.data_ptr(), v.data_ptr(), *(None,) * 5
+        of_rows = lowered.data_ptr(), delta.data_ptr()
+        if self._row_terms:  # stores lowered and delta again
+            sums = [buffers[term] for term in self._row_terms]
+            self._by_rows(
+                (
+                    *(*read, out.data_ptr(), dout.data_ptr(), address_of(dlse), lse.data_ptr(), *of_rows, None),
+                    *(tuple(map(address, sums)), *backward_operands(self._problem, aux, aux.block_rows, address)),
+                ),
+                *(self._row_launch, inputs, rows, out, sums, aux),
+            )
+        if self._column_terms:
+            sums = [buffers[term] for term in self._column_terms]
+            self._by_columns(
+                (
+                    *(*read, dout.data_ptr(), *of_rows, None, None, tuple(map(address, sums))),
+                    *backward_operands(self._problem, aux, aux.block_columns, address),
+                ),
+                *(self._column_launch, inputs, rows, sums, aux),
+            )
+        self._gradients.fill((*read, dout.data_ptr()), inputs, None, rows, buffers, aux)
         return self._gradients.reduce(buffers, aux)
+
+    def _row_launch(self, inputs: Any, rows: RowTensors, out: Tensor, sums: list[Tensor], aux: Aux) -> Any:
+        return dq_launch(self._problem, inputs_of([*inputs], None, None), rows, out, None, sums, aux)
+
+    def _column_launch(self, inputs: Any, rows: RowTensors, sums: list[Tensor], aux: Aux) -> Any:
+        return dkdv_launch(self._problem, inputs_of([*inputs], None, None), rows, None, None, sums, aux)

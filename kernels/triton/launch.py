@@ -88,9 +88,10 @@ def forward_config(problem: Problem, k: Tensor, v: Tensor) -> TileConfig:
 
 
 def dq_launch(
-    problem: Problem, inputs: list[Input], rows: RowTensors, out: Tensor, dq: Tensor, sums: Sequence[Tensor], aux: Aux
-) -> Launch:
-    """The launch of `dq_kernel`; ``inputs`` are q, k, v and dout."""
+    problem: Problem, inputs: list[Input], rows: RowTensors, out: Tensor, dq: Tensor | None, sums: Sequence[Tensor],
+    aux: Aux,
+) -> Launch:  # fmt: skip
+    """The launch of `dq_kernel`; ``inputs`` are q, k, v and dout. Without dq it computes ``sums`` alone."""
     work = problem.q_len, problem.q_batch_heads
     config = lookup("dq", problem.precision, problem.block, problem.device, *work, problem.with_mods)
     dout = inputs[3].tensor
@@ -101,19 +102,24 @@ def dq_launch(
             *(out, dout, rows.dlse, rows.lse, rows.lowered_lse, rows.delta, dq, tuple(sums)),
             *backward_operands(problem, aux, aux.block_rows, itself),
         ),
-        strided=[out, dout, dq],
+        strided=[out, dout, out if dq is None else dq],
         constants={"TERMS": problem.mods.computed_by("row")},
     )  # fmt: skip
 
 
 def dkdv_launch(
-    problem: Problem, inputs: list[Input], rows: RowTensors, dk: Tensor, dv: Tensor, sums: Sequence[Tensor], aux: Aux
-) -> Launch:
-    """The launch of `dkdv_kernel`; ``inputs`` are q, k, v and dout."""
+    problem: Problem, inputs: list[Input], rows: RowTensors, dk: Tensor | None, dv: Tensor | None,
+    sums: Sequence[Tensor], aux: Aux,
+) -> Launch:  # fmt: skip
+    """The launch of `dkdv_kernel`; ``inputs`` are q, k, v and dout. Without dk and dv it computes ``sums`` alone."""
     work = problem.k_len, problem.kv_batch_heads
-    # With packed sequences registers are short here too.
-    with_mods = problem.with_mods or problem.is_packed
-    config = lookup("dkdv", problem.precision, problem.block, problem.device, *work, with_mods)
+    if dk is None:  # without accumulators it is like the pass of dQ, transposed
+        config = lookup("dq", problem.precision, problem.block, problem.device, with_mods=True)
+        config = dataclasses.replace(config, tile_q=config.tile_k, tile_k=config.tile_q)
+    else:
+        # With packed sequences registers are short here too.
+        with_mods = problem.with_mods or problem.is_packed
+        config = lookup("dkdv", problem.precision, problem.block, problem.device, *work, with_mods)
     dout = inputs[3].tensor
     slices = problem.slices(problem.head_dim, problem.v_head_dim)
     return _backward_launch(
@@ -123,7 +129,7 @@ def dkdv_launch(
             *(dout, rows.lowered_lse, rows.delta, dk, dv, tuple(sums)),
             *backward_operands(problem, aux, aux.block_columns, itself),
         ),
-        strided=[dout, dk, dv],
+        strided=[dout, *(dout if x is None else x for x in (dk, dv))],
         constants={"TERMS": problem.mods.computed_by("column")},
     )  # fmt: skip
 

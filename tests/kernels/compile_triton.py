@@ -70,6 +70,7 @@ def features(dtype: torch.dtype) -> dict[str, tuple[dict[str, Any], dict[str, An
     """Options and aux tensors of each feature, for inputs of a dtype."""
     ids = made(2, LENGTH, dtype=torch.int32)
     bias, slopes, table = made(1, HEADS, LENGTH, LENGTH, dtype=dtype), made(1, HEADS), made(1, HEADS, 2 * LENGTH - 1)
+    of_keys = made(2, 1, 1, LENGTH)
     starts = {name: made(6, dtype=torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")}
     lists = {name: made(1, 1, 4, 6, dtype=torch.int32) for name in ("block_rows", "block_columns")}
     sinks, seed, dropout = made(HEADS), made(1, dtype=torch.int64), {"dropout_p": 0.1}
@@ -80,6 +81,7 @@ def features(dtype: torch.dtype) -> dict[str, tuple[dict[str, Any], dict[str, An
         "window": (CAUSAL | {"window_left": 100}, {}),
         "bias": rules(scores=variants.bias(bias)),
         "relative_bias": rules(scores=variants.softcap(30.0) + variants.relative_bias(table)),
+        "lines": rules(scores=variants.alibi(slopes) + variants.bias(of_keys), options=CAUSAL),
         "mods": mods(ids, slopes[0], table[0]),
         "document_blocks": rules(variants.document(ids), None, CAUSAL, **lists),
         "packed": ({}, starts),
@@ -100,7 +102,7 @@ def launch_of(
 ) -> tuple[Any, Launch]:
     """A kernel and its launch on (2, 4, 512, d) tensors; ``rows``: new queries of a group, for decoding.
 
-    SwiGLU's have d for their hidden width.
+    SwiGLU's have d for their hidden width. "row_sums" and "column_sums" are dq's and dkdv's without these gradients.
     """
     dtype = {"half": torch.bfloat16, "float16": torch.float16}.get(precision, torch.float32)
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
@@ -137,10 +139,12 @@ def launch_of(
     if kernel == "pairs":
         [term] = mods.computed_by("pair", "distance")
         return pair_gradient_kernel, launch.pair_launch(problem, inputs, tensors, term, buffers[term], aux)
-    sums = [buffers[term] for term in mods.computed_by("row" if kernel == "dq" else "column")]
-    if kernel == "dq":
-        return backward.dq_kernel, launch.dq_launch(problem, inputs, tensors, v, q, sums, aux)
-    return backward.dkdv_kernel, launch.dkdv_launch(problem, inputs, tensors, q, v, sums, aux)
+    of_q, of_k, of_v = (None if kernel.endswith("_sums") else x for x in (q, q, v))
+    by_rows = kernel in ("dq", "row_sums")
+    sums = [buffers[term] for term in mods.computed_by("row" if by_rows else "column")]
+    if by_rows:
+        return backward.dq_kernel, launch.dq_launch(problem, inputs, tensors, v, of_q, sums, aux)
+    return backward.dkdv_kernel, launch.dkdv_launch(problem, inputs, tensors, of_k, of_v, sums, aux)
 
 
 def _decode(kernel: str, dtype: torch.dtype, d: int, rows: int) -> tuple[Any, Launch]:

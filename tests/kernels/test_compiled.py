@@ -16,8 +16,10 @@ from cs336_systems.kernels.triton.tiles import SMALL_GRIDS, TABLES
 
 PASSES = ("forward", "dq", "dkdv")
 PLAIN = ("none", "causal")
-PAIR_FEATURES = ("bias", "relative_bias", "everything", "mods")
-"""Features with a gradient per pair or per distance, which has its own kernel."""
+MORE_PASSES = {"lines": ("row_sums", "column_sums")} | dict.fromkeys(
+    ("bias", "relative_bias", "everything", "mods"), ("pairs",)
+)
+"""Other kernels of features with a gradient per pair, distance, row or column."""
 
 # Bytes per thread that a kernel may spill, stores and loads together: by default, and by architecture, pass, precision
 # and head dimension. More is allowed where the fastest rows spill more, with Triton 3.6 or 3.7, rounded up to multiples
@@ -107,7 +109,7 @@ def features(precision, *names, d=64):
     return [
         {"kernel": kernel, "precision": precision, "d": d, "feature": name}
         for name in names
-        for kernel in PASSES + ("pairs",) * (name in PAIR_FEATURES)
+        for kernel in PASSES + MORE_PASSES.get(name, ())
     ]
 
 
@@ -165,6 +167,7 @@ SLOW: dict[str, tuple[Any, ...]] = {
     "window_blocks": ("sm_90", features("half", "window", "document_blocks") + features("float32", "window")),
     "packed": ("sm_90", features("half", "packed_causal", "packed_window_slopes")),
     "biases": ("sm_90", features("half", "bias", "relative_bias") + features("float32", "relative_bias")),
+    "lines": ("sm_90", [case for d in (64, 128, 256) for case in features("half", "lines", d=d)]),
     "mods": ("sm_90", features("half", "mods") + features("float32", "mods")),
     "everything": ("sm_90", features("half", "everything") + features("float32", "everything")),
     "graphics_features": ("sm_86", features("float32", "relative_bias", "everything")),

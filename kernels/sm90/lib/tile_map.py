@@ -169,15 +169,44 @@ class TileMap:
         whole_begin = gl.cdiv(whole_begin, self.INNER_TILE)
         if self.MASKED:
             whole_end *= 0
-        entry = self.blocks.entry(batch, head, start)
         if self.blocks.LISTED:
             begin = 0
             whole_begin = 0
-            whole_end, end = self.blocks.count(entry, self.INNER_TILE)
-        return Tile(
+        tile = Tile(
             batch * self.heads + head, batch, head, start,
-            gl.to_tensor(begin), gl.to_tensor(whole_begin), whole_end, end, entry,
+            gl.to_tensor(begin), gl.to_tensor(whole_begin), whole_end, end, self.blocks.lists,
         )  # fmt: skip
+        return self.listed(tile, head)
+
+    @gluon.jit
+    def listed(self, tile, head):
+        """A tile with the inner tiles that are listed for a head, if any are listed."""
+        if self.blocks.LISTED:
+            entry = self.blocks.entry(tile.batch, head, tile.start)
+            whole_end, end = self.blocks.count(entry, self.INNER_TILE)
+            tile = Tile(
+                tile.batch_head, tile.batch, tile.head, tile.start,
+                tile.begin, tile.whole_begin, whole_end, end, entry,
+            )  # fmt: skip
+        return tile
+
+    @gluon.jit
+    def for_member(self, tile, member, heads):
+        """The same for one of the ``heads`` query heads that share a backward's tile of keys."""
+        if self.blocks.LISTED:
+            tile = self.listed(tile, tile.head * heads + member)
+        return tile
+
+    @gluon.jit
+    def steps(self, tile, heads):
+        """How many inner tiles these query heads visit together."""
+        if self.blocks.LISTED:
+            steps = tile.end * 0
+            for member in range(heads):
+                steps += self.for_member(tile, member, heads).end
+        else:
+            steps = heads * (tile.end - tile.begin)
+        return steps
 
     @gluon.jit
     def visited(self, inner_tile, tile):
@@ -188,10 +217,10 @@ class TileMap:
 
     @gluon.jit
     def batch_of(self, tile):
-        """What rules take for the batch entry: of packed sequences the sequence."""
+        """What rules take for the batch entry: of packed sequences the sequence, the last one for rows after it."""
         batch = tile.batch
         if self.varlen.VARLEN:
-            batch = self.varlen.index
+            batch = gl.minimum(self.varlen.index, self.varlen.num_sequences - 1)
         return batch
 
     @gluon.jit

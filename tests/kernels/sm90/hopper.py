@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 
 from cs336_systems.kernels.call import NO_AUX, Aux, Call, Options
+from cs336_systems.kernels.language import interpreting
 from cs336_systems.kernels.sm90 import backend
 from cs336_systems.kernels.versions import why_not_gluon
 from cs336_systems.testing import starts_of
@@ -24,6 +26,10 @@ on_hopper = [
 
 KERNELS = ["emulated", pytest.param("hopper", marks=on_hopper)]
 """Which kernels a test of both is for."""
+
+not_interpreted = pytest.mark.skipif(not interpreting(), reason="compiled portable kernels take no CPU tensors")
+WITH_PORTABLE = [pytest.param("emulated", marks=not_interpreted), KERNELS[1]]
+"""The same for tests that run portable kernels too."""
 
 
 @pytest.fixture
@@ -55,13 +61,20 @@ def oracle_settings(*, causal=False, window=(None, None), softcap=None):
     return {"causal": causal, "features": {name: value for name, value in features.items() if value is not None}}
 
 
-def compute(inputs, options, aux=NO_AUX, *, calls=2, backend=backend):
-    """Values and gradients of the last of several calls of one plan: the first compiles, others launch what it kept."""
+NOTHING: Mapping[str, torch.Tensor] = {}
+
+
+def compute(inputs, options, aux=NO_AUX, *, calls=2, backend=backend, captured=NOTHING):
+    """Values and gradients of the last of several calls of one plan: the first compiles, others launch what it kept.
+
+    captured: what score rules captured, by the names of its gradients.
+    """
     q, k, v, dout, dlse = inputs
     call = Call(q, k, v, options, aux)
-    wanted = call.wanted._replace(score_aux=())
+    wanted = call.wanted
+    assert sum(wanted.score_aux) == len(captured)
     assert backend.unsupported_call(call) is None
-    assert backend.unsupported_backward(call, wanted) is None
+    assert backend.unsupported_backward(call) is None
     forward = backend.plan_forward(call)
     for _ in range(calls):
         out, lse = forward(q, k, v, aux)
@@ -69,6 +82,8 @@ def compute(inputs, options, aux=NO_AUX, *, calls=2, backend=backend):
     for _ in range(calls):
         gradients = backward(q, k, v, out, lse, dout, dlse, aux)
     found = {"out": out, "lse": lse, "dq": gradients.q, "dk": gradients.k, "dv": gradients.v}
+    more = (x for x in gradients.score_aux if x is not None)
+    found |= {name: next(more).detach().view_as(tensor) for name, tensor in captured.items()}
     return found if gradients.sinks is None else found | {"dsinks": gradients.sinks.detach()}
 
 

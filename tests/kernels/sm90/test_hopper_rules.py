@@ -8,10 +8,10 @@ import torch
 from cs336_systems.attention import variants
 from cs336_systems.attention.call import Arguments, make_call
 from cs336_systems.attention.mods import mask_mod, score_mod
-from cs336_systems.kernels.call import Wanted
 from cs336_systems.testing import Shapes, assert_packed_within_budget, assert_within_budget, make_inputs, make_packed
+from cs336_systems.testing.evaluation import leaves_of
 
-from .hopper import KERNELS, compute, kernels, options_of, packed_aux  # noqa: F401 - a fixture
+from .hopper import KERNELS, WITH_PORTABLE, compute, kernels, options_of, packed_aux  # noqa: F401 - a fixture
 
 each_kernel = pytest.mark.parametrize("kernels", KERNELS, indirect=True)
 
@@ -40,6 +40,11 @@ def by_heads(b, h, q_idx, kv_idx):
     return (q_idx - kv_idx).abs() % (h + 2) != 1
 
 
+def blocks_by_heads(b, h, q_idx, kv_idx):
+    """Lists of different lengths, and empty ones, for heads that share keys."""
+    return (q_idx // 128 + kv_idx // 128 < h + b) & ((q_idx + kv_idx) % 3 != h)
+
+
 def late_and_large(score, b, h, q_idx, kv_idx):
     """Raises what is visited last beyond what P can be relative to the first scores."""
     return score + torch.where(kv_idx < 70, 200.0, 0.0)
@@ -64,6 +69,21 @@ CASES = {
     ),
     "by_heads": (sizes(heads=(4, 2)), {}, lambda on: {"mask": mask_mod(by_heads)}),
     "by_heads_listed": (sizes(300), {}, lambda on: {"mask": listed(mask_mod(by_heads), 300, heads=2, device=on)}),
+    **{
+        f"blocks_by_heads_{d}": (
+            sizes(400, 500, d=d, heads=heads), {},
+            lambda on, q_heads=heads[0]: {
+                "mask": listed(mask_mod(blocks_by_heads), 400, 500, batch=2, heads=q_heads, device=on),
+            },
+        )
+        for d, heads in ((64, (6, 2)), (128, (4, 1)), (256, (4, 2)))
+    },
+    "causal_by_heads": (
+        sizes(500, heads=(4, 2)), {"causal": True},
+        lambda on: {
+            "mask": listed(mask_mod(lambda b, h, q, k: q - k < 90 * (h + 1)), 500, causal=True, heads=4, device=on),
+        },
+    ),
     "dense_mask": (sizes(130, 270), {}, lambda on: {"mask": torch.rand(2, 2, 130, 270, device=on) < 0.6}),
     "padded_keys": (sizes(heads=(4, 1)), {}, lambda on: {"mask": torch.rand(2, 1, 1, 200, device=on) < 0.6}),
     "alibi": (sizes(), {"causal": True}, lambda on: {"alibi_slopes": torch.rand(2, device=on)}),
@@ -133,22 +153,78 @@ def test_rules_count_packed_rows_from_where_a_sequence_begins(kernels):  # noqa:
     assert_packed_within_budget(actual, inputs, lengths, causal=True, features=given)
 
 
-@pytest.mark.parametrize("kernels", KERNELS[1:], indirect=True)
-@pytest.mark.parametrize("name", ["bias", "bias_128", "relative_bias"])
-def test_gradients_of_pairs_and_distances(kernels, name):  # noqa: F811
-    """By the portable kernels' passes, from what these kernels' backward leaves."""
+def learned(device, *shape):
+    return numbers(device, *shape).requires_grad_()
+
+
+def temperatures(device, heads, length):
+    """A factor for each head, and products of numbers for rows of q and for keys."""
+    heat, of_rows, of_keys = learned(device, heads), learned(device, 2, length), learned(device, heads, length)
+    return score_mod(lambda s, b, h, q, k: s * heat[h] + of_rows[b, q] * of_keys[h, k])
+
+
+CAPTURED = {
+    "pairs": (sizes(), {}, lambda on: {"bias": learned(on, 2, 2, 200, 200)}),
+    "pairs_128": (sizes(130, 210, d=128), {"causal": True}, lambda on: {"bias": learned(on, 2, 130, 210)}),
+    "distances": (
+        sizes(d=128), {},
+        lambda on: {"window": (60, 20), "scores": variants.relative_bias(learned(on, 2, 399))},
+    ),
+    "heads": (sizes(heads=(4, 2)), {"causal": True}, lambda on: {"alibi_slopes": learned(on, 4)}),
+    "entries_and_heads": (
+        sizes(90, 170, d=128), {},
+        lambda on: {"alibi_slopes": learned(on, 2, 2), "window": (60, 20), "softcap": 3.0},
+    ),
+    "rows": (sizes(130, 70, d=80), {"causal": True}, lambda on: {"bias": learned(on, 2, 1, 130, 1)}),
+    "columns": (sizes(70, 130, d=256, heads=(4, 1)), {}, lambda on: {"bias": learned(on, 4, 1, 130)}),
+    "listed": (
+        sizes(300, heads=(4, 2)), {"causal": True},
+        lambda on: {
+            "scores": temperatures(on, 4, 300), "mask": listed(variants.document(documents(on, 300)), 300, causal=True),
+        },
+    ),
+    "all": (
+        sizes(100), {},
+        lambda on: {
+            "alibi_slopes": learned(on, 2), "bias": learned(on, 100, 100), "scores": temperatures(on, 2, 100),
+            "sinks": learned(on, 2),
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning")
+@pytest.mark.parametrize("kernels", WITH_PORTABLE, indirect=True)
+@pytest.mark.parametrize("name", CAPTURED)
+def test_gradients_of_what_score_changes_captured(kernels, name):  # noqa: F811
+    """By portable kernels, from what these kernels' backward leaves."""
     backend, device = kernels
-    shapes, settings, features = CASES[name]
-    inputs, given = make_inputs(shapes, dtype=torch.bfloat16, device=device), features(device)
-    [captured] = (given["bias"],) if "bias" in given else given["scores"].tensors
-    captured.requires_grad_()
+    shapes, settings, features = CAPTURED[name]
+    inputs, given = make_inputs(shapes, dtype=torch.float16, device=device), features(device)
     call = make_call(*inputs[:3], Arguments.of(**settings, **given))
-    q, k, v, dout, dlse = inputs
-    out, lse = backend.plan_forward(call)(q, k, v, call.aux)
-    plan = backend.plan_backward(call, out, dout, True, call.wanted)
-    [found] = plan(q, k, v, out, lse, dout, dlse, call.aux).score_aux
-    expected = "dbias" if "bias" in given else "dscores_0"
-    assert_within_budget({"lse": lse, expected: found.detach().view_as(captured)}, inputs, **settings, features=given)
+    _, captured = leaves_of({name: x for name, x in given.items() if name != "sinks"})
+    actual = compute(inputs, call.options, call.aux, backend=backend, captured=captured)
+    assert_within_budget(actual, inputs, **settings, features=given)
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning")
+@pytest.mark.parametrize("kernels", WITH_PORTABLE, indirect=True)
+@pytest.mark.parametrize("sequences", [1, 5])
+def test_gradients_of_slopes_of_packed_sequences(kernels, sequences):  # noqa: F811
+    backend, device = kernels
+    lengths = [(70, 90), (0, 4), (129, 129), (1, 0), (40, 33)]
+    slopes = learned(device, sequences, 4)
+    rule = variants.alibi(slopes)
+    inputs = make_packed(lengths, heads=(4, 2), d=64, beyond=5, dtype=torch.float16, device=device)
+    q, k, v, dout = (x.transpose(0, 1)[None] for x in inputs[:4])
+    options = options_of(64, causal="top_left")._replace(scores=rule.expression)
+    aux = packed_aux(lengths, device)._replace(score_aux=tuple(rule.tensors))
+    packed = inputs._replace(q=q, k=k, v=v, dout=dout, dlse=inputs.dlse[None])
+    computed = compute(packed, options, aux, backend=backend, captured={"dalibi_slopes": slopes})
+    actual = {name: x[0] if name == "lse" else x[0].transpose(0, 1) for name, x in computed.items() if x.ndim > 2}
+    actual["dalibi_slopes"] = computed["dalibi_slopes"]
+    features = {"alibi_slopes": slopes}
+    assert_packed_within_budget(actual, inputs, lengths, causal="top_left", features=features)
 
 
 def test_what_the_backward_leaves_to_others():
@@ -158,17 +234,8 @@ def test_what_the_backward_leaves_to_others():
         shapes = sizes(heads=(4, 2))
         return make_call(*make_inputs(shapes, dtype=torch.bfloat16)[:3], Arguments.of(**arguments))
 
-    bias, slopes = torch.zeros(200, 200, requires_grad=True), torch.zeros(4, requires_grad=True)
-    assert unsupported_backward(call(bias=bias), call(bias=bias).wanted) is None
-    assert unsupported_backward(call(alibi_slopes=slopes), call(alibi_slopes=slopes).wanted) == (
-        "computes no gradients of captured tensors that differ along rows or columns alone, or along neither"
-    )
-    apart = listed(mask_mod(by_heads), 200, heads=4)
-    assert unsupported_backward(call(mask=apart), Wanted()) == (
-        "needs the same listed blocks for all heads that share keys"
-    )
     together = call(mask=listed(variants.block_local(64), 200), deterministic=True)
-    assert unsupported_backward(together, Wanted()) == (
+    assert unsupported_backward(together) == (
         "adds up dQ of listed blocks in no fixed order, which deterministic=True needs"
     )
     q, k, v = (x[:, 0] for x in make_inputs(sizes(), dtype=torch.bfloat16)[:3])
