@@ -32,6 +32,12 @@ def listed(mask, q_len, k_len=None, **asked):
     return mask.with_blocks(q_len, k_len or q_len, **asked)
 
 
+def trees(device):
+    """One whose branches have branches, and two roots with a shorter row."""
+    lengths = [[130, 70, 60, 90, 40, 110], [200, 35, 150]]
+    return variants.tree_layout(lengths, [[-1, 0, 1, 1, 0, 4], [-1, 0, -1]], device=device).ends
+
+
 def distances(device):
     return variants.relative_bias(numbers(device, 2, 399))
 
@@ -61,6 +67,10 @@ CASES = {
     "prefix_listed": (
         sizes(300), {},
         lambda on: {"mask": listed(variants.prefix(torch.tensor([50, 130], device=on)) | variants.causal(), 300)},
+    ),
+    "trees_listed": (
+        sizes(500, heads=(4, 2)), {"causal": True},
+        lambda on: {"mask": listed(variants.prefix_tree(trees(on)), 500, causal=True)},
     ),
     "by_heads": (sizes(heads=(4, 2)), {}, lambda on: {"mask": mask_mod(by_heads)}),
     "by_heads_listed": (sizes(300), {}, lambda on: {"mask": listed(mask_mod(by_heads), 300, heads=2, device=on)}),
