@@ -149,7 +149,8 @@ def _of_tensors(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(operation)
     def applied(*values: Any) -> Tensor:
         device = next((value.device for value in values if isinstance(value, Tensor)), None)
-        return operation(*[torch.as_tensor(value, device=device) for value in values])
+        numbers = (int, float)
+        return operation(*[torch.as_tensor(x, device=device) if isinstance(x, numbers) else x for x in values])
 
     return applied
 

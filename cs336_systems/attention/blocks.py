@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.call import BLOCK, Options
 from ..kernels.rules import Mask, leaves
 from .captured import check_captured, size_along
+from .intervals import bounds_of
 from .pairs import Pairs, seen_pairs
 from .sizes import Sizes
 from .validation import Window, check_causal, check_window, window_sides
 
 HIDDEN, PARTIAL, WHOLE = 0, 1, 2
 """Of a block: no pair is visible, some are, all are."""
+PAIRS_AT_ONCE = {"cpu": 2**19, "other": 2**22}
+"""How many pairs rules are computed for at a time, by the type of the device: 8 bytes each, several times."""
 
 
 class Blocks(NamedTuple):
@@ -48,7 +51,7 @@ def find_blocks(
     window: Window | None,
     device: torch.device | str | None,
 ) -> Blocks:
-    """The blocks of a mask whose rules captured ``tensors``, found a row of blocks at a time.
+    """The blocks of a mask whose rules captured ``tensors``, found an entry and a head at a time.
 
     Args:
         mask: the expression.
@@ -65,18 +68,42 @@ def find_blocks(
     batch, heads = _told_apart(options, tensors, numbers, device)
     of_call = Sizes(((numbers[0] or 1) if batch is None else batch,), heads or numbers[1] or 1, q_len, k_len)
     check_captured("mask", leaves(mask), tensors, of_call, device)
-    band, found = options.band(q_len, k_len), []
-    for start in range(0, q_len, BLOCK):
-        row = torch.arange(start, min(start + BLOCK, q_len), device=device)[:, None]
-        pairs = _pairs(torch.arange(batch or 1), torch.arange(heads or 1), row, torch.arange(k_len), device)
-        seen = seen_pairs(options, pairs, band, tensors)
-        assert seen is not None
-        seen = seen.expand(torch.broadcast_shapes(seen.shape, (1, 1, len(row), k_len)))
-        some = F.pad(seen.any(-2), (0, -k_len % BLOCK)).unflatten(-1, (-1, BLOCK)).any(-1)
-        every = F.pad(seen.all(-2), (0, -k_len % BLOCK)).unflatten(-1, (-1, BLOCK)).all(-1)
-        found.append(some.to(torch.int32) + every.to(torch.int32))
-    kinds = torch.stack(found, -2)
-    return Blocks(_listed(kinds), _listed(kinds.mT), q_len, k_len, *sides, batch, heads)
+    of_rows, of_columns = -(-q_len // BLOCK), -(-k_len // BLOCK)
+    shapes = ((batch or 1, heads or 1, own, 2 + other) for own, other in ((of_rows, of_columns), (of_columns, of_rows)))
+    rows, columns = (torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
+    for entry, head in itertools.product(range(batch or 1), range(heads or 1)):
+        kinds = _kinds(options, tensors, (entry, head), lengths, device)
+        rows[entry, head], columns[entry, head] = _listed(kinds), _listed(kinds.mT)
+    return Blocks(rows, columns, q_len, k_len, *sides, batch, heads)
+
+
+def _kinds(
+    options: Options, tensors: tuple[Tensor, ...], of: tuple[int, int], lengths: tuple[int, int], device: torch.device
+) -> Tensor:
+    """(blocks of rows, blocks of columns) uint8: what is visible of each block of an entry and a head.
+
+    Rules are computed for bounds first, and for all pairs of the blocks that these leave undecided.
+    """
+    band = options.band(*lengths)
+    # Elements past the end are the last one again, which changes no bound and nothing that some or all pairs are.
+    row, column = (
+        torch.arange(-(-length // BLOCK) * BLOCK, device=device).clamp(max=length - 1).view(-1, BLOCK)
+        for length in lengths
+    )
+    every, some = (x.expand(len(row), len(column)) for x in bounds_of(options, of, row, column, band, tensors))
+    kinds = every.to(torch.uint8) + some.to(torch.uint8)
+    at_once = max(1, PAIRS_AT_ONCE["cpu" if device.type == "cpu" else "other"] // BLOCK**2)
+    entry, head = (torch.tensor(number, device=device) for number in of)
+    for down, across in zip(*[x.split(at_once) for x in (some & ~every).nonzero(as_tuple=True)], strict=True):
+        pairs = Pairs(entry, head, row[down, :, None], column[across, None], 1)
+        exact = seen_pairs(options, pairs, band, tensors)
+        assert exact is not None
+        # Of bytes, because torch's any and all are many times slower on a CPU.
+        exact = exact.expand(len(down), BLOCK, BLOCK).contiguous().view(torch.uint8)
+        kinds[down, across] = exact.amax(-2).amax(-1) + exact.amin(-2).amin(-1)
+    if lengths[1] % BLOCK:
+        kinds[:, -1].clamp_(max=PARTIAL)  # so that kernels look which columns exist
+    return kinds
 
 
 def dense_mask(
@@ -135,6 +162,6 @@ def _told_apart(
 
 
 def _listed(kinds: Tensor) -> Tensor:
-    order = torch.where(kinds == PARTIAL, 0, torch.where(kinds == WHOLE, 1, 2)).argsort(dim=-1, stable=True)
+    order = ((kinds + (3 - PARTIAL)) % 3).argsort(dim=-1, stable=True)  # partly visible, wholly visible, hidden
     counts = [(kinds == kind).sum(-1, keepdim=True) for kind in (PARTIAL, WHOLE)]
-    return torch.cat([*counts, order], -1).to(torch.int32).contiguous()
+    return torch.cat([*counts, order], -1)

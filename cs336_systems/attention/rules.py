@@ -43,8 +43,10 @@ class Mask:
     ) -> Mask:
         """The same mask with lists of the blocks that it leaves anything of, which kernels then visit alone.
 
-        Finding them looks at every pair once; they serve all calls of the same sizes, ``causal`` and ``window``, as
-        those of all layers of a model, until what the mask captured changes.
+        They serve all calls of the same sizes, ``causal`` and ``window``, as those of all layers of a model, until what
+        the mask captured changes. Finding them computes the rules for bounds of each block, and for all pairs of the
+        blocks that these leave undecided: integers, their sums and comparisons have bounds, floating-point numbers and
+        products do not. That takes no memory in proportion to the pairs, and waits for the device.
 
         Args:
             q_len, k_len: the lengths of the calls, at least 1.
