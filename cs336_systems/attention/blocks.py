@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..kernels.call import BLOCK, Options
 from ..kernels.rules import Mask, leaves
+from .block_cache import ContentCache, content_of, usable_in
 from .captured import check_captured, size_along
 from .intervals import bounds_of
 from .pairs import Pairs, seen_pairs
@@ -42,6 +43,10 @@ class Blocks(NamedTuple):
     heads: int | None
 
 
+cache: ContentCache[Blocks] = ContentCache(8)
+"""Lists found by ``with_blocks(cache=True)``."""
+
+
 def find_blocks(
     mask: Mask,
     tensors: tuple[Tensor, ...],
@@ -49,7 +54,8 @@ def find_blocks(
     numbers: tuple[int | None, int | None],
     causal: bool | str,
     window: Window | None,
-    device: torch.device | str | None,
+    given_device: torch.device | str | None,
+    by_content: bool,
 ) -> Blocks:
     """The blocks of a mask whose rules captured ``tensors``, found an entry and a head at a time.
 
@@ -57,23 +63,43 @@ def find_blocks(
         mask: the expression.
         lengths: of q and k.
         numbers: of batch entries and heads; see `rules.Mask.with_blocks`.
+        by_content: whether `cache` may have them.
     """
     q_len, k_len = lengths
     for name, value in (("q_len", q_len), ("k_len", k_len), ("batch", numbers[0]), ("heads", numbers[1])):
         if value is not None or "len" in name:
             _check_count(name, value)
-    device = _device_of(tensors, device)
+    device = _device_of(tensors, given_device)
     sides = window_sides(check_causal(causal), check_window(window), q_len, k_len)
     options = Options(1.0, *sides, mask=mask)
+
+    def find() -> Blocks:
+        return _find(options, tensors, lengths, numbers, device)
+
+    if not by_content:
+        return find()
+    # As text, because 1, 1.0 and True are equal.
+    return cache.get((repr(options), lengths, numbers, usable_in(device), content_of(tensors)), find)
+
+
+def _find(
+    options: Options,
+    tensors: tuple[Tensor, ...],
+    lengths: tuple[int, int],
+    numbers: tuple[int | None, int | None],
+    device: torch.device,
+) -> Blocks:
+    q_len, k_len = lengths
     batch, heads = _told_apart(options, tensors, numbers, device)
     of_call = Sizes(((numbers[0] or 1) if batch is None else batch,), heads or numbers[1] or 1, q_len, k_len)
-    check_captured("mask", leaves(mask), tensors, of_call, device)
+    check_captured("mask", leaves(options.mask), tensors, of_call, device)
     of_rows, of_columns = -(-q_len // BLOCK), -(-k_len // BLOCK)
     shapes = ((batch or 1, heads or 1, own, 2 + other) for own, other in ((of_rows, of_columns), (of_columns, of_rows)))
     rows, columns = (torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
     for entry, head in itertools.product(range(batch or 1), range(heads or 1)):
         kinds = _kinds(options, tensors, (entry, head), lengths, device)
         rows[entry, head], columns[entry, head] = _listed(kinds), _listed(kinds.mT)
+    sides = options.window_left, options.window_right, options.bottom_right
     return Blocks(rows, columns, q_len, k_len, *sides, batch, heads)
 
 

@@ -40,6 +40,7 @@ class Mask:
         causal: bool | str = False,
         window: Window | None = None,
         device: torch.device | str | None = None,
+        cache: bool = False,
     ) -> Mask:
         """The same mask with lists of the blocks that it leaves anything of, which kernels then visit alone.
 
@@ -54,11 +55,15 @@ class Mask:
                 that it is read at by ``b`` and ``h``. Calls may have any number where the mask tells none apart.
             causal, window: those of the calls, as `attention` takes them.
             device: of the calls; that of what the mask captured, or torch's default, if None.
+            cache: return lists found before for these arguments by a mask with equal rules, whose captured tensors had
+                equal bytes, shapes, dtypes and devices. What the mask captured is copied to the CPU in each call, which
+                waits for the device, and its SHA-256 taken, so changes in place are seen. The lists of the last 8 such
+                calls stay in memory; `blocks.cache.clear` frees them.
 
         Raises:
             TypeError, ValueError: an argument is not what it has to be, or None where no captured tensor has it.
         """
-        asked = (q_len, k_len), (batch, heads), causal, window, device
+        asked = (q_len, k_len), (batch, heads), causal, window, device, cache
         return dataclasses.replace(self, blocks=find_blocks(self.expression, self.tensors, *asked))
 
     def to_tensor(
