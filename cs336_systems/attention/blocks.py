@@ -6,6 +6,7 @@ import itertools
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.call import BLOCK, Options
@@ -15,12 +16,24 @@ from .captured import check_captured, size_along
 from .intervals import bounds_of
 from .pairs import Pairs, seen_pairs
 from .sizes import Sizes
-from .validation import Window, check_causal, check_window, window_sides
+from .validation import (
+    Window,
+    check_causal,
+    check_starts,
+    check_starts_match,
+    check_window,
+    lengths_of,
+    window_sides,
+)
 
 HIDDEN, PARTIAL, WHOLE = 0, 1, 2
 """Of a block: no pair is visible, some are, all are."""
 PAIRS_AT_ONCE = {"cpu": 2**19, "other": 2**22}
 """How many pairs rules are computed for at a time, by the type of the device: 8 bytes each, several times."""
+
+
+Starts = tuple[Tensor, Tensor]
+"""cu_seqlens_q and cu_seqlens_k."""
 
 
 class Blocks(NamedTuple):
@@ -29,7 +42,8 @@ class Blocks(NamedTuple):
     rows: (batch or 1, heads or 1, blocks of rows, 2 + blocks of columns) int32: for each block of rows how many blocks
     of columns are partly and how many are wholly visible, then their numbers, the partly visible first. columns: the
     same with rows and columns exchanged. The rest is what they were found for; batch and heads are None where the mask
-    does not tell entries or heads apart.
+    does not tell entries or heads apart. Packed sequences are entries of the batch, with q_len and k_len the bounds of
+    their lengths; starts is None without them.
     """
 
     rows: Tensor
@@ -41,6 +55,7 @@ class Blocks(NamedTuple):
     bottom_right: bool
     batch: int | None
     heads: int | None
+    starts: Starts | None
 
 
 cache: ContentCache[Blocks] = ContentCache(8)
@@ -54,6 +69,7 @@ def find_blocks(
     numbers: tuple[int | None, int | None],
     causal: bool | str,
     window: Window | None,
+    cu_seqlens: tuple[Tensor | None, Tensor | None],
     given_device: torch.device | str | None,
     by_content: bool,
 ) -> Blocks:
@@ -69,17 +85,25 @@ def find_blocks(
     for name, value in (("q_len", q_len), ("k_len", k_len), ("batch", numbers[0]), ("heads", numbers[1])):
         if value is not None or "len" in name:
             _check_count(name, value)
-    device = _device_of(tensors, given_device)
+    q_starts, k_starts = cu_seqlens
+    if q_starts is None and k_starts is not None:
+        raise ValueError("cu_seqlens_q must be given with cu_seqlens_k; got None")
+    starts = None if q_starts is None else (q_starts, q_starts if k_starts is None else k_starts)
+    device = _device_of(tensors if starts is None else (*tensors, starts[0]), given_device)
+    for name, each in zip("qk", starts or (), strict=False):
+        check_starts(name, each, device, "the mask")
     sides = window_sides(check_causal(causal), check_window(window), q_len, k_len)
     options = Options(1.0, *sides, mask=mask)
 
     def find() -> Blocks:
-        return _find(options, tensors, lengths, numbers, device)
+        return _find(options, tensors, lengths, numbers, starts, device)
 
     if not by_content:
         return find()
     # As text, because 1, 1.0 and True are equal.
-    return cache.get((repr(options), lengths, numbers, usable_in(device), content_of(tensors)), find)
+    return cache.get(
+        (repr(options), lengths, numbers, usable_in(device), content_of((*tensors, *(starts or ())))), find
+    )
 
 
 def _find(
@@ -87,20 +111,33 @@ def _find(
     tensors: tuple[Tensor, ...],
     lengths: tuple[int, int],
     numbers: tuple[int | None, int | None],
+    starts: Starts | None,
     device: torch.device,
 ) -> Blocks:
     q_len, k_len = lengths
-    batch, heads = _told_apart(options, tensors, numbers, device)
+    batch, heads = _told_apart(options, tensors, numbers if starts is None else (1, numbers[1]), device)
+    of_entries = [lengths] * (batch or 1)
+    if starts is not None:
+        check_starts_match(*starts)
+        of_each = (lengths_of(name, each, most) for name, each, most in zip("qk", starts, lengths, strict=True))
+        of_entries = [*zip(*of_each, strict=True)]
+        batch = len(of_entries)
+        if numbers[0] not in (None, batch):
+            raise ValueError(f"batch must be {batch}, the sequences of cu_seqlens_q; got {numbers[0]}")
     of_call = Sizes(((numbers[0] or 1) if batch is None else batch,), heads or numbers[1] or 1, q_len, k_len)
     check_captured("mask", leaves(options.mask), tensors, of_call, device)
     of_rows, of_columns = -(-q_len // BLOCK), -(-k_len // BLOCK)
     shapes = ((batch or 1, heads or 1, own, 2 + other) for own, other in ((of_rows, of_columns), (of_columns, of_rows)))
-    rows, columns = (torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes)
-    for entry, head in itertools.product(range(batch or 1), range(heads or 1)):
-        kinds = _kinds(options, tensors, (entry, head), lengths, device)
+    rows, columns = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)
+    for (entry, own), head in itertools.product(enumerate(of_entries), range(heads or 1)):
+        if 0 in own:
+            continue
+        kinds = _kinds(options, tensors, (entry, head), own, device)
+        kinds = F.pad(kinds, (0, of_columns - kinds.shape[1], 0, of_rows - kinds.shape[0]), value=HIDDEN)
         rows[entry, head], columns[entry, head] = _listed(kinds), _listed(kinds.mT)
     sides = options.window_left, options.window_right, options.bottom_right
-    return Blocks(rows, columns, q_len, k_len, *sides, batch, heads)
+    kept = None if starts is None else (starts[0].clone(), starts[1].clone())
+    return Blocks(rows, columns, q_len, k_len, *sides, batch, heads, kept)
 
 
 def _kinds(
@@ -149,7 +186,7 @@ def dense_mask(
 
 def _device_of(tensors: tuple[Tensor, ...], device: torch.device | str | None) -> torch.device:
     if device is None:
-        device = tensors[0].device if tensors else torch.get_default_device()
+        device = next((x.device for x in tensors if isinstance(x, Tensor)), torch.get_default_device())
     return torch.empty(0, device=device).device  # "cuda" with its number
 
 

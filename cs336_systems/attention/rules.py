@@ -39,6 +39,8 @@ class Mask:
         heads: int | None = None,
         causal: bool | str = False,
         window: Window | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
         device: torch.device | str | None = None,
         cache: bool = False,
     ) -> Mask:
@@ -50,10 +52,12 @@ class Mask:
         products do not. That takes no memory in proportion to the pairs, and waits for the device.
 
         Args:
-            q_len, k_len: the lengths of the calls, at least 1.
+            q_len, k_len: the lengths of the calls, at least 1; max_seqlen_q and max_seqlen_k for packed sequences.
             batch, heads: those of the calls, of q. If None, the sizes that what the mask captured has along the axes
                 that it is read at by ``b`` and ``h``. Calls may have any number where the mask tells none apart.
             causal, window: those of the calls, as `attention` takes them.
+            cu_seqlens_q, cu_seqlens_k: those of the calls of `attention_varlen`, whose values the lists are for; None
+                for calls of `attention`.
             device: of the calls; that of what the mask captured, or torch's default, if None.
             cache: return lists found before for these arguments by a mask with equal rules, whose captured tensors had
                 equal bytes, shapes, dtypes and devices. What the mask captured is copied to the CPU in each call, which
@@ -63,7 +67,7 @@ class Mask:
         Raises:
             TypeError, ValueError: an argument is not what it has to be, or None where no captured tensor has it.
         """
-        asked = (q_len, k_len), (batch, heads), causal, window, device, cache
+        asked = (q_len, k_len), (batch, heads), causal, window, (cu_seqlens_q, cu_seqlens_k), device, cache
         return dataclasses.replace(self, blocks=find_blocks(self.expression, self.tensors, *asked))
 
     def to_tensor(

@@ -158,7 +158,7 @@ SLOW: dict[str, tuple[Any, ...]] = {
         ],
     ),
     "window_blocks": ("sm_90", features("half", "window", "document_blocks") + features("float32", "window")),
-    "packed": ("sm_90", features("half", "packed_causal", "packed_window_slopes")),
+    "packed": ("sm_90", features("half", "packed_causal", "packed_window_slopes", "packed_document_blocks")),
     "biases": ("sm_90", features("half", "bias", "relative_bias") + features("float32", "relative_bias")),
     "mods": ("sm_90", features("half", "mods") + features("float32", "mods")),
     "everything": ("sm_90", features("half", "everything") + features("float32", "everything")),

@@ -8,9 +8,10 @@ import torch
 from cs336_systems.attention import variants
 from cs336_systems.attention.call import Arguments, make_call
 from cs336_systems.attention.mods import mask_mod, score_mod
-from cs336_systems.kernels.call import Wanted
+from cs336_systems.kernels.call import Call, Wanted
 from cs336_systems.testing import Shapes, assert_packed_within_budget, assert_within_budget, make_inputs, make_packed
 
+from ...attention.helpers import blocks_of
 from .hopper import KERNELS, compute, kernels, options_of, packed_aux  # noqa: F401 - a fixture
 
 each_kernel = pytest.mark.parametrize("kernels", KERNELS, indirect=True)
@@ -184,3 +185,9 @@ def test_what_the_backward_leaves_to_others():
     q, k, v = (x[:, 0] for x in make_inputs(sizes(), dtype=torch.bfloat16)[:3])
     without_heads = make_call(q, k, v, Arguments.of(mask=variants.block_local(64)))
     assert unsupported_call(without_heads) == "needs an axis of heads for masks and score changes"
+    packed = make_packed([(70, 90)], heads=(2, 2), d=64, dtype=torch.bfloat16)
+    aux = packed_aux([(70, 90)], torch.device("cpu"))
+    blocks = blocks_of(variants.block_local(64), 70, 90, cu_seqlens_q=aux.cu_seqlens_q, cu_seqlens_k=aux.cu_seqlens_k)
+    q, k, v = (x.transpose(0, 1)[None] for x in packed[:3])
+    with_lists = Call(q, k, v, options_of(64), aux._replace(block_rows=blocks.rows, block_columns=blocks.columns))
+    assert unsupported_call(with_lists) == "visits no listed blocks of packed sequences"
