@@ -126,6 +126,8 @@ def _find(
             raise ValueError(f"batch must be {batch}, the sequences of cu_seqlens_q; got {numbers[0]}")
     of_call = Sizes(((numbers[0] or 1) if batch is None else batch,), heads or numbers[1] or 1, q_len, k_len)
     check_captured("mask", leaves(options.mask), tensors, of_call, device)
+    if device.type == "meta":
+        raise ValueError("device must be one whose tensors have values, to find blocks from; got meta")
     of_rows, of_columns = -(-q_len // BLOCK), -(-k_len // BLOCK)
     shapes = ((batch or 1, heads or 1, own, 2 + other) for own, other in ((of_rows, of_columns), (of_columns, of_rows)))
     rows, columns = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)

@@ -208,6 +208,13 @@ def test_lists_for_another_call_are_refused(impl, mask, found_for, call, message
         attention(q, q, q, mask=mask.with_blocks(**({"q_len": 8, "k_len": 8} | found_for)), impl=impl, **call)
 
 
+def test_nothing_is_found_without_values():
+    with pytest.raises(
+        ValueError, match=r"^device must be one whose tensors have values, to find blocks from; got meta$"
+    ):
+        block_local(3).with_blocks(8, 8, device="meta")
+
+
 @pytest.mark.parametrize("impl", ["auto", "flash", "tiled", "naive"])
 def test_lists_on_another_device_are_refused(impl):
     q, mask = torch.zeros(3, 2, 8, 16), block_local(3)
