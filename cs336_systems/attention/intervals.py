@@ -55,6 +55,8 @@ class Interval:
     __xor__ = __rxor__ = _unknown
 
     def __add__(self, other: Any) -> Interval:
+        if self.numbers is not None and isinstance(other, int) and other == 0:
+            return self
         other = _interval(other)
         if not (_can_be_added(self) and _can_be_added(other)):
             return UNKNOWN
@@ -173,10 +175,12 @@ def _is_truth(value: Interval) -> bool:
 
 
 def _can_be_added(value: Interval) -> bool:
-    """Whether integers are so small that sums of two do not overflow; looks at the bounds, which waits for the device.
+    """Whether integers are so small that sums of two do not overflow. Asking tensors waits for the device.
 
     torch adds integers of 8 and 16 bits, and truth values, in their own way.
     """
+    if value.numbers is not None:  # indices of pairs, of which there are fewer
+        return True
     for x in (value.low, value.high):
         if isinstance(x, Tensor) and x.dtype in (torch.int32, torch.int64):
             if ((x < -_LARGEST) | (x > _LARGEST)).any():

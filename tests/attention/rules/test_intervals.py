@@ -114,12 +114,13 @@ def test_kinds_are_those_of_all_pairs(kind, settings):
 
 
 class Recorded(TorchDispatchMode):
-    """The bytes of the largest tensor that is made inside."""
+    """The bytes of the largest tensor that is made inside, and how often a number is asked of a tensor."""
 
-    largest = 0
+    largest = asked = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
+        self.asked += function is torch.ops.aten._local_scalar_dense.default
         for x in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(x, torch.Tensor):
                 self.largest = max(self.largest, x.untyped_storage().nbytes())
@@ -140,6 +141,7 @@ def test_documents_of_many_tokens():
     with Recorded() as recorded:
         rows = blocks_of(mask, TOKENS, TOKENS, causal=True).rows[0, 0]
     assert recorded.largest <= 8 * (TOKENS // BLOCK + 2) ** 2
+    assert recorded.asked == 0  # a GPU is waited for once, for the undecided blocks
     first = torch.arange(0, TOKENS, BLOCK)
     bounds = torch.cat([torch.zeros(1, dtype=torch.int64), starts])
     seen_from = bounds[torch.bucketize(first, starts, right=True)]
