@@ -165,8 +165,17 @@ def _dilated(sizes: Sizes) -> Feature:
 
 def _prefix_tree(sizes: Sizes) -> Feature:
     """A shared half, and eight continuations that do not see one another, as in reinforcement learning."""
-    half, part = sizes.length // 2, max(1, sizes.length // 16)
-    return _pattern(lambda query, key: (query >= key) & ((key < half) | (query // part == key // part)), sizes)
+    shared, parts = sizes.length // 2, 8
+    starts = [shared + (sizes.length - shared) * part // parts for part in range(parts + 1)]
+    lengths = [shared, *(stop - start for start, stop in itertools.pairwise(starts))]
+    ends = variants.tree_layout([lengths], [[-1] + [0] * parts], device=sizes.device).ends
+    mask = variants.prefix_tree(ends).with_blocks(sizes.length, sizes.length, causal=True)
+    return Feature(
+        {"mask": mask},
+        mask=lambda query, key: (query >= key) & (query < ends[0, key]),
+        pattern=True,
+        refusals=_refused("fa4"),
+    )
 
 
 def _packed(sizes: Sizes) -> Feature:

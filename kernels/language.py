@@ -26,8 +26,12 @@ except ImportError:  # Triton has no wheel for this platform: the functions run 
     triton = tl = None
 
 __all__ = [
-    "at", "floor_divide", "in_torch", "inside", "interpreting", "jit", "remainder", "sigmoid", "tanh", "tl", "written",
+    "NUMBERS", "at", "floor_divide", "in_torch", "inside", "interpreting", "jit", "remainder", "sigmoid", "tanh", "tl",
+    "written",
 ]  # fmt: skip
+
+NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+"""Numbers that rules capture; those of a traced call are symbolic."""
 
 
 def interpreting() -> bool:
@@ -149,7 +153,7 @@ def _of_tensors(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(operation)
     def applied(*values: Any) -> Tensor:
         device = next((value.device for value in values if isinstance(value, Tensor)), None)
-        return operation(*[torch.as_tensor(value, device=device) for value in values])
+        return operation(*[torch.as_tensor(x, device=device) if isinstance(x, NUMBERS) else x for x in values])
 
     return applied
 

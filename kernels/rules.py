@@ -20,12 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .language import written
+from .language import NUMBERS, written
 from .mods import registry
 from .torch_names import constant_when_traced
-
-NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
-"""Numbers that rules capture; those of a traced call are symbolic."""
 
 Leaf = tuple[str, tuple[float | None, ...]]
 Mask = tuple[Any, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -10,13 +11,29 @@ from torch import Tensor
 
 from ..kernels.call import BLOCK, Options
 from ..kernels.rules import Mask, leaves
+from .block_cache import ContentCache, content_of, usable_in
 from .captured import check_captured, size_along
+from .intervals import bounds_of
 from .pairs import Pairs, seen_pairs
 from .sizes import Sizes
-from .validation import Window, check_causal, check_window, window_sides
+from .validation import (
+    Window,
+    check_causal,
+    check_starts,
+    check_starts_match,
+    check_window,
+    lengths_of,
+    window_sides,
+)
 
 HIDDEN, PARTIAL, WHOLE = 0, 1, 2
 """Of a block: no pair is visible, some are, all are."""
+PAIRS_AT_ONCE = {"cpu": 2**19, "other": 2**22}
+"""How many pairs rules are computed for at a time, by the type of the device: 8 bytes each, several times."""
+
+
+Starts = tuple[Tensor, Tensor]
+"""cu_seqlens_q and cu_seqlens_k."""
 
 
 class Blocks(NamedTuple):
@@ -25,7 +42,8 @@ class Blocks(NamedTuple):
     rows: (batch or 1, heads or 1, blocks of rows, 2 + blocks of columns) int32: for each block of rows how many blocks
     of columns are partly and how many are wholly visible, then their numbers, the partly visible first. columns: the
     same with rows and columns exchanged. The rest is what they were found for; batch and heads are None where the mask
-    does not tell entries or heads apart.
+    does not tell entries or heads apart. Packed sequences are entries of the batch, with q_len and k_len the bounds of
+    their lengths; starts is None without them.
     """
 
     rows: Tensor
@@ -37,6 +55,11 @@ class Blocks(NamedTuple):
     bottom_right: bool
     batch: int | None
     heads: int | None
+    starts: Starts | None
+
+
+cache: ContentCache[Blocks] = ContentCache(8)
+"""Lists found by ``with_blocks(cache=True)``."""
 
 
 def find_blocks(
@@ -46,37 +69,106 @@ def find_blocks(
     numbers: tuple[int | None, int | None],
     causal: bool | str,
     window: Window | None,
-    device: torch.device | str | None,
+    cu_seqlens: tuple[Tensor | None, Tensor | None],
+    given_device: torch.device | str | None,
+    by_content: bool,
 ) -> Blocks:
-    """The blocks of a mask whose rules captured ``tensors``, found a row of blocks at a time.
+    """The blocks of a mask whose rules captured ``tensors``, found an entry and a head at a time.
 
     Args:
         mask: the expression.
         lengths: of q and k.
         numbers: of batch entries and heads; see `rules.Mask.with_blocks`.
+        by_content: whether `cache` may have them.
     """
     q_len, k_len = lengths
     for name, value in (("q_len", q_len), ("k_len", k_len), ("batch", numbers[0]), ("heads", numbers[1])):
         if value is not None or "len" in name:
             _check_count(name, value)
-    device = _device_of(tensors, device)
+    q_starts, k_starts = cu_seqlens
+    if q_starts is None and k_starts is not None:
+        raise ValueError("cu_seqlens_q must be given with cu_seqlens_k; got None")
+    starts = None if q_starts is None else (q_starts, q_starts if k_starts is None else k_starts)
+    device = _device_of(tensors if starts is None else (*tensors, starts[0]), given_device)
+    for name, each in zip("qk", starts or (), strict=False):
+        check_starts(name, each, device, "the mask")
     sides = window_sides(check_causal(causal), check_window(window), q_len, k_len)
     options = Options(1.0, *sides, mask=mask)
-    batch, heads = _told_apart(options, tensors, numbers, device)
+
+    def find() -> Blocks:
+        return _find(options, tensors, lengths, numbers, starts, device)
+
+    if not by_content:
+        return find()
+    # As text, because 1, 1.0 and True are equal.
+    return cache.get(
+        (repr(options), lengths, numbers, usable_in(device), content_of((*tensors, *(starts or ())))), find
+    )
+
+
+def _find(
+    options: Options,
+    tensors: tuple[Tensor, ...],
+    lengths: tuple[int, int],
+    numbers: tuple[int | None, int | None],
+    starts: Starts | None,
+    device: torch.device,
+) -> Blocks:
+    q_len, k_len = lengths
+    batch, heads = _told_apart(options, tensors, numbers if starts is None else (1, numbers[1]), device)
+    of_entries = [lengths] * (batch or 1)
+    if starts is not None:
+        check_starts_match(*starts)
+        of_each = (lengths_of(name, each, most) for name, each, most in zip("qk", starts, lengths, strict=True))
+        of_entries = [*zip(*of_each, strict=True)]
+        batch = len(of_entries)
+        if numbers[0] not in (None, batch):
+            raise ValueError(f"batch must be {batch}, the sequences of cu_seqlens_q; got {numbers[0]}")
     of_call = Sizes(((numbers[0] or 1) if batch is None else batch,), heads or numbers[1] or 1, q_len, k_len)
-    check_captured("mask", leaves(mask), tensors, of_call, device)
-    band, found = options.band(q_len, k_len), []
-    for start in range(0, q_len, BLOCK):
-        row = torch.arange(start, min(start + BLOCK, q_len), device=device)[:, None]
-        pairs = _pairs(torch.arange(batch or 1), torch.arange(heads or 1), row, torch.arange(k_len), device)
-        seen = seen_pairs(options, pairs, band, tensors)
-        assert seen is not None
-        seen = seen.expand(torch.broadcast_shapes(seen.shape, (1, 1, len(row), k_len)))
-        some = F.pad(seen.any(-2), (0, -k_len % BLOCK)).unflatten(-1, (-1, BLOCK)).any(-1)
-        every = F.pad(seen.all(-2), (0, -k_len % BLOCK)).unflatten(-1, (-1, BLOCK)).all(-1)
-        found.append(some.to(torch.int32) + every.to(torch.int32))
-    kinds = torch.stack(found, -2)
-    return Blocks(_listed(kinds), _listed(kinds.mT), q_len, k_len, *sides, batch, heads)
+    check_captured("mask", leaves(options.mask), tensors, of_call, device)
+    if device.type == "meta":
+        raise ValueError("device must be one whose tensors have values, to find blocks from; got meta")
+    of_rows, of_columns = -(-q_len // BLOCK), -(-k_len // BLOCK)
+    shapes = ((batch or 1, heads or 1, own, 2 + other) for own, other in ((of_rows, of_columns), (of_columns, of_rows)))
+    rows, columns = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)
+    for (entry, own), head in itertools.product(enumerate(of_entries), range(heads or 1)):
+        if 0 in own:
+            continue
+        kinds = _kinds(options, tensors, (entry, head), own, device)
+        kinds = F.pad(kinds, (0, of_columns - kinds.shape[1], 0, of_rows - kinds.shape[0]), value=HIDDEN)
+        rows[entry, head], columns[entry, head] = _listed(kinds), _listed(kinds.mT)
+    sides = options.window_left, options.window_right, options.bottom_right
+    kept = None if starts is None else (starts[0].clone(), starts[1].clone())
+    return Blocks(rows, columns, q_len, k_len, *sides, batch, heads, kept)
+
+
+def _kinds(
+    options: Options, tensors: tuple[Tensor, ...], of: tuple[int, int], lengths: tuple[int, int], device: torch.device
+) -> Tensor:
+    """(blocks of rows, blocks of columns) uint8: what is visible of each block of an entry and a head.
+
+    Rules are computed for bounds first, and for all pairs of the blocks that these leave undecided.
+    """
+    band = options.band(*lengths)
+    # Elements past the end are the last one again, which changes no bound and nothing that some or all pairs are.
+    row, column = (
+        torch.arange(-(-length // BLOCK) * BLOCK, device=device).clamp(max=length - 1).view(-1, BLOCK)
+        for length in lengths
+    )
+    every, some = (x.expand(len(row), len(column)) for x in bounds_of(options, of, row, column, band, tensors))
+    kinds = every.to(torch.uint8) + some.to(torch.uint8)
+    at_once = max(1, PAIRS_AT_ONCE["cpu" if device.type == "cpu" else "other"] // BLOCK**2)
+    entry, head = (torch.tensor(number, device=device) for number in of)
+    for down, across in zip(*[x.split(at_once) for x in (some & ~every).nonzero(as_tuple=True)], strict=True):
+        pairs = Pairs(entry, head, row[down, :, None], column[across, None], 1)
+        exact = seen_pairs(options, pairs, band, tensors)
+        assert exact is not None
+        # Of bytes, because torch's any and all are many times slower on a CPU.
+        exact = exact.expand(len(down), BLOCK, BLOCK).contiguous().view(torch.uint8)
+        kinds[down, across] = exact.amax(-2).amax(-1) + exact.amin(-2).amin(-1)
+    if lengths[1] % BLOCK:
+        kinds[:, -1].clamp_(max=PARTIAL)  # so that kernels look which columns exist
+    return kinds
 
 
 def dense_mask(
@@ -96,7 +188,7 @@ def dense_mask(
 
 def _device_of(tensors: tuple[Tensor, ...], device: torch.device | str | None) -> torch.device:
     if device is None:
-        device = tensors[0].device if tensors else torch.get_default_device()
+        device = next((x.device for x in tensors if isinstance(x, Tensor)), torch.get_default_device())
     return torch.empty(0, device=device).device  # "cuda" with its number
 
 
@@ -135,6 +227,6 @@ def _told_apart(
 
 
 def _listed(kinds: Tensor) -> Tensor:
-    order = torch.where(kinds == PARTIAL, 0, torch.where(kinds == WHOLE, 1, 2)).argsort(dim=-1, stable=True)
+    order = ((kinds + (3 - PARTIAL)) % 3).argsort(dim=-1, stable=True)  # partly visible, wholly visible, hidden
     counts = [(kinds == kind).sum(-1, keepdim=True) for kind in (PARTIAL, WHOLE)]
-    return torch.cat([*counts, order], -1).to(torch.int32).contiguous()
+    return torch.cat([*counts, order], -1)

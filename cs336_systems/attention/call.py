@@ -87,7 +87,7 @@ def _metadata(argument: Any) -> Any:
         return tuple(map(_metadata, argument.captured))
     if isinstance(argument, (Mask, Scores)):
         blocks = argument.blocks if isinstance(argument, Mask) else None
-        listed = None if blocks is None else (*map(_metadata, blocks[:2]), *blocks[2:])
+        listed = None if blocks is None else (*map(_metadata, blocks[:2]), *blocks[2:-1], blocks.starts is None)
         return argument.expression, tuple(map(_metadata, argument.tensors)), listed
     return type(argument)
 

@@ -17,6 +17,7 @@ from .captured import broadcasts, check_captured, within_call
 from .op import library
 from .rules import Mask, Scores
 from .sizes import Sizes, diagonal_shift
+from .validation import clamp_side
 
 if TYPE_CHECKING:
     from .call import Arguments
@@ -117,10 +118,17 @@ def expressions(
 
 
 def _check_blocks(blocks: Blocks, sizes: Sizes, options: Options, device: torch.device) -> None:
-    if sizes.packed is not None:
-        raise ValueError("mask must have no lists of blocks for packed sequences, which differ in length; got some")
-    made_for = (blocks.q_len, blocks.k_len, blocks.window_left, blocks.window_right, blocks.bottom_right)
-    asked = (sizes.q_len, sizes.k_len, options.window_left, options.window_right, options.bottom_right)
+    if (blocks.starts is None) != (sizes.packed is None):
+        expected, got = ("with", "without") if blocks.starts is None else ("without", "with")
+        raise ValueError(f"mask must have blocks that were found {expected} cu_seqlens_q for this call; got some {got}")
+    if sizes.note:
+        raise ValueError("max_seqlen_q and max_seqlen_k must be given for a mask with lists of blocks; got None")
+    reach = (sizes.k_len, sizes.q_len) if options.bottom_right else (sizes.q_len, sizes.k_len)
+    # Of packed sequences the options have sides that are clamped to all rows, lists those clamped to a sequence's.
+    made_for, asked = (
+        (*lengths, clamp_side(of.window_left, reach[0]), clamp_side(of.window_right, reach[1]), of.bottom_right)
+        for of, lengths in ((blocks, (blocks.q_len, blocks.k_len)), (options, (sizes.q_len, sizes.k_len)))
+    )
     if made_for != asked:
         names = "(q_len, k_len, window_left, window_right, bottom_right)"
         raise ValueError(f"mask must have blocks that were found for this call, {names} {asked}; got {made_for}")

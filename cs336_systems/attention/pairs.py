@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.call import DROPOUT_BITS, Aux, Band, Options
+from ..kernels.language import NUMBERS
 from ..kernels.lib.reductions import diagonal_sums, locate_rows
 from ..kernels.mods import AXES, DISTANCE, registry
 from ..kernels.rules import OPERATORS, Leaf, Mask
@@ -206,7 +207,7 @@ def _by_mask(mask: Mask, pairs: Pairs, rest: Iterator[Tensor]) -> Tensor:
         return ~_by_mask(mask[1], pairs, rest)
     function = registry[mask[0]].in_torch[torch.float32]
     seen = function(pairs.batch, pairs.head, pairs.row, pairs.column, *_captured((mask[0], mask[1]), rest))
-    return torch.as_tensor(seen, device=pairs.row.device) != 0
+    return (torch.as_tensor(seen, device=pairs.row.device) if isinstance(seen, NUMBERS) else seen) != 0
 
 
 def _captured(leaf: Leaf, rest: Iterator[Tensor]) -> list[float | Tensor]:

@@ -39,24 +39,35 @@ class Mask:
         heads: int | None = None,
         causal: bool | str = False,
         window: Window | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
         device: torch.device | str | None = None,
+        cache: bool = False,
     ) -> Mask:
         """The same mask with lists of the blocks that it leaves anything of, which kernels then visit alone.
 
-        Finding them looks at every pair once; they serve all calls of the same sizes, ``causal`` and ``window``, as
-        those of all layers of a model, until what the mask captured changes.
+        They serve all calls of the same sizes, ``causal`` and ``window``, as those of all layers of a model, until what
+        the mask captured changes. Finding them computes the rules for bounds of each block, and for all pairs of the
+        blocks that these leave undecided: integers, their sums and comparisons have bounds, floating-point numbers and
+        products do not. That takes no memory in proportion to the pairs, and waits for the device.
 
         Args:
-            q_len, k_len: the lengths of the calls, at least 1.
+            q_len, k_len: the lengths of the calls, at least 1; max_seqlen_q and max_seqlen_k for packed sequences.
             batch, heads: those of the calls, of q. If None, the sizes that what the mask captured has along the axes
                 that it is read at by ``b`` and ``h``. Calls may have any number where the mask tells none apart.
             causal, window: those of the calls, as `attention` takes them.
+            cu_seqlens_q, cu_seqlens_k: those of the calls of `attention_varlen`, whose values the lists are for; None
+                for calls of `attention`.
             device: of the calls; that of what the mask captured, or torch's default, if None.
+            cache: return lists found before for these arguments by a mask with equal rules, whose captured tensors had
+                equal bytes, shapes, dtypes and devices. What the mask captured is copied to the CPU in each call, which
+                waits for the device, and its SHA-256 taken, so changes in place are seen. The lists of the last 8 such
+                calls stay in memory; `blocks.cache.clear` frees them.
 
         Raises:
             TypeError, ValueError: an argument is not what it has to be, or None where no captured tensor has it.
         """
-        asked = (q_len, k_len), (batch, heads), causal, window, device
+        asked = (q_len, k_len), (batch, heads), causal, window, (cu_seqlens_q, cu_seqlens_k), device, cache
         return dataclasses.replace(self, blocks=find_blocks(self.expression, self.tensors, *asked))
 
     def to_tensor(

@@ -145,7 +145,7 @@ def score_statistics_varlen(
     if not OPTIONS.issuperset(arguments):
         raise TypeError(f"options must be some of {', '.join(sorted(OPTIONS))}; got {', '.join(sorted(arguments))}")
     impl = arguments.pop("impl", "auto")
-    packed = packed_sequences(q, k, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packed = packed_sequences(q, k, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, arguments.get("mask"))
     q, k, _ = as_heads(q, k, k)
     lse, max_scores, entropy = _computed(q, k, Arguments.of(**arguments), impl, packed)
     return ScoreStatistics(lse[0], max_scores[0], entropy[0])

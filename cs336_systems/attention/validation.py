@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 import sys
 
@@ -176,6 +177,46 @@ def smallest_of(x: int, y: int) -> int:
 def largest_of(x: int, y: int) -> int:
     """max(x, y), likewise."""
     return max(x, y) if type(x) is int and type(y) is int else torch.sym_max(x, y)
+
+
+def check_starts(name: str, starts: Tensor, device: torch.device, of: str) -> None:
+    """cu_seqlens: (sequences + 1,) integers on the device of the tensor ``of``."""
+    expected = f"cu_seqlens_{name} must be (sequences + 1,) int32 or int64 numbers"
+    if not isinstance(starts, Tensor):
+        raise TypeError(f"{expected}; got {type(starts).__name__}")
+    if starts.dtype not in INTEGERS:
+        raise TypeError(f"{expected}; got {starts.dtype}")
+    if starts.ndim != 1 or starts.numel() < 2:
+        raise ValueError(f"{expected}, at least 2 of them; got shape {shape_of(starts)}")
+    if starts.device != device:
+        raise ValueError(f"cu_seqlens_{name} must be on {device} to match {of}; got {starts.device}")
+
+
+def lengths_of(name: str, starts: Tensor, most: int | None, rows: int | None = None) -> list[int]:
+    """The lengths of sequences, from cu_seqlens, which are looked at: this waits for a device.
+
+    Args:
+        most: the bound that was given for them.
+        rows: how many rows there are; any number if None.
+    """
+    numbers: list[int] = starts.tolist()
+    lengths = [stop - start for start, stop in itertools.pairwise(numbers)]
+    if numbers[0] != 0 or min(lengths) < 0 or (rows is not None and numbers[-1] > rows):
+        rule = "from 0 on and never decrease"
+        if rows is not None:
+            rule = f"from 0 on, never decrease, and end at {name}'s {rows} rows at most"
+        raise ValueError(f"cu_seqlens_{name} must count {rule}; got {numbers if len(numbers) < 20 else 'others'}")
+    if most is not None and max(lengths) > most:
+        raise ValueError(f"max_seqlen_{name} must be at least {max(lengths)}, the longest sequence; got {most}")
+    return lengths
+
+
+def check_starts_match(q_starts: Tensor, k_starts: Tensor) -> None:
+    """Both are of equally many sequences."""
+    if q_starts.shape != k_starts.shape:
+        raise ValueError(
+            f"cu_seqlens_k must have shape {shape_of(q_starts)} to match cu_seqlens_q; got {shape_of(k_starts)}"
+        )
 
 
 def clamp_side(side: int | None, length: int) -> int | None:

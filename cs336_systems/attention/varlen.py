@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, Literal, overload
 
 import torch
@@ -15,8 +14,9 @@ from .api import AttentionOptions, run
 from .call import Arguments, make_call
 from .explanation import Explanation, explain_call
 from .precision import autocast_inputs
+from .rules import Mask
 from .sizes import Packed
-from .validation import INTEGERS, Implementation, check_tensors, shape_of
+from .validation import Implementation, check_starts, check_starts_match, check_tensors, lengths_of, shape_of
 
 
 @overload
@@ -94,7 +94,7 @@ def attention_varlen(
             out of order give meaningless results, but nothing is read or written out of bounds.
         cu_seqlens_k: as cu_seqlens_q, of the keys; cu_seqlens_q if None.
         max_seqlen_q: how many queries no sequence exceeds. What has an element for each row (a mask or bias, or what
-            rules captured) needs it, and nothing else.
+            rules captured) needs it, and lists of blocks; nothing else.
         max_seqlen_k: the largest number of keys of a sequence, for what has an element for each column.
         options: as `attention` takes them. Sequences stand for entries of the batch, and rows and columns count from
             where a sequence begins: a bias broadcasts to (sequences, q_heads, max_seqlen_q, max_seqlen_k).
@@ -108,7 +108,7 @@ def attention_varlen(
     """
     arguments: dict[str, Any] = {**options}
     impl = arguments.pop("impl", "auto")
-    packed = packed_sequences(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packed = packed_sequences(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, arguments.get("mask"))
     out, lse = run(*as_heads(q, k, v), Arguments.of(**arguments, return_lse=return_lse), impl, packed)
     out = out[0].transpose(0, 1)
     return out if lse is None else (out, lse[0])
@@ -130,7 +130,7 @@ def explain_varlen(
     q, k, v = autocast_inputs(q, k, v)
     arguments: dict[str, Any] = {**options}
     impl = arguments.pop("impl", "auto")
-    packed = packed_sequences(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packed = packed_sequences(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, arguments.get("mask"))
     call = make_call(*as_heads(q, k, v), Arguments.of(**arguments, return_lse=return_lse), packed)
     return explain_call(call, impl)
 
@@ -176,6 +176,7 @@ def packed_sequences(
     k_starts: Tensor | None,
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
+    mask: Any,
 ) -> Packed:
     """The packed sequences, validated."""
     check_tensors(q=q, k=k, v=v)
@@ -183,11 +184,11 @@ def packed_sequences(
     k_starts = q_starts if k_starts is None else k_starts
     for name, starts, of, most in (("q", q_starts, q, max_seqlen_q), ("k", k_starts, k, max_seqlen_k)):
         _check_most(f"max_seqlen_{name}", most)
-        _check_starts(name, starts, of, most)
-    if q_starts.shape != k_starts.shape:
-        raise ValueError(
-            f"cu_seqlens_k must have shape {shape_of(q_starts)} to match cu_seqlens_q; got {shape_of(k_starts)}"
-        )
+        check_starts(name, starts, of.device, name)
+        if starts.device.type == "cpu" and not must_dispatch(starts):  # elsewhere asking would stop the device
+            lengths_of(name, starts, most, of.shape[0])
+    check_starts_match(q_starts, k_starts)
+    _check_listed(mask, q_starts, k_starts)
     return Packed(q_starts.contiguous(), k_starts.contiguous(), max_seqlen_q, max_seqlen_k)
 
 
@@ -201,6 +202,18 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"v must have shape ({k.shape[0]}, {k.shape[1]}, *) to match k; got {shape_of(v)}")
 
 
+def _check_listed(mask: Any, q_starts: Tensor, k_starts: Tensor) -> None:
+    """On a CPU: lists of blocks are for these sequences. Elsewhere asking would stop the device."""
+    blocks = mask.blocks if isinstance(mask, Mask) else None
+    if blocks is None or blocks.starts is None or q_starts.device.type != "cpu" or must_dispatch(q_starts):
+        return
+    for name, starts, listed in zip("qk", (q_starts, k_starts), blocks.starts, strict=True):
+        if starts.tolist() != listed.tolist():
+            raise ValueError(
+                f"mask must have blocks that were found for these sequences; got others in cu_seqlens_{name}"
+            )
+
+
 def _check_most(name: str, most: int | None) -> None:
     if most is None:
         return
@@ -208,24 +221,3 @@ def _check_most(name: str, most: int | None) -> None:
         raise TypeError(f"{name} must be an int or None; got {most!r} of type {type(most).__name__}")
     if most < 0:
         raise ValueError(f"{name} must be at least 0; got {most}")
-
-
-def _check_starts(name: str, starts: Tensor, of: Tensor, most: int | None) -> None:
-    expected = f"cu_seqlens_{name} must be (sequences + 1,) int32 or int64 numbers"
-    if not isinstance(starts, Tensor):
-        raise TypeError(f"{expected}; got {type(starts).__name__}")
-    if starts.dtype not in INTEGERS:
-        raise TypeError(f"{expected}; got {starts.dtype}")
-    if starts.ndim != 1 or starts.numel() < 2:
-        raise ValueError(f"{expected}, at least 2 of them; got shape {shape_of(starts)}")
-    if starts.device != of.device:
-        raise ValueError(f"cu_seqlens_{name} must be on {of.device} to match {name}; got {starts.device}")
-    if starts.device.type != "cpu" or must_dispatch(starts):
-        return  # only the device knows, and asking it would stop it
-    numbers: list[int] = starts.tolist()
-    lengths = [stop - start for start, stop in itertools.pairwise(numbers)]
-    if numbers[0] != 0 or min(lengths) < 0 or numbers[-1] > of.shape[0]:
-        rule = f"from 0 on, never decrease, and end at {name}'s {of.shape[0]} rows at most"
-        raise ValueError(f"cu_seqlens_{name} must count {rule}; got {numbers if len(numbers) < 20 else 'others'}")
-    if most is not None and max(lengths) > most:
-        raise ValueError(f"max_seqlen_{name} must be at least {max(lengths)}, the longest sequence; got {most}")

@@ -96,6 +96,8 @@ def unsupported_call(call: Call) -> str | None:
         return f"computes no dropout and no cache_lengths; got {asked}"
     if call.has_rules and call.q.ndim == 3:
         return "needs an axis of heads for masks and score changes"
+    if call.is_packed and aux.block_rows is not None:
+        return "visits no listed blocks of packed sequences"
     if call.is_packed and not long_axes(call) <= {"batch", "head"}:
         return "reads nothing that has an element for each row, column or distance of packed sequences"
     return _unsupported_layout(call)

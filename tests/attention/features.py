@@ -7,7 +7,16 @@ from functools import reduce
 
 import torch
 
-from cs336_systems.attention.variants import block_local, causal, dilated, document, prefix, relative_bias
+from cs336_systems.attention.variants import (
+    block_local,
+    causal,
+    dilated,
+    document,
+    prefix,
+    prefix_tree,
+    relative_bias,
+    tree_layout,
+)
 from cs336_systems.attention.variants.recorded import FLOATS, recorded_scores
 
 bent = recorded_scores(
@@ -21,6 +30,17 @@ stretched = recorded_scores(
     lambda score, b, h, q_idx, kv_idx, factors: score * factors[b, h, q_idx, kv_idx].clamp(-1.5, 1.5), (FLOATS, 4)
 )
 """Both bound their derivatives, which float32 gradients are scaled by."""
+
+
+def random_tree(most):
+    """Lengths and parents of random nodes in depth-first order, of up to ``most`` tokens; some have none."""
+    lengths, parents, path = [], [], []
+    while sum(lengths) < most and torch.rand(()) < 0.95:
+        del path[int(torch.randint(len(path) + 1, ())) :]
+        parents.append(path[-1] if path else -1)
+        path.append(len(lengths))
+        lengths.append(min(int(torch.randint(10, ())), most - sum(lengths)))
+    return lengths, parents
 
 
 class Maker:
@@ -74,6 +94,12 @@ class Maker:
     def prefixes(self):
         lengths = torch.randint(0, self.k_len + 1, (self.batch,), device=self.device)
         return {"mask": prefix(lengths) | causal(self.k_len - self.q_len) | block_local(7)}
+
+    def trees(self):
+        """Of random nodes, in entries that differ; what is left of a row is padding."""
+        drawn = [random_tree(self.k_len) for _ in range(self.batch)]
+        layout = tree_layout(*zip(*drawn, strict=True), length=self.k_len, device=self.device)
+        return {"mask": prefix_tree(layout.ends)}
 
     def rules(self):
         rates, factors = (torch.rand(*shape, **self.on) for shape in ((self.heads, self.q_len), self.shape("hk")))

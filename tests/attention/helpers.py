@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.attention import attention, attention_varlen
+from cs336_systems.attention.blocks import Blocks
+from cs336_systems.attention.rules import Mask
 from cs336_systems.testing import (
     Inputs,
     Results,
@@ -98,6 +100,13 @@ def check(
         results = evaluate(partial(attention, impl=impl, return_lse=True, **settings), inputs, features)
     assert_within_budget(results, inputs, features=features, eps=eps, **settings)
     return results
+
+
+def blocks_of(mask: Mask, q_len: int = 300, k_len: int = 300, **arguments: Any) -> Blocks:
+    """The lists of blocks of a mask."""
+    blocks = mask.with_blocks(q_len, k_len, **arguments).blocks
+    assert blocks is not None
+    return blocks
 
 
 def packed_arguments(lengths: Iterable[tuple[int, int]], device: torch.device) -> dict[str, Any]:

@@ -26,6 +26,7 @@ ALONE = {
     "mask_of_keys": lambda make: make.mask("bk"),
     "documents": lambda make: make.documents(),
     "prefixes": lambda make: make.prefixes(),
+    "trees": lambda make: make.trees(),
     "rules": lambda make: make.rules(),
     "distances": lambda make: make.distances("hd"),
     "distances_of_entries": lambda make: make.distances("bd", before=3),

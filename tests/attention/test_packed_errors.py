@@ -15,6 +15,7 @@ from .helpers import says, wrong
 Q, KV = torch.zeros(10, 4, 16), torch.zeros(12, 2, 16)
 STARTS = torch.tensor([0, 4, 10], dtype=torch.int32)
 PACKED = {"q": Q, "k": KV, "v": KV, "cu_seqlens_q": STARTS}
+LISTED = block_local(3).with_blocks(6, 6, cu_seqlens_q=STARTS)
 NUMBERS = "must be (sequences + 1,) int32 or int64 numbers"
 TOO_FEW = f"{NUMBERS}, at least 2 of them"
 COUNT = "must count from 0 on, never decrease, and end at"
@@ -50,7 +51,30 @@ WRONG_VALUES = {
         "max_seqlen_q and max_seqlen_k must be given for what scores captured for distances; got None",
     ),
     "slopes": ({"alibi_slopes": torch.zeros(3, 4)}, "alibi_slopes must have shape (4,) or (2, 4); got (3, 4)"),
-    "blocks": ({"mask": block_local(3).with_blocks(10, 12)}, "mask must have no lists of blocks for packed sequences"),
+    "blocks_without": (
+        {"mask": block_local(3).with_blocks(10, 12), "max_seqlen_q": 10, "max_seqlen_k": 12},
+        "mask must have blocks that were found with cu_seqlens_q for this call; got some without",
+    ),
+    "blocks_unbounded": (
+        {"mask": LISTED},
+        "max_seqlen_q and max_seqlen_k must be given for a mask with lists of blocks; got None",
+    ),
+    "blocks_causal": (
+        {"mask": LISTED, "max_seqlen_q": 6, "max_seqlen_k": 6, "causal": True},
+        "mask must have blocks that were found for this call",
+    ),
+    "blocks_bounds": (
+        {"mask": LISTED, "max_seqlen_q": 7, "max_seqlen_k": 6},
+        "mask must have blocks that were found for this call",
+    ),
+    "blocks_of_others": (
+        {"mask": LISTED, "max_seqlen_q": 6, "max_seqlen_k": 6, "cu_seqlens_k": STARTS - STARTS // 10},
+        "mask must have blocks that were found for these sequences; got others in cu_seqlens_k",
+    ),
+    "blocks_of_fewer": (
+        {"mask": LISTED, "max_seqlen_q": 6, "max_seqlen_k": 6, "cu_seqlens_q": torch.tensor([0, 4, 8, 10])},
+        "mask must have blocks that were found for these sequences; got others in cu_seqlens_q",
+    ),
     "window": ({"window": (-1, 2)}, "window must be (before, after)"),
     "sdpa": ({"impl": "sdpa"}, "torch's kernels are asked for causal masks alone"),
 }

@@ -84,6 +84,13 @@ def features(dtype: torch.dtype) -> dict[str, tuple[dict[str, Any], dict[str, An
         "lines": rules(scores=variants.alibi(slopes) + variants.bias(of_keys), options=CAUSAL),
         "mods": mods(ids, slopes[0], table[0]),
         "document_blocks": rules(variants.document(ids), None, CAUSAL, **lists),
+        "packed_document_blocks": rules(
+            variants.document(made(5, LENGTH, dtype=torch.int32)),
+            None,
+            CAUSAL | {"max_seqlen_q": LENGTH, "max_seqlen_k": LENGTH},
+            **starts,
+            **{name: made(5, 1, 4, 6, dtype=torch.int32) for name in lists},
+        ),
         "packed": ({}, starts),
         "packed_causal": (CAUSAL, starts),
         "packed_window_slopes": rules(None, variants.alibi(slopes), top_left | {"window_left": 9}, **starts),

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from cs336_systems.attention import attention, attention_varlen, attention_with_cache
-from cs336_systems.attention.variants import document, relative_bias
+from cs336_systems.attention import attention, attention_varlen, attention_with_cache, varlen
+from cs336_systems.attention.variants import block_local, document, relative_bias
 from cs336_systems.kernels import launching
 from cs336_systems.testing import Shapes, evaluate, make_cache, make_inputs, make_packed
 
@@ -115,15 +115,34 @@ def test_every_address_is_in_a_tensor(flash_device, watch, lengths, widths, dtyp
         evaluate(partial(attention, impl="flash", return_lse=True), inputs, given)
 
 
+def lists_of_other_sequences(monkeypatch, lengths, device):
+    """As on a GPU, where nobody looks: lists whose blocks are visible as far as the longest sequence."""
+    monkeypatch.setattr(varlen, "_check_listed", lambda *given: None)
+    given = packed_arguments([(18, 18)] * len(lengths), device)
+    starts = {name: given[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    return {"mask": block_local(30).with_blocks(18, 18, **starts)}
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("none", FLOAT), ("causal", HALF), ("causal", FLOAT), ("window", HALF), ("bias", HALF), ("bias", FLOAT)],
+    [
+        ("none", FLOAT),
+        ("lists", FLOAT),
+        ("lists", HALF),
+        ("causal", HALF),
+        ("causal", FLOAT),
+        ("window", HALF),
+        ("bias", HALF),
+        ("bias", FLOAT),
+    ],
 )
-def test_every_address_of_packed_sequences_is_in_a_tensor(flash_device, watch, name, dtype):
+def test_every_address_of_packed_sequences_is_in_a_tensor(flash_device, watch, monkeypatch, name, dtype):
     """The last sequences are short of a tile, and no row follows them."""
     lengths = [(18, 3), (0, 5), (17, 18), (1, 2)]
     inputs = make_packed(lengths, d=20, dv=12, dtype=dtype, device=flash_device)
     features = {"causal": {"causal": True}, "window": {"window": (5, 3)}, "bias": {"bias": shaped(1, 2, 18, 18)}}
+    if name == "lists":
+        features["lists"] = lists_of_other_sequences(monkeypatch, lengths, flash_device)
     with tiled(16, 16):
         attend = partial(attention_varlen, **packed_arguments(lengths, flash_device), impl="flash", return_lse=True)
         evaluate(attend, inputs, features.get(name, {}))

@@ -165,7 +165,7 @@ SLOW: dict[str, tuple[Any, ...]] = {
         ],
     ),
     "window_blocks": ("sm_90", features("half", "window", "document_blocks") + features("float32", "window")),
-    "packed": ("sm_90", features("half", "packed_causal", "packed_window_slopes")),
+    "packed": ("sm_90", features("half", "packed_causal", "packed_window_slopes", "packed_document_blocks")),
     "biases": ("sm_90", features("half", "bias", "relative_bias") + features("float32", "relative_bias")),
     "lines": ("sm_90", [case for d in (64, 128, 256) for case in features("half", "lines", d=d)]),
     "mods": ("sm_90", features("half", "mods") + features("float32", "mods")),

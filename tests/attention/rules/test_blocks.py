@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -16,7 +17,7 @@ from cs336_systems.kernels.call import BLOCK
 from cs336_systems.testing import Shapes, evaluate, make_inputs
 
 from ..features import Maker
-from ..helpers import FLOAT, HALF, check, each_implementation, named
+from ..helpers import FLOAT, HALF, blocks_of, check, each_implementation, named
 
 CPU = torch.device("cpu")
 SIZES = {"q_len": 300, "k_len": 420}
@@ -49,12 +50,6 @@ CALLS = {
     "nothing": {},
     "scattered": {"causal": True},
 }
-
-
-def blocks_of(mask, q_len=300, k_len=300, **arguments):
-    blocks = mask.with_blocks(q_len, k_len, **arguments).blocks
-    assert blocks is not None
-    return blocks
 
 
 def kinds_of(mask, call):
@@ -205,13 +200,28 @@ THIS_CALL = "mask must have blocks that were found for this call"
         (block_local(3), {"q_len": 7}, {}, THIS_CALL),
         (block_local(3), {}, {"causal": True}, THIS_CALL),
         (block_local(3), {}, {"window": (3, 3)}, THIS_CALL),
-        (block_local(3), {"device": "meta"}, {}, "the blocks of mask must be on cpu"),
     ],
 )
 def test_lists_for_another_call_are_refused(impl, mask, found_for, call, message):
     q = torch.zeros(3, 2, 8, 16)
     with pytest.raises(ValueError, match=message):
         attention(q, q, q, mask=mask.with_blocks(**({"q_len": 8, "k_len": 8} | found_for)), impl=impl, **call)
+
+
+def test_nothing_is_found_without_values():
+    with pytest.raises(
+        ValueError, match=r"^device must be one whose tensors have values, to find blocks from; got meta$"
+    ):
+        block_local(3).with_blocks(8, 8, device="meta")
+
+
+@pytest.mark.parametrize("impl", ["auto", "flash", "tiled", "naive"])
+def test_lists_on_another_device_are_refused(impl):
+    q, mask = torch.zeros(3, 2, 8, 16), block_local(3)
+    blocks = blocks_of(mask, 8, 8)
+    elsewhere = replace(mask, blocks=blocks._replace(rows=blocks.rows.to("meta")))
+    with pytest.raises(ValueError, match="the blocks of mask must be on cpu to match q; got meta"):
+        attention(q, q, q, mask=elsewhere, impl=impl)
 
 
 def test_combined_masks_have_no_lists():

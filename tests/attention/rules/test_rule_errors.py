@@ -14,8 +14,10 @@ from cs336_systems.attention.variants import (
     dilated,
     document,
     prefix,
+    prefix_tree,
     relative_bias,
     softcap,
+    tree_layout,
     visible_where,
     window,
 )
@@ -29,6 +31,8 @@ IDS = torch.zeros(2, 5, dtype=torch.int64)
 FLOAT_SLOPES, INTEGERS = "slopes must be (batch, heads) floating-point numbers", "(batch, length) integers"
 FULL_BIAS = "bias must be (batch, heads, q_len, k_len) floating-point numbers"
 TABLE = "table must be ([batch,] heads, length) floating-point numbers"
+OF_ENTRIES = "must be a sequence of integers for each entry of the batch"
+DEPTH_FIRST = "must be the node before, an ancestor of that, or -1"
 WRONG_FOR_VARIANTS = {
     "alibi_list": (lambda: alibi([1.0]), "slopes must be a torch.Tensor; got list"),
     "alibi_shape": (lambda: alibi(torch.ones(4)), f"{FLOAT_SLOPES}; got (4,) torch.float32"),
@@ -43,6 +47,25 @@ WRONG_FOR_VARIANTS = {
     "document_shape": (lambda: document(IDS[0]), f"of_queries must be {INTEGERS}; got (5,) torch.int64"),
     "document_floats": (lambda: document(IDS, IDS.float()), f"of_keys must be {INTEGERS}; got (2, 5) torch.float32"),
     "prefix_shape": (lambda: prefix(IDS), "lengths must be (batch,) integers; got (2, 5) torch.int64"),
+    "prefix_tree_shape": (lambda: prefix_tree(IDS[0]), f"ends must be {INTEGERS}; got (5,) torch.int64"),
+    "prefix_tree_list": (lambda: prefix_tree([[3]]), "ends must be a torch.Tensor; got list"),
+    "layout_flat": (lambda: tree_layout((3,), [[-1]]), f"lengths {OF_ENTRIES}; got (3,)"),
+    "layout_tensor": (lambda: tree_layout([[3]], IDS[:1, :1]), f"parents {OF_ENTRIES}; got tensor([[0]])"),
+    "layout_entries": (lambda: tree_layout([[3]], []), "parents must have 1 entries, as lengths has; got 0"),
+    "layout_nodes": (
+        lambda: tree_layout([[], [3, 4]], [[], [-1]]),
+        "parents[1] must have 2 nodes, as lengths[1] has; got 1",
+    ),
+    "layout_negative": (lambda: tree_layout([[3, -1]], [[-1, 0]]), "lengths must be at least 0; got -1"),
+    "layout_float": (lambda: tree_layout(((3.0,),), [[-1]]), "lengths must be an integer; got 3.0 of type float"),
+    "layout_none": (lambda: tree_layout([[3]], ((None,),)), "parents must be an integer; got None of type NoneType"),
+    "layout_order": (
+        lambda: tree_layout([[1, 1, 1, 1, 1]], [[-1, 0, 0, 1, 0]]),
+        f"parents[0][3] {DEPTH_FIRST}; got 1",
+    ),
+    "layout_itself": (lambda: tree_layout([[3]], [[0]]), f"parents[0][0] {DEPTH_FIRST}; got 0"),
+    "layout_root": (lambda: tree_layout([[3, 3]], [[-1, -2]]), f"parents[0][1] {DEPTH_FIRST}; got -2"),
+    "layout_length": (lambda: tree_layout([[3, 4]], [[-1, 0]], length=6), "length must be at least 7; got 6"),
     "relative_bias_list": (lambda: relative_bias([1.0]), "table must be a torch.Tensor; got list"),
     "relative_bias_shape": (lambda: relative_bias(torch.ones(9)), f"{TABLE}; got (9,) torch.float32"),
     "relative_bias_origin": (

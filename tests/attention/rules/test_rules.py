@@ -26,6 +26,7 @@ BATCH, HEAD, ROW, COLUMN = torch.meshgrid(*map(torch.arange, (2, 2, 9, 11)), ind
 
 IDS = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 3, 3]])
 KEY_IDS = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2], [0, 0, 0, 1, 1, 1, 1, 1, 3, 3, 4]])
+ENDS = torch.tensor([[7, 7, 4, 4, 7, 7, 7, 9, 9, 0, 0], [3, 3, 3, 9, 9, 6, 7, 9, 9, 9, 9]])
 LENGTHS, CHOSEN = torch.tensor([3, 0]), torch.tensor([True, False])
 SHOWN = torch.arange(-2, 9).view(1, 1, 1, 11)
 ONES = [(), (0,), (1, 3), (2,), (0, 1), (0, 1, 2, 3)]
@@ -38,6 +39,7 @@ MASKS = {
     "dilated": (variants.dilated(3), (ROW - COLUMN).abs() % 3 == 0),
     "prefix": (variants.prefix(LENGTHS), LENGTHS[BATCH] > COLUMN),
     "prefix_of_all": (variants.prefix(LENGTHS[:1].int()), COLUMN < 3),
+    "prefix_tree": (variants.prefix_tree(ENDS), (COLUMN <= ROW) & (ENDS[BATCH, COLUMN] > ROW)),
     "document": (variants.document(IDS, KEY_IDS), IDS[BATCH, ROW] == KEY_IDS[BATCH, COLUMN]),
     "document_of_all": (variants.document(KEY_IDS[:1]), KEY_IDS[0, ROW] == KEY_IDS[0, COLUMN]),
     "visible_where": (variants.visible_where(SHOWN), COLUMN != 2),
@@ -148,10 +150,11 @@ def test_derivatives_of_variants_are_those_of_their_functions(scores):
 
 
 SCORE_VARIANTS = {"softcap", "alibi", "bias", "relative_bias"}
+LAYOUTS = {"TreeLayout", "tree_layout"}
 
 
 def test_every_variant_is_tested():
-    assert set(variants.__all__) <= {*MASKS} | SCORE_VARIANTS
+    assert set(variants.__all__) <= {*MASKS} | SCORE_VARIANTS | LAYOUTS
 
 
 def test_score_rules_are_applied_in_order(flash_device):

@@ -8,9 +8,11 @@ import torch
 from cs336_systems.attention import variants
 from cs336_systems.attention.call import Arguments, make_call
 from cs336_systems.attention.mods import mask_mod, score_mod
+from cs336_systems.kernels.call import Call
 from cs336_systems.testing import Shapes, assert_packed_within_budget, assert_within_budget, make_inputs, make_packed
 from cs336_systems.testing.evaluation import leaves_of
 
+from ...attention.helpers import blocks_of
 from .hopper import KERNELS, WITH_PORTABLE, compute, kernels, options_of, packed_aux  # noqa: F401 - a fixture
 
 each_kernel = pytest.mark.parametrize("kernels", KERNELS, indirect=True)
@@ -30,6 +32,12 @@ def documents(device, length, every=37):
 
 def listed(mask, q_len, k_len=None, **asked):
     return mask.with_blocks(q_len, k_len or q_len, **asked)
+
+
+def trees(device):
+    """One whose branches have branches, and two roots with a shorter row."""
+    lengths = [[130, 70, 60, 90, 40, 110], [200, 35, 150]]
+    return variants.tree_layout(lengths, [[-1, 0, 1, 1, 0, 4], [-1, 0, -1]], device=device).ends
 
 
 def distances(device):
@@ -66,6 +74,10 @@ CASES = {
     "prefix_listed": (
         sizes(300), {},
         lambda on: {"mask": listed(variants.prefix(torch.tensor([50, 130], device=on)) | variants.causal(), 300)},
+    ),
+    "trees_listed": (
+        sizes(500, heads=(4, 2)), {"causal": True},
+        lambda on: {"mask": listed(variants.prefix_tree(trees(on)), 500, causal=True)},
     ),
     "by_heads": (sizes(heads=(4, 2)), {}, lambda on: {"mask": mask_mod(by_heads)}),
     "by_heads_listed": (sizes(300), {}, lambda on: {"mask": listed(mask_mod(by_heads), 300, heads=2, device=on)}),
@@ -241,3 +253,9 @@ def test_what_the_backward_leaves_to_others():
     q, k, v = (x[:, 0] for x in make_inputs(sizes(), dtype=torch.bfloat16)[:3])
     without_heads = make_call(q, k, v, Arguments.of(mask=variants.block_local(64)))
     assert unsupported_call(without_heads) == "needs an axis of heads for masks and score changes"
+    packed = make_packed([(70, 90)], heads=(2, 2), d=64, dtype=torch.bfloat16)
+    aux = packed_aux([(70, 90)], torch.device("cpu"))
+    blocks = blocks_of(variants.block_local(64), 70, 90, cu_seqlens_q=aux.cu_seqlens_q, cu_seqlens_k=aux.cu_seqlens_k)
+    q, k, v = (x.transpose(0, 1)[None] for x in packed[:3])
+    with_lists = Call(q, k, v, options_of(64), aux._replace(block_rows=blocks.rows, block_columns=blocks.columns))
+    assert unsupported_call(with_lists) == "visits no listed blocks of packed sequences"
