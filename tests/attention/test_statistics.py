@@ -17,6 +17,7 @@ from cs336_systems.attention import (
     use_backends,
 )
 from cs336_systems.attention.mods import mask_mod
+from cs336_systems.attention.variants import document
 from cs336_systems.kernels.triton.tiles import TileConfig, pin
 from cs336_systems.testing import Shapes, make_inputs, make_packed, poisoned_memory
 from cs336_systems.testing.evaluation import in_dtype, leaves_of, rounding_on
@@ -143,6 +144,19 @@ def test_packed_sequences(impl, device, name):
     results = check(impl, (q, k), features, function=partial(score_statistics_varlen, **packed), causal=causal)
     _, lse = attention_varlen(q, k, k, **packed, **features, causal=causal, impl="naive", return_lse=True)
     torch.testing.assert_close(results["lse"], lse, rtol=1e-5, atol=1e-5)
+
+
+@each_implementation
+def test_packed_sequences_with_lists_of_blocks(impl, device):
+    lengths = [(140, 133), (0, 4), (9, 260)]
+    q, k, *_ = make_packed(lengths, heads=HEADS, d=8, beyond=3, device=device)
+    packed = packed_arguments(lengths, device)
+    starts = {name: packed[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    mask = document(*(torch.randint(0, 3, (3, most), device=device).sort(-1).values for most in (140, 260)))
+    listed = mask.with_blocks(140, 260, causal=True, **starts)
+    expected = score_statistics_varlen(q, k, **packed, causal=True, mask=mask, impl="naive")
+    found = score_statistics_varlen(q, k, **packed, causal=True, mask=listed, impl=impl)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @each_implementation
