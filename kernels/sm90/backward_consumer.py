@@ -46,6 +46,14 @@ def pairs_of(keys, first_row, seq, tile, head, layout: gl.constexpr, ROWS: gl.co
 
 
 @gluon.jit
+def score_gradient(p, dp, delta, bits, dropout):
+    """dS = P (dP - delta)."""
+    if dropout.DROPS:
+        dp = dropout.drop(dp, bits, True) * dropout.keep_scale
+    return p * (dp - delta)
+
+
+@gluon.jit
 def probabilities(exponents):
     """P from exponents of 2, which rounding may have left above 0 where scores are large."""
     return gl.exp2(gl.minimum(exponents, 0.0, propagate_nan=tl.PropagateNan.ALL))
@@ -117,6 +125,8 @@ def step(
         lse2 = memory.lse2.index(stage).load(layout)
     memory.dout.wait_full(n)
     dp = warpgroup_mma(own_v, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    first_key = tile.start + CONSUMER * WG_ROWS
+    bits = mods.dropout.draw(inner * TILE_Q, first_key, seq.batch_of(tile), head, TILE_Q, True)
     s = scores.softcap(warpgroup_mma_wait(1, [s]))
     if not EARLY:
         lse2 = memory.lse2.index(stage).load(layout)
@@ -128,12 +138,12 @@ def step(
     if MASKED:
         p = gl.where(mods.hide(visible(keys, inner * TILE_Q, seq, layout, TILE_Q), pairs), p, 0.0)
     if waits_for_never(TILE_Q, scores.SOFTCAP, mods.SCORE):
-        p_operand = unpack_operand(pack_pairs(p, dtype, True), dtype, wide, TILE_Q)
+        p_operand = unpack_operand(pack_pairs(mods.dropout.drop(p, bits, True), dtype, True), dtype, wide, TILE_Q)
         # Without a branch, ptxas moves the wait for dP above the exponentials.
         mbarrier.wait(memory.never, 1)
     else:
         # Twice as many exponentials take longer alone than mixed with dS; and a soft cap has to keep S.
-        p_operand = gl.convert_layout(p.to(dtype), operand)
+        p_operand = gl.convert_layout(mods.dropout.drop(p, bits, True).to(dtype), operand)
     if scores.SOFTCAP:
         # The derivative of tanh.
         p *= 1.0 - s * s
@@ -142,7 +152,7 @@ def step(
     dp = warpgroup_mma_wait(0, [dp])
     if not EARLY:
         delta = memory.delta.index(stage).load(layout)
-    ds = (p * (dp - delta)).to(dtype)
+    ds = score_gradient(p, dp, delta, bits, mods.dropout).to(dtype)
     ds_tile = memory.ds.index(n & 1)
     ds_tile.slice(CONSUMER * WG_ROWS, WG_ROWS, dim=0).store(ds)
     zero = opaque_zero(n)
@@ -214,6 +224,8 @@ def consumer(
         dk, dv, n = mainloop(
             step, dk, dv, memory, tile, seq, keys, n, heads_per_kv, None, None, scores, mods, CONSUMER, HEAD_DIM
         )  # fmt: skip
+        if mods.dropout.DROPS:
+            dv *= mods.dropout.keep_scale
         mbarrier.arrive(memory.k_empty, count=1)
         # Until no consumer reads dS, whose buffers store dK.
         named_barriers.sync(named_barriers.DS_WRITTEN, named_barriers.CONSUMERS)
