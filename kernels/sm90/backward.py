@@ -53,7 +53,7 @@ def backward_kernel(
     scores = ScoreScale(exponent_scale, softcap_scale, SOFTCAP)
     if MASK is None and SCORE is None:
         captured = ()
-    mods = Mods(captured, natural, new_dropout(dropout, heads * heads_per_kv, sequences), MASK, SCORE)
+    mods = Mods(captured, natural, new_dropout(dropout, heads, heads_per_kv, sequences), MASK, SCORE)
     tensors = Tensors(q, dout, k, v, lse2, delta, dk, dv, workspace)
     NEVER: gl.constexpr = TILE_K > WG_ROWS and waits_for_never(TILE_Q, SOFTCAP, SCORE)
     memory = new_memory(tensors, dq, STAGES, NEVER, varlen.VARLEN)

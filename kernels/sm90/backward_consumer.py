@@ -46,14 +46,6 @@ def pairs_of(keys, first_row, seq, tile, head, layout: gl.constexpr, ROWS: gl.co
 
 
 @gluon.jit
-def score_gradient(p, dp, delta, bits, dropout):
-    """dS = P (dP - delta)."""
-    if dropout.DROPS:
-        dp = dropout.drop(dp, bits, True) * dropout.keep_scale
-    return p * (dp - delta)
-
-
-@gluon.jit
 def probabilities(exponents):
     """P from exponents of 2, which rounding may have left above 0 where scores are large."""
     return gl.exp2(gl.minimum(exponents, 0.0, propagate_nan=tl.PropagateNan.ALL))
@@ -149,10 +141,10 @@ def step(
         p *= 1.0 - s * s
     if mods.SCORE is not None:
         p *= slope
-    dp = warpgroup_mma_wait(0, [dp])
+    dp = mods.dropout.scale(mods.dropout.drop(warpgroup_mma_wait(0, [dp]), bits, True))
     if not EARLY:
         delta = memory.delta.index(stage).load(layout)
-    ds = score_gradient(p, dp, delta, bits, mods.dropout).to(dtype)
+    ds = (p * (dp - delta)).to(dtype)
     ds_tile = memory.ds.index(n & 1)
     ds_tile.slice(CONSUMER * WG_ROWS, WG_ROWS, dim=0).store(ds)
     zero = opaque_zero(n)
@@ -224,8 +216,7 @@ def consumer(
         dk, dv, n = mainloop(
             step, dk, dv, memory, tile, seq, keys, n, heads_per_kv, None, None, scores, mods, CONSUMER, HEAD_DIM
         )  # fmt: skip
-        if mods.dropout.DROPS:
-            dv *= mods.dropout.keep_scale
+        dv = mods.dropout.scale(dv)
         mbarrier.arrive(memory.k_empty, count=1)
         # Until no consumer reads dS, whose buffers store dK.
         named_barriers.sync(named_barriers.DS_WRITTEN, named_barriers.CONSUMERS)

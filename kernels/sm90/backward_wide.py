@@ -14,16 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward_consumer import (
-    buffer_in,
-    epilogue,
-    mainloop,
-    opaque_zero,
-    pairs_of,
-    probabilities,
-    score_gradient,
-    visible,
-)
+from .backward_consumer import buffer_in, epilogue, mainloop, opaque_zero, pairs_of, probabilities, visible
 from .lib import named_barriers
 from .lib.mma import WG_ROWS, accumulator, as_matrix
 from .lib.scheduler import STOP
@@ -71,9 +62,9 @@ def wide_step(
     if mods.SCORE is not None:
         p *= slope
     delta = memory.delta.index(stage).slice(CONSUMER * ROWS, ROWS, dim=1).load(layout)
-    dp = warpgroup_mma_wait(0, [dp])
+    dp = mods.dropout.scale(mods.dropout.drop(warpgroup_mma_wait(0, [dp]), bits, True))
     ds_tile = memory.ds.index(n & 1)
-    ds_tile.slice(CONSUMER * ROWS, ROWS, dim=1).store(score_gradient(p, dp, delta, bits, mods.dropout).to(dtype))
+    ds_tile.slice(CONSUMER * ROWS, ROWS, dim=1).store((p * (dp - delta)).to(dtype))
     fence_async_shared()
     named_barriers.sync(named_barriers.DS_WRITTEN, named_barriers.CONSUMERS)
     no_dq = gl.zeros([WG_ROWS, HALF], gl.float32, accumulator(HALF))
@@ -116,8 +107,7 @@ def wide_consumer(
             wide_step, dk, dv, memory, tile, seq, keys, n, heads_per_kv, padded_len, first_dq, scores, mods,
             CONSUMER, HEAD_DIM,
         )  # fmt: skip
-        if mods.dropout.DROPS:
-            dv *= mods.dropout.keep_scale
+        dv = mods.dropout.scale(dv)
         # Until no consumer reads v, P and dS, whose buffers store gradients.
         named_barriers.sync(named_barriers.DS_WRITTEN, named_barriers.CONSUMERS)
         epilogue(

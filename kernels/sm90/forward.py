@@ -58,8 +58,7 @@ def consumer(
         if tensors.SINKS:
             sink = gl.load(tensors.sinks + tile.head).to(gl.float32) * LOG2_E
         inverse_sum, row_lse = softmax.finalize(scores.scale, sink)
-        if mods.dropout.DROPS:
-            inverse_sum *= mods.dropout.keep_scale
+        inverse_sum = mods.dropout.scale(inverse_sum)
         lse = tile_map.per_row(tensors.lse, tile, seq)
         epilogue(out, out_tail, inverse_sum, row_lse, lse, rows, tensors, memory, seq, tile, first_row, CONSUMER)
         if not SEPARATE_OUT:
@@ -126,7 +125,7 @@ def forward_kernel(
     scores = ScoreScale(scale, softcap_scale, SOFTCAP)
     if MASK is None and SCORE is None:
         captured = ()
-    mods = Mods(captured, natural, new_dropout(dropout, heads, sequences), MASK, SCORE)
+    mods = Mods(captured, natural, new_dropout(dropout, heads, 1, sequences), MASK, SCORE)
     varlen = new_varlen(cu_seqlens_q, cu_seqlens_k, sequences, BOTTOM_RIGHT)
     tile_map = TileMap(
         batch_heads, heads, q_len, k_len, left, right, section, varlen, new_block_lists(blocks, sequences),

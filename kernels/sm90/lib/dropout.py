@@ -110,14 +110,23 @@ class Dropout:
             p = gl.where((of_elements(bits, p.shape[1]) >> bit) & 1 != 0, p, 0.0)
         return p
 
+    @gluon.jit
+    def scale(self, x):
+        """What kept probabilities made, times their factor."""
+        if self.DROPS:
+            x *= self.keep_scale
+        return x
+
 
 @gluon.jit
-def new_dropout(dropout, heads, unused):
+def new_dropout(dropout, kv_heads, group, unused):
     """From a kernel's argument: (seed, limit, keep_scale), or None; then ``unused`` stands in."""
     if dropout is None:
         made = Dropout(unused, unused, unused, unused, False)
     else:
-        made = Dropout(dropout[0], gl.to_tensor(dropout[1]), gl.to_tensor(dropout[2]), gl.to_tensor(heads), True)
+        made = Dropout(
+            dropout[0], gl.to_tensor(dropout[1]), gl.to_tensor(dropout[2]), gl.to_tensor(kv_heads * group), True
+        )
     return made
 
 
