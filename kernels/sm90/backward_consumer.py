@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..versions import async_store, barrier, reinterpret
 from .lib import named_barriers
-from .lib.mma import WG_ROWS, accumulator, as_matrix, pack_pairs, unpack_operand
+from .lib.mma import WG_ROWS, accumulator, as_matrix, opaque_zero, pack_pairs, unpack_operand
 from .lib.mods import Pairs, clamped
 from .lib.scheduler import STOP
 
@@ -74,12 +74,6 @@ def hand_over(dq, buffer, CONSUMER: gl.constexpr):
     buffer.store(gl.reshape(fragments, [buffer.shape[0], buffer.shape[1]]))
     fence_async_shared()
     named_barriers.arrive(named_barriers.DQ_FULL + CONSUMER, THREADS)
-
-
-@gluon.jit
-def opaque_zero(n):
-    """0, unknown to LLVM before this step: it hoists addresses that it knows, and there are no registers for them."""
-    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function

@@ -14,9 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward_consumer import buffer_in, epilogue, mainloop, opaque_zero, pairs_of, probabilities, visible
+from .backward_consumer import buffer_in, epilogue, mainloop, pairs_of, probabilities, visible
 from .lib import named_barriers
-from .lib.mma import WG_ROWS, accumulator, as_matrix
+from .lib.mma import WG_ROWS, accumulator, as_matrix, opaque_zero
 from .lib.scheduler import STOP
 
 ROWS = gl.constexpr(WG_ROWS.value // 2)

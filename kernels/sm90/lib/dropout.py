@@ -9,7 +9,7 @@ share, and they exchange a bit for each number: those of eight fours are in one 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .mma import WG_ROWS, accumulator
+from .mma import WG_ROWS, accumulator, opaque_zero
 from .struct import struct
 
 THREADS = gl.constexpr(128)
@@ -50,6 +50,7 @@ class Dropout:
                 rows = first_row + thread // 4 % 4 * 8 + thread % 4 * 2 + call // 2 % 2
                 fours = first_column // 4 + thread // 32 * 4 + thread // 16 % 2 + call % 2 * 2
             else:
+                thread += opaque_zero(first_column)
                 rows = first_row + thread // 32 * 16 + thread // 4 % 8 + call % 2 * 8
                 fours = first_column // 4 + call // 2 * 4 + thread % 2 * 2 + thread // 2 % 2
             bits = self.draw_columns(seed, rows, fours, matrix, 0, SIZE, TRANSPOSED)

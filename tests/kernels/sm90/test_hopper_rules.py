@@ -81,6 +81,10 @@ CASES = {
     ),
     "block_local_256": (sizes(300, d=256), {}, lambda on: {"mask": listed(variants.block_local(128), 300, device=on)}),
     "tails": (sizes(d=80), {}, lambda on: {"scores": score_mod(lambda s, b, h, q, k: s * 0.5 + (q > k) * 1.0)}),
+    "dropout_bias": (
+        sizes(130, 210), {"causal": True},
+        lambda on: {"bias": numbers(on, 2, 2, 130, 210), "dropout_p": 0.3, "seed": 1},
+    ),
     "sinks": (sizes(), {"causal": True}, lambda on: {"sinks": numbers(on, 2).requires_grad_()}),
     "sinks_and_window": (
         sizes(130, 210, d=128, heads=(4, 2)), {"causal": True},
@@ -134,7 +138,7 @@ def test_rules_count_packed_rows_from_where_a_sequence_begins(kernels):  # noqa:
 
 
 @pytest.mark.parametrize("kernels", KERNELS[1:], indirect=True)
-@pytest.mark.parametrize("name", ["bias", "bias_128", "relative_bias"])
+@pytest.mark.parametrize("name", ["bias", "bias_128", "relative_bias", "dropout_bias"])
 def test_gradients_of_pairs_and_distances(kernels, name):  # noqa: F811
     """By the portable kernels' passes, from what these kernels' backward leaves."""
     backend, device = kernels
