@@ -152,7 +152,7 @@ def score_scales(options: Options) -> tuple[float, float, float]:
 
 
 def depends_on_pairs(call: Call) -> bool:
-    """Whether what becomes of a score depends on its row and column, but for a causal mask and a window."""
+    """Whether kernels use the numbers of rows and columns for more than a causal mask and a window."""
     return call.has_rules or call.options.dropout_p > 0
 
 

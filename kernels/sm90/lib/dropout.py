@@ -2,8 +2,8 @@
 
 Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) makes four numbers, for four adjacent
 columns of a row, from the counter (column // 4, row, batch_head, 0). Two threads hold these four columns of an
-accumulator, and four threads if it is transposed. So each of them makes a half, or a quarter, of the fours that they
-share, and they exchange a bit for each number: those of eight fours are in one int32.
+accumulator, and four threads if it is transposed. So each of them computes a half, or a quarter, of the calls whose
+numbers they share, and they exchange a bit for each number. The bits of eight calls fill an int32.
 """
 
 from triton.experimental import gluon
@@ -16,7 +16,7 @@ THREADS = gl.constexpr(128)
 """Of a warp group."""
 
 CALLS = gl.constexpr(4)
-"""Fours that a thread makes at a time, for 32 columns of an accumulator. More at a time need more registers."""
+"""Calls of Philox that a thread computes at a time, for 32 columns of an accumulator. More need more registers."""
 
 
 @struct
@@ -48,38 +48,38 @@ class Dropout:
             call = gl.arange(0, CALLS, layout=gl.SliceLayout(0, layout))[None, :]
             if TRANSPOSED:
                 rows = first_row + thread // 4 % 4 * 8 + thread % 4 * 2 + call // 2 % 2
-                fours = first_column // 4 + thread // 32 * 4 + thread // 16 % 2 + call % 2 * 2
+                counters = first_column // 4 + thread // 32 * 4 + thread // 16 % 2 + call % 2 * 2
             else:
                 thread += opaque_zero(first_column)
                 rows = first_row + thread // 32 * 16 + thread // 4 % 8 + call % 2 * 8
-                fours = first_column // 4 + call // 2 * 4 + thread % 2 * 2 + thread // 2 % 2
-            bits = self.draw_columns(seed, rows, fours, matrix, 0, SIZE, TRANSPOSED)
+                counters = first_column // 4 + call // 2 * 4 + thread % 2 * 2 + thread // 2 % 2
+            bits = self.draw_columns(seed, rows, counters, matrix, 0, SIZE, TRANSPOSED)
             if SIZE == 2 * WG_ROWS:
-                bits = gl.join(bits, self.draw_columns(seed, rows, fours, matrix, WG_ROWS, SIZE, TRANSPOSED))
+                bits = gl.join(bits, self.draw_columns(seed, rows, counters, matrix, WG_ROWS, SIZE, TRANSPOSED))
         return bits
 
     @gluon.jit
     def draw_columns(
-        self, seed, rows, fours, matrix, FIRST: gl.constexpr, SIZE: gl.constexpr, TRANSPOSED: gl.constexpr
+        self, seed, rows, counters, matrix, FIRST: gl.constexpr, SIZE: gl.constexpr, TRANSPOSED: gl.constexpr
     ):  # fmt: skip
         """A number (128,) for each thread: the bits of 64 columns of its accumulator, or of all, if they are 32."""
-        bits = self.draw_fours(seed, rows, fours, matrix, FIRST, TRANSPOSED)
+        bits = self.draw_calls(seed, rows, counters, matrix, FIRST, TRANSPOSED)
         if SIZE > WG_ROWS // 2:
-            more = self.draw_fours(seed, rows, fours, matrix, FIRST + WG_ROWS // 2, TRANSPOSED)
+            more = self.draw_calls(seed, rows, counters, matrix, FIRST + WG_ROWS // 2, TRANSPOSED)
             bits |= more << (4 if TRANSPOSED else 8)
         return quarters_by_thread(bits) if TRANSPOSED else halves_by_thread(bits, 1)
 
     @gluon.jit
-    def draw_fours(self, seed, rows, fours, matrix, FIRST: gl.constexpr, TRANSPOSED: gl.constexpr):
-        """Bits (128,) of numbers that a thread makes, those that another needs in another half, or quarter.
+    def draw_calls(self, seed, rows, counters, matrix, FIRST: gl.constexpr, TRANSPOSED: gl.constexpr):
+        """Bits (128,) of what CALLS calls make of each thread; each half, or quarter, has those of one thread.
 
-        rows, fours (128, CALLS): of which, but for FIRST columns of the accumulator.
+        rows, counters (128, CALLS): of the calls, if the accumulator's columns began FIRST columns before.
         """
         if TRANSPOSED:
             rows += FIRST
         else:
-            fours += FIRST // 4
-        first, second, third, fourth = philox(seed, fours, rows, matrix)
+            counters += FIRST // 4
+        first, second, third, fourth = philox(seed, counters, rows, matrix)
         call = gl.arange(0, CALLS, layout=gl.SliceLayout(0, rows.type.layout))[None, :]
         if TRANSPOSED:
             bit = 1 << call
