@@ -135,7 +135,7 @@ def step(
         p *= 1.0 - s * s
     if mods.SCORE is not None:
         p *= slope
-    dp = mods.dropout.scale(mods.dropout.drop(warpgroup_mma_wait(0, [dp]), bits, True))
+    dp = mods.dropout.scale(mods.dropout.drop(warpgroup_mma_wait(0, [dp]), bits, True, EARLY))
     if not EARLY:
         delta = memory.delta.index(stage).load(layout)
     ds = (p * (dp - delta)).to(dtype)

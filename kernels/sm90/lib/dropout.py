@@ -97,9 +97,15 @@ class Dropout:
         return number.to(gl.uint32, bitcast=True) > self.limit.to(gl.uint32, bitcast=True)
 
     @gluon.jit
-    def drop(self, p, bits, TRANSPOSED: gl.constexpr):
-        """A tile (64, columns) in registers, 0 where dropout drops the probability."""
+    def drop(self, p, bits, TRANSPOSED: gl.constexpr, AGAIN: gl.constexpr = False):
+        """A tile (64, columns) in registers, 0 where dropout drops the probability.
+
+        AGAIN: another tile was dropped by the same bits before. If ptxas knew that they are the same, it would keep the
+        predicate of each element, which takes two instructions.
+        """
         if self.DROPS:
+            if AGAIN:
+                bits = rotated(bits)
             layout: gl.constexpr = accumulator(p.shape[1])
             row = gl.arange(0, WG_ROWS, layout=gl.SliceLayout(1, layout))[:, None]
             column = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
@@ -108,6 +114,8 @@ class Dropout:
                 bit = block % 4 * 8 + block // 4 % 2 * 4 + column % 2 * 2 + row // 8 % 2
             else:
                 bit = block % 2 * 16 + block // 2 % 4 * 4 + row // 8 % 2 * 2 + column % 2
+            if AGAIN:
+                bit = (bit + 1) % 32
             p = gl.where((of_elements(bits, p.shape[1]) >> bit) & 1 != 0, p, 0.0)
         return p
 
@@ -164,6 +172,14 @@ def wide_product(x, FACTOR: gl.constexpr):
     return gl.inline_asm_elementwise(
         multiplication(FACTOR), "=r,=r,r", [x], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
+
+
+@gluon.jit
+def rotated(x):
+    """The same bits, each one place further up, the last one first."""
+    return gl.inline_asm_elementwise(
+        "shf.l.wrap.b32 $0, $1, $1, 1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
+    )  # fmt: skip
 
 
 @gluon.constexpr_function

@@ -37,7 +37,7 @@ SPILLED_WITH_DROPOUT = {
     ("forward", 64): 300,
     ("forward", 128): 500,
     ("forward", 256): 1200,
-    ("backward", 64): 120,
+    ("backward", 64): 200,
     ("backward", 128): 200,
     ("backward", 256): 200,
 }

@@ -35,6 +35,9 @@ def assembly(text, constraints, args, dtype, is_pure=True, pack=1):
     if text.startswith("shfl.sync.bfly.b32 $0, $1, "):
         [x] = args
         return Value(x.x[torch.arange(len(x.x)) ^ int(text.split(", ")[2])])
+    if text.startswith("shf.l.wrap.b32 $0, $1, $1, 1;"):
+        x = args[0].x.long() & WORD
+        return Value((x << 1 | x >> 31).int())
     if text.startswith("prmt.b32"):
         return chosen_bytes(*[x.x.long() & WORD for x in args])
     if text.startswith("rcp.approx"):
