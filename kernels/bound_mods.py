@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from . import rules
-from .call import Aux, Call, Wanted
+from .call import DROPOUT_BITS, Aux, Call, Options, Wanted
 from .mods import DISTANCE, registry
 from .rules import Leaf, Mask, Scores, mask_code, score_code, structure_of
 
@@ -131,6 +131,17 @@ def block_operand(lists: Tensor | None, read: Read) -> tuple[Any, ...] | None:
         return None
     batch, heads = (0 if lists.shape[axis] == 1 else lists.stride(axis) for axis in (0, 1))
     return read(lists), batch, heads, lists.stride(2)
+
+
+def dropout_operand(options: Options, aux: Aux, read: Read) -> tuple[Any, int, float] | None:
+    """(seed, limit, factor of the probabilities that are kept), or None where dropout drops none.
+
+    limit: the largest of the random numbers of 32 bits that drop a probability, as an int32 with the same bits.
+    """
+    if aux.seed is None or options.dropout_threshold == 0:
+        return None
+    limit = (options.dropout_threshold << 32 - DROPOUT_BITS) - 1
+    return read(aux.seed), limit - (limit >> 31 << 32), options.keep_scale
 
 
 def packed_operand(aux: Aux, read: Read) -> tuple[Any, Any] | None:

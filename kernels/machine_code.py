@@ -131,6 +131,8 @@ def _registers(instruction: Instruction) -> tuple[int, int]:
                 written |= _bits(kind + index, _width_written(instruction) if kind in ("R", "UR") else 1)
             else:
                 read |= _read_bits(instruction, number, operand, kind, int(index))
+    if instruction.name == "R2P":  # the predicates of a mask
+        written |= int(instruction.operands[2], 16) << _FIRST_BIT["P"]
     if instruction.name in _KEEPS_A_PART:
         read &= ~written
     return written, read

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bound_mods import long_axes
+from ..bound_mods import dropout_operand, long_axes
 from ..call import ALIGNMENT, NO_AUX, Aux, Call, Gradients, Options, Wanted
 from ..layouts import one_a_row
 from ..torch_names import raw_stream
@@ -36,6 +36,7 @@ MAX_PACKED_ROWS = 1 << 29
 
 NO_TAILS: tuple[int | None, ...] = (None, None, None, None)
 NO_STARTS = (None, None)
+NO_MODS = (None, None, None)
 
 MIN_WORKSPACE = 1 << 14
 """Elements of a workspace that is kept."""
@@ -59,8 +60,8 @@ def supports_backward(call: Call, wanted: Wanted) -> str | None:
 def unproven(call: Call) -> str | None:
     """None, or why the portable kernels compute a call that these can."""
     # They are right when emulated, and compile (tests/kernels/sm90).
-    new = call.has_rules or call.aux.sinks is not None
-    return "computes masks, score changes and sinks in a way that has not run on a GPU yet" if new else None
+    new = call.has_rules or call.aux.sinks is not None or call.options.dropout_p > 0
+    return "computes masks, score changes, sinks and dropout in a way that has not run on a GPU yet" if new else None
 
 
 def unsupported_device(device: torch.device) -> str | None:
@@ -84,19 +85,13 @@ def unsupported_call(call: Call) -> str | None:
             f"{HEAD_DIMS[-1]}, or 136 to 192 of q and 72 to 128 of v, or 72 to 96 of q and 40 to 64 of v; "
             f"got {dims[0]} of q and {dims[1]} of v"
         )
-    options, aux = call.options, call.aux
-    if not 0.0 < options.scale < math.inf:
-        return f"needs a positive scale; got {options.scale}"
-    features = {
-        "dropout": options.dropout_p > 0,
-        "cache_lengths": aux.cache_lengths is not None,
-    }
-    if any(features.values()):
-        asked = ", ".join(name for name, is_asked in features.items() if is_asked)
-        return f"computes no dropout and no cache_lengths; got {asked}"
+    if not 0.0 < call.options.scale < math.inf:
+        return f"needs a positive scale; got {call.options.scale}"
+    if call.aux.cache_lengths is not None:
+        return "computes no cache_lengths"
     if call.has_rules and call.q.ndim == 3:
         return "needs an axis of heads for masks and score changes"
-    if call.is_packed and aux.block_rows is not None:
+    if call.is_packed and call.aux.block_rows is not None:
         return "visits no listed blocks of packed sequences"
     if call.is_packed and not long_axes(call) <= {"batch", "head"}:
         return "reads nothing that has an element for each row, column or distance of packed sequences"
@@ -238,14 +233,14 @@ def _described(
     return make(Call(q, k, v, options, aux), *others)
 
 
-def _mods_of(call: Call) -> Callable[[Aux, Tensor | None], tuple[Any, Any]]:
-    """What gives the addresses of what a call's rules captured, and of a list of blocks."""
-    from .launches import bound_mods
+def _mods_of(call: Call) -> Callable[[Aux, Tensor | None], tuple[Any, Any, Any]]:
+    """What gives the operands of a call's rules, of a list of blocks, and of dropout."""
+    from .launches import bound_mods, depends_on_pairs
 
-    if not call.has_rules:
-        return lambda aux, lists: NO_STARTS
-    mods = bound_mods(call)
-    return lambda aux, lists: mods.operands(aux, lists, Tensor.data_ptr)
+    if not depends_on_pairs(call):
+        return lambda aux, lists: NO_MODS
+    mods, options, read = bound_mods(call), call.options, Tensor.data_ptr
+    return lambda aux, lists: (*mods.operands(aux, lists, read), dropout_operand(options, aux, read))
 
 
 def _starts(aux: Aux) -> tuple[int | None, int | None]:

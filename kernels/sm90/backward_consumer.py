@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..versions import async_store, barrier, reinterpret
 from .lib import named_barriers
-from .lib.mma import WG_ROWS, accumulator, as_matrix, pack_pairs, unpack_operand
+from .lib.mma import WG_ROWS, accumulator, as_matrix, opaque_zero, pack_pairs, unpack_operand
 from .lib.mods import Pairs, clamped
 from .lib.scheduler import STOP
 
@@ -76,12 +76,6 @@ def hand_over(dq, buffer, CONSUMER: gl.constexpr):
     named_barriers.arrive(named_barriers.DQ_FULL + CONSUMER, THREADS)
 
 
-@gluon.jit
-def opaque_zero(n):
-    """0, unknown to LLVM before this step: it hoists addresses that it knows, and there are no registers for them."""
-    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
-
-
 @gluon.constexpr_function
 def waits_for_never(tile_q, softcap, score):
     """Whether a step waits for `SharedMemory.never`."""
@@ -117,6 +111,8 @@ def step(
         lse2 = memory.lse2.index(stage).load(layout)
     memory.dout.wait_full(n)
     dp = warpgroup_mma(own_v, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    first_key = tile.start + CONSUMER * WG_ROWS
+    bits = mods.dropout.draw(inner * TILE_Q, first_key, seq.batch_of(tile), head, TILE_Q, True)
     s = scores.softcap(warpgroup_mma_wait(1, [s]))
     if not EARLY:
         lse2 = memory.lse2.index(stage).load(layout)
@@ -128,18 +124,18 @@ def step(
     if MASKED:
         p = gl.where(mods.hide(visible(keys, inner * TILE_Q, seq, layout, TILE_Q), pairs), p, 0.0)
     if waits_for_never(TILE_Q, scores.SOFTCAP, mods.SCORE):
-        p_operand = unpack_operand(pack_pairs(p, dtype, True), dtype, wide, TILE_Q)
+        p_operand = unpack_operand(pack_pairs(mods.dropout.drop(p, bits, True), dtype, True), dtype, wide, TILE_Q)
         # Without a branch, ptxas moves the wait for dP above the exponentials.
         mbarrier.wait(memory.never, 1)
     else:
         # Twice as many exponentials take longer alone than mixed with dS; and a soft cap has to keep S.
-        p_operand = gl.convert_layout(p.to(dtype), operand)
+        p_operand = gl.convert_layout(mods.dropout.drop(p, bits, True).to(dtype), operand)
     if scores.SOFTCAP:
         # The derivative of tanh.
         p *= 1.0 - s * s
     if mods.SCORE is not None:
         p *= slope
-    dp = warpgroup_mma_wait(0, [dp])
+    dp = mods.dropout.scale(mods.dropout.drop(warpgroup_mma_wait(0, [dp]), bits, True, EARLY))
     if not EARLY:
         delta = memory.delta.index(stage).load(layout)
     ds = (p * (dp - delta)).to(dtype)
@@ -219,6 +215,7 @@ def consumer(
         dk, dv, n = mainloop(
             step, dk, dv, memory, tile, seq, keys, n, heads_per_kv, None, None, scores, mods, CONSUMER, HEAD_DIM
         )  # fmt: skip
+        dv = mods.dropout.scale(dv)
         mbarrier.arrive(memory.k_empty, count=1)
         # Until no consumer reads dS, whose buffers store dK.
         named_barriers.sync(named_barriers.DS_WRITTEN, named_barriers.CONSUMERS)

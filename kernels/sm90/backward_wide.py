@@ -14,9 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward_consumer import buffer_in, epilogue, mainloop, opaque_zero, pairs_of, probabilities, visible
+from .backward_consumer import buffer_in, epilogue, mainloop, pairs_of, probabilities, visible
 from .lib import named_barriers
-from .lib.mma import WG_ROWS, accumulator, as_matrix
+from .lib.mma import WG_ROWS, accumulator, as_matrix, opaque_zero
 from .lib.scheduler import STOP
 
 ROWS = gl.constexpr(WG_ROWS.value // 2)
@@ -48,6 +48,7 @@ def wide_step(
     memory.dout.wait_full(n)
     own_dout = dout_tile.slice(CONSUMER * ROWS, ROWS, dim=0)
     dp = warpgroup_mma(v_tile, own_dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    bits = mods.dropout.draw(first_row, tile.start, seq.batch_of(tile), head, ROWS, True)
     s = scores.softcap(warpgroup_mma_wait(1, [s]))
     pairs = pairs_of(keys, first_row, seq, tile, head, layout, ROWS)
     changed, slope = mods.differentiate(s, pairs)
@@ -55,13 +56,13 @@ def wide_step(
     if MASKED:
         p = gl.where(mods.hide(visible(keys, first_row, seq, layout, ROWS), pairs), p, 0.0)
     p_tile = memory.p_or_dq.index(n & 1)
-    p_tile.slice(CONSUMER * ROWS, ROWS, dim=1).store(p.to(dtype))
+    p_tile.slice(CONSUMER * ROWS, ROWS, dim=1).store(mods.dropout.drop(p, bits, True).to(dtype))
     if scores.SOFTCAP:
         p *= 1.0 - s * s
     if mods.SCORE is not None:
         p *= slope
     delta = memory.delta.index(stage).slice(CONSUMER * ROWS, ROWS, dim=1).load(layout)
-    dp = warpgroup_mma_wait(0, [dp])
+    dp = mods.dropout.scale(mods.dropout.drop(warpgroup_mma_wait(0, [dp]), bits, True))
     ds_tile = memory.ds.index(n & 1)
     ds_tile.slice(CONSUMER * ROWS, ROWS, dim=1).store((p * (dp - delta)).to(dtype))
     fence_async_shared()
@@ -106,6 +107,7 @@ def wide_consumer(
             wide_step, dk, dv, memory, tile, seq, keys, n, heads_per_kv, padded_len, first_dq, scores, mods,
             CONSUMER, HEAD_DIM,
         )  # fmt: skip
+        dv = mods.dropout.scale(dv)
         # Until no consumer reads v, P and dS, whose buffers store gradients.
         named_barriers.sync(named_barriers.DS_WRITTEN, named_barriers.CONSUMERS)
         epilogue(

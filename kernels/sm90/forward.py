@@ -13,6 +13,7 @@ from ..versions import async_store
 from .forward_mainloop import mainloop, start_pv, wait_pv
 from .forward_producer import Tensors, new_memory, producer
 from .lib.block_lists import new_block_lists
+from .lib.dropout import new_dropout
 from .lib.mma import WG_ROWS, accumulator, as_matrix
 from .lib.mods import Mods
 from .lib.scheduler import RECOMPUTE, STOP
@@ -57,6 +58,7 @@ def consumer(
         if tensors.SINKS:
             sink = gl.load(tensors.sinks + tile.head).to(gl.float32) * LOG2_E
         inverse_sum, row_lse = softmax.finalize(scores.scale, sink)
+        inverse_sum = mods.dropout.scale(inverse_sum)
         lse = tile_map.per_row(tensors.lse, tile, seq)
         epilogue(out, out_tail, inverse_sum, row_lse, lse, rows, tensors, memory, seq, tile, first_row, CONSUMER)
         if not SEPARATE_OUT:
@@ -93,7 +95,8 @@ def epilogue(
 
 @gluon.jit(do_not_specialize=DYNAMIC)
 def forward_kernel(
-    q, k, v, out, q_tail, k_tail, v_tail, out_tail, lse, workspace, cu_seqlens_q, cu_seqlens_k, captured, blocks, sinks,
+    q, k, v, out, q_tail, k_tail, v_tail, out_tail, lse, workspace, cu_seqlens_q, cu_seqlens_k,
+    captured, blocks, dropout, sinks,
     batch_heads, heads, heads_per_kv, q_len, k_len, left, right, section, scale, softcap_scale, natural, sequences,
     HEAD_DIM: gl.constexpr, K_TAIL: gl.constexpr, V_TAIL: gl.constexpr,
     TILE_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
@@ -105,8 +108,9 @@ def forward_kernel(
 
     q to out are TMA descriptors of HEAD_DIM columns; tails are those of the remaining columns, None where there are
     none (`Tensors`). workspace: int32, a counter and the retry list (`lib.scheduler`). scale and softcap_scale: see
-    `ScoreScale`; captured, natural, MASK, SCORE: see `Mods`; blocks: see `lib.block_lists`; sinks: a logit for each
-    head, or None; cu_seqlens and sequences: see `lib.varlen`; other names: see `TileMap` and `tiles.ForwardConfig`.
+    `ScoreScale`; captured, natural, MASK, SCORE: see `Mods`; blocks: see `lib.block_lists`; dropout: see
+    `lib.dropout.new_dropout`; sinks: a logit for each head, or None; cu_seqlens and sequences: see `lib.varlen`; other
+    names: see `TileMap` and `tiles.ForwardConfig`.
     """
     if K_TAIL == 0:
         q_tail, k_tail = q, k
@@ -121,7 +125,7 @@ def forward_kernel(
     scores = ScoreScale(scale, softcap_scale, SOFTCAP)
     if MASK is None and SCORE is None:
         captured = ()
-    mods = Mods(captured, natural, MASK, SCORE)
+    mods = Mods(captured, natural, new_dropout(dropout, heads, 1, sequences), MASK, SCORE)
     varlen = new_varlen(cu_seqlens_q, cu_seqlens_k, sequences, BOTTOM_RIGHT)
     tile_map = TileMap(
         batch_heads, heads, q_len, k_len, left, right, section, varlen, new_block_lists(blocks, sequences),

@@ -84,6 +84,15 @@ def changed_scores(s, scores, mods, rows, inner, seq, tile, MASKED: gl.constexpr
 
 
 @gluon.jit
+def draw(dropout, inner, seq, tile, CONSUMER: gl.constexpr):
+    """The bits for `Dropout.drop` of an inner tile of columns."""
+    TILE_K: gl.constexpr = seq.INNER_TILE
+    return dropout.draw(
+        tile.start + CONSUMER * WG_ROWS, inner * TILE_K, seq.batch_of(tile), tile.head, TILE_K, False
+    )  # fmt: skip
+
+
+@gluon.jit
 def step(
     softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, position, scores, mods,
     RESCALE: gl.constexpr, MASKED: gl.constexpr, CONSUMER: gl.constexpr,
@@ -98,11 +107,13 @@ def step(
     pending = start_qk(tensors, memory, n, CONSUMER, TILE_K)
     memory.v.wait_full(n - 1)
     out, out_tail, operand = start_pv(p, out, out_tail, tensors, memory, n - 1, TILE_K)
+    bits = draw(mods.dropout, inner, seq, tile, CONSUMER)
     s = changed_scores(warpgroup_mma_wait(PV_PRODUCTS, [pending]), scores, mods, rows, inner, seq, tile, MASKED, MASKED)
     if RESCALE:
         softmax, p, rescale = softmax.update_rescaling(s, scores.scale)
     else:
         softmax, p = softmax.update(s, scores.scale)
+    p = mods.dropout.drop(p, bits, False)
     # Also a basic-block boundary: without one, ptxas moves the wait for out above the exponentials.
     memory.k.wait_full(n + 1, position > tile.begin)
     out, out_tail = wait_pv(out, out_tail, operand, tensors.V_TAIL)
@@ -120,16 +131,17 @@ def first_step(tensors, memory, seq, tile, rows, n, scores, mods, CONSUMER: gl.c
     TILE_K: gl.constexpr = seq.INNER_TILE
     memory.k.wait_full(n)
     s = start_qk(tensors, memory, n, CONSUMER, TILE_K)
+    inner = seq.visited(tile.end - 1, tile)
+    bits = draw(mods.dropout, inner, seq, tile, CONSUMER)
     s = warpgroup_mma_wait(0, [s])
     memory.k.release(n)
-    inner = seq.visited(tile.end - 1, tile)
     ANY_MASK: gl.constexpr = seq.RIGHT or mods.MASK is not None or mods.SCORE is not None
     s = changed_scores(s, scores, mods, rows, inner, seq, tile, ANY_MASK, True)
     if not ANY_MASK:  # noqa: SIM102 - known when compiled
         if (tile.whole_begin > inner) | seq.ends_partially(tile):
             s = gl.where(visible(rows, inner * TILE_K, seq, accumulator(TILE_K)), s, float("-inf"))
     softmax, p = first_update(s, scores.scale)
-    p = pack_pairs(p, memory.k.buffers.dtype)
+    p = pack_pairs(mods.dropout.drop(p, bits, False), memory.k.buffers.dtype)
     out = gl.zeros([WG_ROWS, tensors.HEAD_DIM], gl.float32, accumulator(tensors.HEAD_DIM))
     out_tail = n * 0
     if tensors.V_TAIL > 0:

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..bound_mods import BoundMods, itself
+from ..bound_mods import BoundMods, dropout_operand, itself
 from ..call import ALIGNMENT, Band, Call, Options, Wanted
 from ..launching import Launch
 from ..lib.softmax import LOG2_E
@@ -151,6 +151,11 @@ def score_scales(options: Options) -> tuple[float, float, float]:
     return (LOG2_E.value if len(options.scores) > 0 else natural * LOG2_E.value), inside, natural
 
 
+def depends_on_pairs(call: Call) -> bool:
+    """Whether kernels use the numbers of rows and columns for more than a causal mask and a window."""
+    return call.has_rules or call.options.dropout_p > 0
+
+
 def bound_mods(call: Call) -> BoundMods:
     """A call's rules, without the soft cap, which these kernels compute themselves."""
     return BoundMods.of(dataclasses.replace(call, options=call.options._replace(softcap=None)), Wanted())
@@ -190,7 +195,8 @@ def forward_launch(call: Call, out: Tensor, lse: Tensor, workspace: Tensor, num_
             *(tma_descriptor(x, rows, head_dim, is_packed=packed) for x, rows, _ in tiled),
             *(tma_descriptor(x, rows, tail, is_packed=packed) if tail else None for x, rows, tail in tiled),
             *(lse, workspace, call.aux.cu_seqlens_q, call.aux.cu_seqlens_k),
-            *(*bound_mods(call).operands(call.aux, call.aux.block_rows, itself), call.aux.sinks),
+            *bound_mods(call).operands(call.aux, call.aux.block_rows, itself),
+            *(dropout_operand(call.options, call.aux, itself), call.aux.sinks),
         ),
         (
             *(batch * heads, heads, group, call.q_len, call.k_len, *band_arguments(call.band)),
@@ -224,7 +230,7 @@ def backward_launch(
     deterministic = call.options.deterministic
     constants = {
         "HEAD_DIM": head_dim, "TILE_Q": config.tile_q, "TILE_K": config.tile_k, "STAGES": config.stages,
-        "DETERMINISTIC": deterministic, "ROTATED": config.rotated and not deterministic and not call.has_rules,
+        "DETERMINISTIC": deterministic, "ROTATED": config.rotated and not deterministic and not depends_on_pairs(call),
         "PERSISTENT": num_sms < num_tiles, **common_constants(call, config),
     }  # fmt: skip
     return Launch(
@@ -235,6 +241,7 @@ def backward_launch(
             *(tma_descriptor(x, ROWS, columns, is_packed=call.is_packed) for x in (dk, dv)),
             *(*accumulated, workspace, call.aux.cu_seqlens_q, call.aux.cu_seqlens_k),
             *bound_mods(call).operands(call.aux, call.aux.block_columns, itself),
+            dropout_operand(call.options, call.aux, itself),
         ),
         (
             *(batch * heads, heads, q.shape[1] // heads, call.q_len, call.k_len, buffers.rows),

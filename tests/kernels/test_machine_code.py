@@ -19,6 +19,7 @@ def disassembly(*lines: str) -> str:
         pytest.param(["IADD3 R1, R2, 0x1, RZ"], "R2", id="a_register"),
         pytest.param(["UIADD3 UR18, UP0, UR18, 0x20, URZ"], "UR18", id="what_it_writes_itself"),
         pytest.param(["@P0 EXIT"], "EXIT", id="a_predicate"),
+        pytest.param(["MOV R2, RZ", "R2P PR, R2, 0x60", "@P4 EXIT"], "EXIT", id="a_predicate_beside_others"),
         pytest.param(["LDC.64 R2, c[0x0][0x210]", "STG.E [R2.64], R4"], "STG", id="what_is_stored"),
         pytest.param(["LDC R2, c[0x0][0x210]", "LDG.E R4, [R2.64]"], "LDG", id="half_of_an_address"),
         pytest.param(["MOV R2, R3", "FADD R4, R2, R2"], "FADD", id="a_copy_that_is_used"),
@@ -52,6 +53,7 @@ def test_what_no_path_has_written(lines, culprit):
             id="a_barrier_that_is_asked",
         ),
         pytest.param(["PRMT R3, RZ, 0x7610, R3"], id="a_part_that_is_kept"),
+        pytest.param(["MOV R2, RZ", "R2P PR, R2.B1, 0x60", "@P5 EXIT", "@P6 EXIT"], id="predicates_from_a_register"),
         pytest.param(["BRA 0x20", "FADD R3, R2, R2", "EXIT"], id="what_is_never_reached"),
         pytest.param(
             ["BRA 0x20", "FADD R3, R2, R2", "MOV R2, RZ", "ISETP.NE.AND P0, PT, RZ, R2, PT", "@P0 BRA 0x10", "EXIT"],

@@ -23,6 +23,12 @@ def as_matrix(buffer, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def opaque_zero(n):
+    """0, unknown to LLVM before this step: what it knows it hoists, and there are no registers for that."""
+    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def pack_pairs(x, dtype: gl.constexpr, PINNED: gl.constexpr = False):
     """Neighbours in a row of float32 ``x``, rounded to ``dtype``, two in each int32.
 

@@ -1,4 +1,4 @@
-"""A call's rules in the kernels for Hopper: score changes and a mask; see `cs336_systems.kernels.rules`."""
+"""A call's rules in the kernels for Hopper, and its dropout; see `cs336_systems.kernels.rules`."""
 
 import functools
 import types
@@ -7,6 +7,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .dropout import Dropout
 from .struct import struct
 
 
@@ -29,7 +30,7 @@ def _twin(python):
 
 @struct
 class Mods:
-    """A call's score changes and its mask.
+    """A call's score changes, its mask and its dropout.
 
     captured: what the rules of MASK and those of SCORE captured, two tuples. natural: factor from scores after
     `ScoreScale.softcap` to those that SCORE takes. MASK and SCORE: see `rules`, or None.
@@ -37,6 +38,7 @@ class Mods:
 
     captured: gl.tuple
     natural: gl.tensor
+    dropout: Dropout
     MASK: gl.constexpr
     SCORE: gl.constexpr
 

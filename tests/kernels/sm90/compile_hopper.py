@@ -43,9 +43,11 @@ def bent(score: torch.Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.
 
 
 def rules_of(name: str | None, length: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options and tensors of a mask, listed or not, of a score change, or of sinks."""
+    """Options and tensors of a mask, listed or not, of a score change, of sinks, or of dropout."""
     if name in (None, "sinks"):
         return {}, {} if name is None else {"sinks": empty(8)}
+    if name == "dropout":
+        return {"dropout_p": 0.1}, {"seed": empty(1, dtype=torch.int64)}
     ids, lists = (
         empty(2, length, dtype=torch.int32),
         empty(2, 1, length // BLOCK, 2 + length // BLOCK, dtype=torch.int32),

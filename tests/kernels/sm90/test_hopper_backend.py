@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import triton
@@ -33,6 +35,7 @@ ALONE = torch.empty_strided((1, 1, 100, 64), (3, 5, 64, 1), dtype=torch.bfloat16
         *[(tensors(2, 4, 100, d), Options(0.1, 5, 0), NO_AUX) for d in (40, 64, 80, 128, 256)],
         (tensors(4, 100, 64), Options(0.1, None, 0, False), NO_AUX),
         (tensors(2, 4, 100, 80), Options(0.1, softcap=5.0), NO_AUX),
+        (tensors(2, 4, 100, 80), Options(0.1, dropout_p=0.5), Aux(seed=torch.zeros(1, dtype=torch.int64))),
         *[(tensors(*leading, 100, 64), Options(0.1, 5, 0), PACKED) for leading in ((4,), (1, 4))],
         ([ALONE] * 3, OPTIONS, NO_AUX),
     ],
@@ -50,8 +53,7 @@ def test_supported_calls(qkv, options, aux):
         (tensors(2, 4, 9, 264), OPTIONS, NO_AUX, "got 264 of q"),
         (tensors(), Options(0.0), NO_AUX, "needs a positive scale; got 0.0"),
         (tensors(), Options(-1.0), NO_AUX, "got -1.0"),
-        (tensors(), Options(0.1, dropout_p=0.5), NO_AUX, "got dropout"),
-        (tensors(), OPTIONS, Aux(cache_lengths=STARTS), "got cache_lengths"),
+        (tensors(), OPTIONS, Aux(cache_lengths=STARTS), "computes no cache_lengths"),
         (tensors(), OPTIONS, PACKED, "needs packed sequences in a batch of 1; got 2"),
         (tensors(4, 1 << 30, 64), OPTIONS, PACKED, f"at most {1 << 29} packed rows"),
         (tensors(2, 2, 2, 9, 64), OPTIONS, NO_AUX, "at most one batch axis before the heads; got 2"),
@@ -198,7 +200,7 @@ def test_backward_launches(calls, monkeypatch, num_sms, d, with_dlse, is_packed)
     assert main[:9] == (*[x.data_ptr() for x in (call.q,)], prepare[1], call.k.data_ptr(), call.v.data_ptr(),
                         *prepare[4:6], *[x.data_ptr() for x in gradients[1:3]], prepare[6])  # fmt: skip
     assert main[9] == turns
-    assert main[-4:] == (*starts, None, None)
+    assert main[-5:] == (*starts, None, None, None)
     assert finish == (prepare[6], gradients.q.data_ptr(), starts[0])
     keys = 64 if d == 256 else 128
     tiles = 2 * (300 // keys + 5 + 1) if is_packed else 4 * -(-300 // keys)
@@ -259,3 +261,18 @@ def test_workspaces(monkeypatch):
     assert captured is not other
     assert captured.numel() == 11
     assert captured[0] == 0
+
+
+def test_dropout_is_passed_as_a_seed_and_two_numbers(calls, monkeypatch):
+    """And no CTA starts at other rows, for the consumers count them."""
+    monkeypatch.setattr(Recorder, "__call__", lambda self, addresses, describe, *described: calls.append(
+        (addresses, describe(*described))
+    ))  # fmt: skip
+    seed, options = torch.tensor([5]), Options(0.1, dropout_p=0.75)
+    call = dataclasses.replace(call_of(), options=options, aux=Aux(seed=seed))
+    backend.plan_forward(call)(call.q, call.k, call.v, call.aux)
+    run_backward(call)
+    (forward, forward_launch), _, (backward, backward_launch), _ = calls
+    assert forward[-2] == backward[-1] == (seed.data_ptr(), -(2**30) - 1, 4.0)
+    assert forward_launch.tensors[-2] == backward_launch.tensors[-1] == (seed, -(2**30) - 1, 4.0)
+    assert not backward_launch.constants["ROTATED"]

@@ -113,6 +113,10 @@ CASES = {
     ),
     "block_local_256": (sizes(300, d=256), {}, lambda on: {"mask": listed(variants.block_local(128), 300, device=on)}),
     "tails": (sizes(d=80), {}, lambda on: {"scores": score_mod(lambda s, b, h, q, k: s * 0.5 + (q > k) * 1.0)}),
+    "dropout_bias": (
+        sizes(130, 210), {"causal": True},
+        lambda on: {"bias": numbers(on, 2, 2, 130, 210), "dropout_p": 0.3, "seed": 1},
+    ),
     "sinks": (sizes(), {"causal": True}, lambda on: {"sinks": numbers(on, 2).requires_grad_()}),
     "sinks_and_window": (
         sizes(130, 210, d=128, heads=(4, 2)), {"causal": True},
@@ -193,6 +197,12 @@ CAPTURED = {
         sizes(300, heads=(4, 2)), {"causal": True},
         lambda on: {
             "scores": temperatures(on, 4, 300), "mask": listed(variants.document(documents(on, 300)), 300, causal=True),
+        },
+    ),
+    "dropout": (
+        sizes(130, 210, d=128, heads=(4, 2)), {},
+        lambda on: {
+            "alibi_slopes": learned(on, 4), "bias": learned(on, 4, 130, 210), "dropout_p": 0.3, "seed": 1,
         },
     ),
     "all": (

@@ -29,6 +29,17 @@ _CONSTANTS: dict[type, type] = {
 
 def assembly(text, constraints, args, dtype, is_pure=True, pack=1):
     """The inline PTX of the kernels."""
+    if "mul.wide.u32" in text:
+        factor = int(text.split("$2, ")[1].split(";")[0])
+        return wide_product(args[0].x.long() & WORD, factor)
+    if text.startswith("shfl.sync.bfly.b32 $0, $1, "):
+        [x] = args
+        return Value(x.x[torch.arange(len(x.x)) ^ int(text.split(", ")[2])])
+    if text.startswith("shf.l.wrap.b32 $0, $1, $1, 1;"):
+        x = args[0].x.long() & WORD
+        return Value((x << 1 | x >> 31).int())
+    if text.startswith("prmt.b32"):
+        return chosen_bytes(*[x.x.long() & WORD for x in args])
     if text.startswith("rcp.approx"):
         return Value(1.0 / args[0].x)
     if text.startswith("bar."):
@@ -37,6 +48,24 @@ def assembly(text, constraints, args, dtype, is_pure=True, pack=1):
         return None
     assert text.startswith(("mov.u32 $0, 0;", "cp.async.bulk.wait_group 0"))
     return Value(torch.tensor(0))
+
+
+WORD = 0xFFFFFFFF
+
+
+def wide_product(x, factor):
+    """The two int32 halves of products of unsigned numbers of 32 bits."""
+    low, high = x * (factor & 0xFFFF), x * (factor >> 16)
+    middle = (low >> 16) + high
+    return Value((middle >> 16).int()), Value((middle << 16 | low & 0xFFFF).int())
+
+
+def chosen_bytes(x, y, choice):
+    """PTX's prmt without signs."""
+    sources = [number >> 8 * place & 0xFF for number in (x, y) for place in range(4)]
+    digits = [choice >> 4 * place & 7 for place in range(4)]
+    found = [torch.stack(sources).gather(0, digit[None])[0] for digit in digits]
+    return Value(torch.stack([byte << 8 * place for place, byte in enumerate(found)]).sum(0).int())
 
 
 def add_fragments(target, x):

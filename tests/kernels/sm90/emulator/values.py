@@ -28,7 +28,9 @@ DTYPES = {
         "int1": torch.bool, "int8": torch.int8, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64,
     }.items()
 }  # fmt: skip
-BY_TORCH = {dtype.of: dtype for dtype in DTYPES.values()}
+UNSIGNED = DTYPES["uint32"] = Dtype(torch.int64)
+"""torch compares no numbers of this dtype: they are int64 here."""
+BY_TORCH = {dtype.of: dtype for dtype in DTYPES.values() if dtype is not UNSIGNED}
 
 
 def plain(value: Any) -> Any:
@@ -53,9 +55,12 @@ class Value:
 
     dtype = property(lambda self: BY_TORCH[self.x.dtype])
     shape = property(lambda self: [*self.x.shape])
+    numel = property(lambda self: self.x.numel())
     type = property(lambda self: SimpleNamespace(layout=None))
 
     def to(self, dtype, bitcast=False):
+        if dtype is UNSIGNED:
+            return Value(self.x.long() & 0xFFFFFFFF)
         return Value(self.x.view(dtype.of) if bitcast else self.x.to(dtype.of))
 
     def __getitem__(self, index):
