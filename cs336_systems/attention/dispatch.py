@@ -196,8 +196,6 @@ def choose(
     """The backend that computes a call.
 
     Args:
-        call: the call.
-        impl: the implementation, or "auto".
         why_not: why a backend does not compute what is asked of a call, None if it does; `attention`'s unless given.
 
     Raises:
