@@ -184,7 +184,7 @@ class CaseRun:
                 name,
                 f"first {which}",
                 lambda: self._first(provider, which),
-                lambda exception: _outcome_of(provider, exception, caught or []),
+                lambda exception: outcome_of_provider(provider, exception, caught or []),
             )
         if first is not None:
             self.first[name, which] = first
@@ -246,7 +246,9 @@ def measure(problem: Problem, context: Context) -> list[Row]:
         return CaseRun(problem, context).measure(providers)
 
 
-def _outcome_of(provider: Provider, exception: Exception, caught: Sequence[warnings.WarningMessage]) -> Outcome:
+def outcome_of_provider(
+    provider: Provider, exception: Exception, caught: Sequence[warnings.WarningMessage] = ()
+) -> Outcome:
     """The outcome of an exception, which may be how it refuses a call; torch gives its reasons in warnings."""
     if isinstance(exception, WrongResultError):
         return Outcome(Status.ERROR, str(exception))
