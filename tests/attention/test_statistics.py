@@ -11,15 +11,12 @@ import torch
 
 from cs336_systems.attention import (
     attention,
-    attention_varlen,
     score_statistics,
-    score_statistics_varlen,
     use_backends,
 )
 from cs336_systems.attention.mods import mask_mod
-from cs336_systems.attention.variants import document
 from cs336_systems.kernels.triton.tiles import TileConfig, pin
-from cs336_systems.testing import Shapes, make_inputs, make_packed, poisoned_memory
+from cs336_systems.testing import Shapes, make_inputs, poisoned_memory
 from cs336_systems.testing.evaluation import in_dtype, leaves_of, rounding_on
 
 from .features import Maker
@@ -31,12 +28,10 @@ from .helpers import (
     each_dtype,
     each_implementation,
     named,
-    packed_arguments,
     sizes_of,
     slow,
 )
 from .test_features import ALONE, GROUPED, TOGETHER
-from .test_varlen import CASES, HEADS, LENGTHS, maker
 
 NAMES = ("lse", "max_scores", "entropy")
 
@@ -132,48 +127,6 @@ def test_head_dimensions(flash_device, d):
 def test_tiles(flash_device, tiles):
     with pin(forward=TileConfig(*tiles, 4, 1)):
         check("flash", inputs_of(device=flash_device), {"softcap": 2.0}, causal=True, window=(9, None))
-
-
-@each_implementation
-@pytest.mark.parametrize("name", named(CASES, ["causal_window", "bias"]))
-def test_packed_sequences(impl, device, name):
-    causal, features = CASES[name]
-    q, k, *_ = make_packed(LENGTHS, heads=HEADS, d=8, beyond=3, device=device)
-    features = features(maker(LENGTHS, HEADS[0], FLOAT, device))
-    packed = packed_arguments(LENGTHS, device)
-    results = check(impl, (q, k), features, function=partial(score_statistics_varlen, **packed), causal=causal)
-    _, lse = attention_varlen(q, k, k, **packed, **features, causal=causal, impl="naive", return_lse=True)
-    torch.testing.assert_close(results["lse"], lse, rtol=1e-5, atol=1e-5)
-
-
-@each_implementation
-def test_packed_sequences_with_lists_of_blocks(impl, device):
-    lengths = [(140, 133), (0, 4), (9, 260)]
-    q, k, *_ = make_packed(lengths, heads=HEADS, d=8, beyond=3, device=device)
-    packed = packed_arguments(lengths, device)
-    starts = {name: packed[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
-    mask = document(*(torch.randint(0, 3, (3, most), device=device).sort(-1).values for most in (140, 260)))
-    listed = mask.with_blocks(140, 260, causal=True, **starts)
-    expected = score_statistics_varlen(q, k, **packed, causal=True, mask=mask, impl="naive")
-    found = score_statistics_varlen(q, k, **packed, causal=True, mask=listed, impl=impl)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-@each_implementation
-def test_each_packed_sequence_gives_what_it_gives_by_itself(impl, device):
-    q, k, *_ = make_packed(LENGTHS, heads=HEADS, d=8, beyond=3, device=device)
-    sinks = torch.randn(HEADS[0], device=device)
-    settings = {"causal": True, "sinks": sinks, "impl": impl}
-    found = score_statistics_varlen(q, k, **packed_arguments(LENGTHS, device), **settings)
-    first_q = first_k = 0
-    for q_len, k_len in LENGTHS:
-        own_q, own_k = (x.transpose(0, 1) for x in (q[first_q:][:q_len], k[first_k:][:k_len]))
-        alone = score_statistics(own_q[None], own_k[None], **settings)
-        packed = [x[None, :, first_q : first_q + q_len] for x in found]
-        torch.testing.assert_close(packed, [*alone], rtol=1e-5, atol=1e-5)
-        first_q, first_k = first_q + q_len, first_k + k_len
-    for x, expected in zip(found, (sinks, torch.full_like(sinks, -math.inf), torch.zeros_like(sinks)), strict=True):
-        torch.testing.assert_close(x[:, first_q:], expected[:, None].expand(-1, 3))
 
 
 @pytest.mark.parametrize("with_features", [False, True])
@@ -350,9 +303,7 @@ def test_refusals(change, error, message):
         score_statistics(**arguments)
 
 
-def test_refusals_of_packed_sequences_and_of_backends():
-    q, starts = torch.zeros(7, 2, 4), torch.tensor([0, 7])
-    with pytest.raises(TypeError, match=r"^options must be some of alibi_slopes, bias, .*; got dropout_p$"):
-        score_statistics_varlen(q, q, starts, dropout_p=0.1)
+def test_backends_that_are_excluded():
+    q = torch.zeros(7, 2, 4)
     with pytest.raises(ValueError, match=r"use_backends\(\) allows only sm90"), use_backends("sm90"):
         score_statistics(q[:, 0], q[:, 0])
