@@ -275,7 +275,7 @@ def kernel_plan(call: Call) -> KernelPlan:
         reason = supports(backend, call)
         if reason is None:
             plan = KernelPlan(call, backend.module.plan_forward(call), _plan_backward)
-            if any(x.requires_grad for x in (call.q, call.k, call.v, *call.aux.tensors)):
+            if torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v, *call.aux.tensors)):
                 _compile_backward(call)
             return remember(_kernel_plans, key, plan)
     raise ValueError(f"the flash kernels cannot compute this call: {reason}")

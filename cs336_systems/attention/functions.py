@@ -86,7 +86,8 @@ def _plan_of(implementation: str, q: Tensor, k: Tensor, v: Tensor, arguments: Ar
     call = make_call(q, k, v, arguments)
     if q.ndim < 3:
         raise ValueError(f"q must have at least 3 dimensions (batch, length, head_dim); got {shape_of(q)}")
-    return dispatch.differentiable_plan(dispatch.choose(call, implementation), call)
+    with torch.enable_grad():  # which a Function's forward turns off
+        return dispatch.differentiable_plan(dispatch.choose(call, implementation), call)
 
 
 def _backward(ctx: Any, implementation: str, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:

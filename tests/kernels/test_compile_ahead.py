@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from cs336_systems.attention import attention, dispatch
+from cs336_systems.attention import FlashAttentionFunction, attention, dispatch
 from cs336_systems.kernels import launching
 from cs336_systems.kernels.launching import Launch, Launcher, compile_ahead
 
@@ -66,17 +66,39 @@ def test_nothing_is_described_for_the_interpreter(monkeypatch):
     compile_ahead((pytest.fail("described") for _ in range(1)), CPU)
 
 
-@pytest.mark.parametrize("of", ["q", "bias", "sinks", "nothing"])
-def test_backwards_are_compiled_where_a_gradient_is_needed(monkeypatch, of):
-    asked = []
-    monkeypatch.setattr(dispatch.KERNELS[1].module, "compile_backward", asked.append)
+@pytest.fixture
+def asked(monkeypatch):
+    """The calls whose backward is to be compiled."""
+    calls = []
+    monkeypatch.setattr(dispatch.KERNELS[1].module, "compile_backward", calls.append)
     monkeypatch.setattr(launching, "INTERPRETED", True)
+    dispatch.clear_plans()
+    return calls
+
+
+def made(shape, requires_grad=False):
+    return torch.randn(shape, requires_grad=requires_grad)
+
+
+@pytest.mark.parametrize("of", ["q", "bias", "sinks", "nothing"])
+def test_backwards_are_compiled_where_a_gradient_is_needed(asked, of):
     shapes = {"q": (1, 2, 9, 16), "k": (1, 2, 9, 16), "v": (1, 2, 9, 16), "bias": (9, 9), "sinks": (2,)}
-    tensors = {name: torch.randn(shape, requires_grad=name == of) for name, shape in shapes.items()}
+    tensors = {name: made(shape, name == of) for name, shape in shapes.items()}
+    with torch.no_grad():
+        attention(**tensors, impl="flash")
+    assert not asked
     dispatch.clear_plans()
     for _ in range(2):
         attention(**tensors, impl="flash")
     assert len(asked) == (of != "nothing")
+
+
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_calls_of_the_function_itself(asked, needs_gradient):
+    q, k, v = (made((1, 9, 16), needs_gradient) for _ in range(3))
+    for _ in range(2):
+        FlashAttentionFunction.apply(q, k, v, True)
+    assert len(asked) == needs_gradient
 
 
 @pytest.mark.slow
