@@ -89,7 +89,7 @@ def first_call(case: FirstCall, options: argparse.Namespace) -> Row:
 
 @contextlib.contextmanager
 def empty_caches() -> Iterator[None]:
-    """Processes that start inside keep compiled code in a folder of their own, which is empty at first."""
+    """Processes that start inside keep compiled code in a temporary folder, which is empty at first."""
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
         mock.patch.dict(os.environ, {name: str(Path(folder, name)) for name in CACHES}),

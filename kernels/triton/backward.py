@@ -120,8 +120,6 @@ def dq_kernel(
     if blocks is not None:
         entry = block_list(blocks, head, first_row)
         ranges = block_ranges(entry, C.TILE_K, cu_seqlens, first_row, seq.q_len, k_rows)
-        if cu_seqlens is not None:  # all masked: the lists may be for other lengths
-            ranges = ((ranges[0][0], ranges[1][1]),)
     elif MASK is not None:
         ranges = ((ranges[0][0], ranges[2][1]),)
     for part in tl.static_range(0 if C.LEFT or MASK is not None else 1, len(ranges)):
@@ -236,8 +234,8 @@ def dkdv_kernel(
         if blocks is not None:
             entry = block_list(blocks, head, first_column)
             visited = block_ranges(entry, C.TILE_Q, cu_seqlens, first_column, seq.k_len, q_rows)
-            # Two halves of each operand leave no registers for a second loop; packed, see `dq_kernel`.
-            if q_stats is not None or cu_seqlens is not None:
+            # Two halves of each operand leave no registers for a second loop.
+            if q_stats is not None and cu_seqlens is None:
                 visited = ((visited[0][0], visited[1][1]),)
         for part in tl.static_range(0 if C.RIGHT or MASK_ALL else 1, len(visited)):
             for position in range(visited[part][0], visited[part][1], C.TILE_Q if blocks is None else 1):

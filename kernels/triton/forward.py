@@ -122,8 +122,6 @@ def forward_kernel(
     if blocks is not None:
         entry = block_list(blocks, head, first_row)
         ranges = block_ranges(entry, C.TILE_K, cu_seqlens, first_row, seq.q_len, k_rows)
-        if cu_seqlens is not None:  # all masked: the lists may be for other lengths
-            ranges = ((ranges[0][0], ranges[1][1]),)
     elif MASK is not None:
         ranges = ((ranges[0][0], ranges[2][1]),)
     for part in tl.static_range(0 if C.LEFT or MASK is not None else 1, len(ranges)):

@@ -160,9 +160,10 @@ def split_kernel(
 ):  # fmt: skip
     """Grid: (tiles of the tensor that has most, tensors) with SLOTS, otherwise (groups * shares, tensors).
 
-    ``dout`` is None in the forward, and ``v`` too where there is none. ``stats`` is (tensors, groups, 2). With SLOTS
-    they are reduced from ``partials`` (`measure_kernel`). Without, every program measures its whole group, and the
-    ``shares`` programs of a group divide its tiles among them: reading a short group again costs less than a launch.
+    ``dout`` is None in the forward, and ``v`` too if only q and k are split. ``stats`` is (tensors, groups, 2). With
+    SLOTS they are reduced from ``partials`` (`measure_kernel`). Without, every program measures its whole group, and
+    the ``shares`` programs of a group divide its tiles among them: reading a short group again costs less than a
+    launch.
     """
     which = tl.program_id(1)
     target = stats + 2 * which * groups

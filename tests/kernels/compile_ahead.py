@@ -1,7 +1,7 @@
 """Compile the kernels of a backward in the background for a GPU that is not there, then all that forward and backward
 launch, and print the names of what was compiled at either time as JSON.
 
-A program of its own, because kernels defined under TRITON_INTERPRET cannot be compiled:
+A separate program, because kernels defined under TRITON_INTERPRET cannot be compiled:
 
     python tests/kernels/compile_ahead.py sm90 '{"dtype": "bfloat16", "d": 64}'
 """

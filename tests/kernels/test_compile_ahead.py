@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 class Kernel:
-    """A kernel that compiles when it is told to."""
+    """A kernel whose compilation ends once `may_compile` is set."""
 
     arg_names = ("x",)
 

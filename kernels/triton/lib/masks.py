@@ -85,19 +85,19 @@ def block_list(blocks, head, first):
 def block_ranges(entry, TILE: tl.constexpr, cu_seqlens, first, length, to_visit):
     """The tiles of partly visible blocks and of wholly visible ones, by their number in the list.
 
-    Of packed sequences there is no list for a tile whose ``first`` row or column is past the ``length`` of its
-    sequence, or that has none ``to_visit``.
+    Of packed sequences those of both together, since the lists may be for other lengths: every tile needs a mask. There
+    is no list for a tile whose ``first`` row or column is past the ``length`` of its sequence, or that has none
+    ``to_visit``.
     """
     if cu_seqlens is None:
-        partial = tl.load(entry)
-        whole = tl.load(entry + 1)
+        partial = tl.load(entry) * (BLOCK_SIZE // TILE)
+        whole = tl.load(entry + 1) * (BLOCK_SIZE // TILE)
+        ranges = (0, partial), (partial, partial + whole)
     else:
         exists = (first < length) & (to_visit > 0)
-        partial = tl.load(entry, mask=exists, other=0)
-        whole = tl.load(entry + 1, mask=exists, other=0)
-    partial *= BLOCK_SIZE // TILE
-    whole *= BLOCK_SIZE // TILE
-    return (0, partial), (partial, partial + whole)
+        listed = tl.load(entry, mask=exists, other=0) + tl.load(entry + 1, mask=exists, other=0)
+        ranges = ((0, listed * (BLOCK_SIZE // TILE)),)
+    return ranges
 
 
 @triton.jit

@@ -38,7 +38,7 @@ def kept_by_forward(backend, call, columns):
 
 
 def kept_by_backward(backend, call, rows):
-    """The same of the backward, by rows: dv, where dout is one-hot for one head at a time."""
+    """Which pairs the backward keeps, if rows have these numbers: from dv, as dout is one-hot in a head at a time."""
     found = torch.zeros(*call.q.shape[:3], call.k_len, dtype=torch.bool, device=call.device)
     width, heads = call.v_head_dim, call.q.shape[1]
     v = torch.zeros_like(call.v)
