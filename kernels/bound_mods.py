@@ -24,13 +24,18 @@ Read = Callable[[Tensor], Any]
 
 
 class View(NamedTuple):
-    """A captured tensor: its position in the aux tuple, and its strides, each in a tuple, empty for an axis of size 1.
-
-    No None, which Triton 3.6 cannot pass on in a tuple.
-    """
+    """A captured tensor: its position in the aux tuple, and its strides, each in a tuple; `NO_STRIDE` for size 1."""
 
     position: int
-    strides: tuple[tuple[int, ...], ...]
+    strides: tuple[tuple[Any, ...], ...]
+
+
+NO_STRIDE = (0.0, ())
+"""Stands for the stride of an axis of size 1.
+
+`at` tells it from a stride by its length, Triton 3.6 by its float: that compiles a function once for all arguments of
+the same types, and sees no empty tuples among them. (Nor can it pass on None in a tuple.)
+"""
 
 
 class Term(NamedTuple):
@@ -160,7 +165,7 @@ def _bind(leaves: Sequence[Leaf], tensors: Sequence[Tensor]) -> tuple[tuple[Any,
             if item is None:
                 tensor = tensors[len(slots)]
                 axes = zip(tensor.shape, tensor.stride(), strict=True)
-                arguments.append(View(len(slots), tuple([() if size == 1 else (step,) for size, step in axes])))
+                arguments.append(View(len(slots), tuple([NO_STRIDE if size == 1 else (step,) for size, step in axes])))
                 slots.append((rule, slot))
             else:
                 arguments.append(item)

@@ -70,8 +70,8 @@ def written(name: str, parameters: str, lines: Sequence[str], names: Mapping[str
 def at(view, index):
     """The element of a captured tensor at ``index``, a tuple with one number or tile for each of its axes.
 
-    view: the tensor's address and strides, each in a tuple; an empty one for an axis of size 1, which is read at 0
-    whatever the index. Indices must be inside of the tensor. Floating-point elements come in float32.
+    view: the tensor's address and strides, each in a tuple; one of another length for an axis of size 1, which is read
+    at 0 whatever the index. Indices must be inside of the tensor. Floating-point elements come in float32.
     """
     offset = tl.cast(0, tl.int64)
     for axis in tl.static_range(len(index)):
