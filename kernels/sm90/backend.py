@@ -49,19 +49,12 @@ Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | No
 
 def supports(call: Call) -> str | None:
     """None, or why the forward kernel cannot compute a call."""
-    return unsupported_device(call.device) or unsupported_call(call) or unproven(call)
+    return unsupported_device(call.device) or unsupported_call(call)
 
 
 def supports_backward(call: Call, wanted: Wanted) -> str | None:
     """None, or why the backward kernels cannot. They may follow any backend's forward."""
     return supports(call) or unsupported_backward(call)
-
-
-def unproven(call: Call) -> str | None:
-    """None, or why the portable kernels compute a call that these can."""
-    # They are right when emulated, and compile (tests/kernels/sm90).
-    new = call.has_rules or call.aux.sinks is not None or call.options.dropout_p > 0
-    return "computes masks, score changes, sinks and dropout in a way that has not run on a GPU yet" if new else None
 
 
 def unsupported_device(device: torch.device) -> str | None:

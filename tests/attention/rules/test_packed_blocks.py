@@ -87,7 +87,7 @@ def test_results_are_within_the_budget(impl, dtype, device, name):
     attend = partial(attention_varlen, impl=impl, return_lse=True, **CALLS[name], **packed_arguments(LENGTHS, device))
     with poisoned_memory():
         results = evaluate(partial(attend, mask=listed), inputs)
-    dense = mask.to_tensor(*MOST, batch=len(LENGTHS), heads=4)
+    dense = mask.to_tensor(*MOST, batch=len(LENGTHS), heads=4, device=device)
     window, causal_mask = CALLS[name].get("window"), CALLS[name].get("causal", False)
     features = {"mask": dense, "window": window}
     assert_packed_within_budget(results, inputs, LENGTHS, causal=causal_mask, features=features)

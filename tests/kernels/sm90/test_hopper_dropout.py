@@ -115,7 +115,10 @@ CASES = {
         shapes_of(200, heads=(4, 2)), {},
         {"mask": mask_mod(thirds), "scores": score_mod(lambda s, b, h, q, k: s.tanh() * 3 - (q - k).abs() * 0.1)},
     ),
-    "listed": (shapes_of(400, d=128), {}, {"mask": variants.block_local(128).with_blocks(400, 400, device="cpu")}),
+    "listed": (
+        shapes_of(400, d=128), {},
+        {"mask": lambda device: variants.block_local(128).with_blocks(400, 400, device=device)},
+    ),
     "sinks": (shapes_of(), {"causal": True}, {"sinks": torch.tensor([1.0, -0.5]).requires_grad_()}),
     "late_and_large": (
         shapes_of(300), {}, {"scores": score_mod(lambda s, b, h, q, k: s + torch.where(k < 70, 200.0, 0.0))}
@@ -129,7 +132,7 @@ CASES = {
 def on(device, feature):
     if isinstance(feature, torch.Tensor):
         return feature.detach().to(device).requires_grad_(feature.requires_grad)
-    return feature.to(device) if hasattr(feature, "to") else feature
+    return feature(device) if callable(feature) else feature
 
 
 @each_kernel
