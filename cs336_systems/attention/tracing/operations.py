@@ -26,7 +26,7 @@ TEMPLATES = {
     "tanh": "tanh({0})",
     "sigmoid": "sigmoid({0})",
     "reciprocal": "(1.0 / {0})",
-    "relu": "tl.maximum({0}, 0.0)",
+    "relu": "tl.where({0} > 0.0, {0}, 0.0)",
     "square": "({0} * {0})",
     "sgn": "(({0} > 0).to(tl.int32) - ({0} < 0).to(tl.int32))",
     "sign": "(({0} > 0).to(tl.int32) - ({0} < 0).to(tl.int32))",
@@ -139,9 +139,12 @@ def _clamped(node: Node, name_of: Callable[[Any, bool], str]) -> str:
         least = ends[0] if ends else named.get("min")
         most = ends[1] if len(ends) > 1 else named.get("max")
     text = name_of(value, not node.is_integer)
-    if least is not None:
-        text = f"tl.maximum({text}, {name_of(least, not node.is_integer)})"
-    return text if most is None else f"tl.minimum({text}, {name_of(most, not node.is_integer)})"
+    # At an end torch's derivative is 1; that of a maximum of equal numbers is a half.
+    for sign, end in (("<", least), (">", most)):
+        if end is not None:
+            bound = name_of(end, not node.is_integer)
+            text = f"tl.where({text} {sign} {bound}, {bound}, {text})"
+    return text
 
 
 def _power(node: Node, name_of: Callable[[Any, bool], str]) -> str:

@@ -37,7 +37,9 @@ SLOPES, TABLE, BIAS, SCALAR = (
     torch.tensor(0.7, requires_grad=True),
 )
 ROWS, LONG, LEARNED = leaf(LENGTH), leaf(LENGTH + 7), leaf(HEADS, 9)
-TURNED, ALL = leaf(LENGTH, LENGTH, HEADS), [SLOPES, TABLE, BIAS, SCALAR, ROWS, LONG, LEARNED]
+TURNED = leaf(LENGTH, LENGTH, HEADS)
+ENDS = (torch.arange(LENGTH) % 5 / 4 - 0.5).requires_grad_()
+ALL = [SLOPES, TABLE, BIAS, SCALAR, ROWS, LONG, LEARNED, ENDS]
 ALL.append(TURNED)
 
 MASKS = {
@@ -67,6 +69,9 @@ SCORES = {
     "without_the_score": lambda s, b, h, q, k: SLOPES[h] * 1.0,
     "of_a_computed_tensor": lambda s, b, h, q, k: s - SLOPES.exp()[h] * (q - k).abs() / 10,
     "largest": lambda s, b, h, q, k: torch.maximum(s, ROWS[q] * 0.3).abs(),
+    "at_the_ends": lambda s, b, h, q, k: (
+        s * ENDS[q].clamp(-0.5, 0.25) + torch.relu(ENDS[k]) + torch.maximum(ENDS[k], 0.25 - s * 0) + ENDS[q].abs()
+    ),
     "longer_than_the_call": lambda s, b, h, q, k: s + LONG[k],
     "powers": lambda s, b, h, q, k: s - 2 ** (-2.0 * (h + 1)) * (q - k).abs() + 0.5 ** (q % 3) + (q - k + 0.5) ** -2,
     "of_floats": lambda s, b, h, q, k: s + (q / 7) % 2.5 - (k / 3) // 2 + torch.div(q, 4, rounding_mode="floor"),
