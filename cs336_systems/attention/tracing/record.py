@@ -188,8 +188,47 @@ def slopes(graph: Graph, result: Node, by: tuple[Node, ...]) -> list[Node | None
                 values[node] = recorder.stand_for(leaf, node)
         if not values[result].requires_grad:
             return [None] * len(by)
-        inputs = [node for node in by if node in values]
-        # Without a gradient of the result, for which torch would import its symbolic shapes.
-        found = torch.autograd.grad(values[result], [values[node] for node in inputs], allow_unused=True)
-        known = dict(zip(inputs, found, strict=True))
-        return [None if known.get(node) is None else recorder.node_of(known[node]) for node in by]
+        found = _gradients(values[result])
+        known = {node: found.get(values[node]) for node in by if node in values}
+        return [None if (slope := known.get(node)) is None else recorder.node_of(slope) for node in by]
+
+
+@torch.no_grad()
+def _gradients(result: Tensor) -> dict[Tensor, Tensor]:
+    """The gradients of a number by its leaves, as autograd's own functions compute them, one after another.
+
+    Not by autograd's engine: that asks CUDA for its devices, after which no process that is forked can use them.
+    """
+    one = torch.ones_like(result)
+    if result.grad_fn is None:
+        return {result: one}
+    pending: dict[Any, list[Tensor | None]] = {result.grad_fn: [one]}
+    leaves: dict[Tensor, Tensor] = {}
+    for function in _users_first(result.grad_fn):
+        gradients = function(*pending.pop(function))
+        gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+        for (target, place), gradient in zip(function.next_functions, gradients, strict=True):
+            if target is None or gradient is None:
+                continue
+            if hasattr(target, "variable"):  # of a leaf
+                before = leaves.get(target.variable)
+                leaves[target.variable] = gradient if before is None else before + gradient
+                continue
+            slots = pending.setdefault(target, [])
+            slots += [None] * (place + 1 - len(slots))
+            slots[place] = gradient if slots[place] is None else slots[place] + gradient
+    return leaves
+
+
+def _users_first(function: Any) -> list[Any]:
+    """A function of autograd's graph and those that it leads to, each after all that lead to it; without leaves."""
+    order, seen, waiting = list[Any](), set[Any](), [(function, False)]
+    while waiting:
+        function, is_done = waiting.pop()
+        if is_done:
+            order.append(function)
+        elif function not in seen:
+            seen.add(function)
+            waiting.append((function, True))
+            waiting += [(x, False) for x, _ in function.next_functions if x is not None and not hasattr(x, "variable")]
+    return order[::-1]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import sys
 import torch
+torch.autograd.grad = torch.autograd.backward = None  # whose engine initialises CUDA
 from cs336_systems.attention import attention
 from cs336_systems.attention.mods import score_mod
 
@@ -21,6 +24,28 @@ def test_neither_the_import_nor_recording_loads_the_compiler():
     """Which takes more than a second."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+FORKING = """
+import os
+import torch
+from cs336_systems.attention import attention
+from cs336_systems.attention.mods import score_mod
+
+slopes = torch.ones(2, requires_grad=True)
+score_mod(lambda s, b, h, q, k: s.tanh() - slopes[h] * (q - k).abs())
+child = os.fork()
+if child == 0:
+    torch.ones(1, device="cuda")
+    os._exit(0)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.gpu
+def test_neither_initialises_cuda_which_no_forked_process_could_use_then(monkeypatch):
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    subprocess.run([sys.executable, "-c", FORKING], check=True)
 
 
 LACKING = """
