@@ -75,6 +75,9 @@ class Interval:
         by_number = isinstance(other, int) and 0 < other <= _LARGEST
         return Interval(self.low // other, self.high // other) if by_number and _can_be_added(self) else UNKNOWN
 
+    def __rshift__(self, other: int) -> Interval:
+        return self // 2**other
+
     def __lt__(self, other: Any) -> Interval:
         other = _interval(other)
         if not (_is_known(self) and _is_known(other)):

@@ -70,6 +70,8 @@ _OF_FLOATS = frozenset(
 )
 _NATURAL = frozenset(("add", "mul", "floor_divide", "remainder", "minimum", "maximum"))
 _MOST_FACTORS = 8
+STAND_INS = 1_000_003
+"""Integers from here on may stand for others: see `variants.recorded`. Far from any that a mod says."""
 
 
 def expression(node: Node, name_of: Callable[[Any, bool], str]) -> str:
@@ -79,6 +81,8 @@ def expression(node: Node, name_of: Callable[[Any, bool], str]) -> str:
         name_of: the text of an operand, as a float32 number if the second argument is true.
     """
     name, keywords = node.name, dict(node.keywords)
+    if name in ("floor_divide", "remainder") and node.is_integer and (divisor := _divisor_of(node)):
+        return _divided(name, node.arguments[0], divisor, name_of)
     # Integers become floats as torch promotes them. Of a choice, both sides have the dtype of the result.
     as_float = not node.is_integer and (name in _OF_FLOATS or name == "masked_fill")
     chosen = (1, 2) if name == "where" else ()
@@ -114,6 +118,22 @@ def expression(node: Node, name_of: Callable[[Any, bool], str]) -> str:
     if name == "pow":
         return _power(node, name_of)
     return TEMPLATES[name].format(*operands)
+
+
+def _divisor_of(node: Node) -> int | None:
+    """The number that a node divides by, if it is a number and positive."""
+    number = node.arguments[1].value if isinstance(node.arguments[1], Node) else node.arguments[1]
+    return number if isinstance(number, int) and 0 < number < STAND_INS else None
+
+
+def _divided(name: str, value: Any, divisor: int, name_of: Callable[[Any, bool], str]) -> str:
+    """The quotient or the remainder, rounded down. The divisor is written out: no GPU has an instruction to divide."""
+    text, is_quotient = name_of(value, False), name == "floor_divide"
+    if divisor & (divisor - 1) == 0:
+        return f"({text} >> {divisor.bit_length() - 1})" if is_quotient else f"({text} & {divisor - 1})"
+    if _is_natural(value):
+        return f"({text} {'//' if is_quotient else '%'} {divisor})"
+    return f"{name}({text}, {divisor})"
 
 
 def _is_natural(value: object) -> bool:

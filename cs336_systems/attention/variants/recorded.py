@@ -12,15 +12,13 @@ from torch import Tensor
 from ...kernels.mods import PLACES
 from ...kernels.rules import Leaf
 from ..rules import Mask, Scores
+from ..tracing.operations import STAND_INS
 from ..tracing.record import record
 from ..tracing.source import write
 
 Made = TypeVar("Made", Mask, Scores)
 Captured = Tensor | int
 FLOATS, INTEGERS = torch.float32, torch.int64
-
-_FIRST = 1_000_003
-"""Numbers from here on stand for numbers: far enough from any that a mod says."""
 
 
 def recorded_mask(mod: Callable[..., Tensor], *kinds: Any) -> Callable[..., Mask]:
@@ -43,7 +41,7 @@ def _recorded(
 ) -> Callable[..., Made]:
     """What ``make`` gives of a rule and its tensors, as a function of what the rule captures."""
     stand_ins = [
-        _FIRST + place if each is int else torch.empty([1] * each[1], dtype=each[0], device="cpu")
+        STAND_INS + place if each is int else torch.empty([1] * each[1], dtype=each[0], device="cpu")
         for place, each in enumerate(kinds)
     ]
     try:
@@ -61,4 +59,4 @@ def _refuse(message: str, *given: Captured) -> Any:
 
 def _in_place(captured: tuple[Any, ...], given: tuple[Captured, ...]) -> tuple[Any, ...]:
     """What a rule captured, with the numbers that are given in place of those that stand for them."""
-    return tuple([given[x - _FIRST] if isinstance(x, int) and x >= _FIRST else x for x in captured])
+    return tuple([given[x - STAND_INS] if isinstance(x, int) and x >= STAND_INS else x for x in captured])

@@ -48,6 +48,7 @@ MASKS = {
     "of_some_heads": lambda b, h, q, k: (q >= k) | (h % 2 == 0),
     "blocks": lambda b, h, q, k: (q // 16 == k // 16) | ((q - k) % 7 == 0),
     "rounds_down": lambda b, h, q, k: (k - q) // 5 >= -3,
+    "rounds_down_by_powers": lambda b, h, q, k: ((q - k) % 8 < 5) | ((k - q) // 4 == h),
     "inverted": lambda b, h, q, k: ~((q - k).abs() < 3) & torch.logical_not(q == 40),
     "everything": lambda b, h, q, k: h >= 0,
     "padded_keys": lambda b, h, q, k: PADDED[b, k],
