@@ -44,7 +44,7 @@ transformer-batch-32 = transformer --models large --lengths 512 --batches 32 --p
 transformer-limit = transformer {suite} --models large --lengths 2048 4096 8192 --providers naive flash {few}
 attention = attention --preset course {rivals} --most-rounds 9
 attention-limit = attention --preset course --lengths 32768 65536 131072 --head-dims 16 128 --dtypes fp32 {fewer} {slow}
-attention-wide = attention --preset course --lengths 16 32 64 128 --head-dims 256 1024 4096 16384 {plain}
+attention-wide = attention --preset course --lengths 16 32 64 128 --head-dims 256 1024 4096 16384 {plain} --most-rounds 9
 attention-causal = attention --preset course-causal {causal}
 {breakdowns}
 {memory}
