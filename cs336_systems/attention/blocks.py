@@ -174,20 +174,20 @@ def _kinds(options: Options, tensors: tuple[Tensor, ...], pairs: Pairs, band: Ba
 
     Rules are computed for bounds first, and for all pairs of the blocks that these leave undecided.
     """
-    places = *pairs[:4], torch.as_tensor(pairs.shift, device=most.device).view(-1, 1, 1, 1, 1)
-    shape = torch.broadcast_shapes(*[x.shape[:-1] for x in places])
+    shape = torch.broadcast_shapes(*[x.shape[:-1] for x in pairs[:4]])
     every, some = bounds_of(options, pairs, band, tensors)
     undecided = (some & ~every & (most > 0)).expand(shape).nonzero(as_tuple=True)
-    kinds = torch.minimum(every.to(torch.uint8) + some.to(torch.uint8), most).expand(shape).contiguous()
+    kinds = (every.to(torch.uint8) + some.to(torch.uint8)).expand(shape).contiguous()
     at_once = max(1, PAIRS_AT_ONCE["cpu" if kinds.device.type == "cpu" else "other"] // BLOCK**2)
     for blocks in zip(*[x.split(at_once) for x in undecided], strict=True):
-        batch, head, row, column, shift = (x.expand(*shape, -1)[blocks][..., None] for x in places)
+        batch, head, row, column = (x.expand(*shape, -1)[blocks][..., None] for x in pairs[:4])
+        shift = pairs.shift if isinstance(pairs.shift, int) else pairs.shift.expand(*shape, -1)[blocks][..., None]
         exact = seen_pairs(options, Pairs(batch, head, row, column.mT, 1, shift=shift), band, tensors)
         assert exact is not None
         # Of bytes, because torch's any and all are many times slower on a CPU.
         exact = exact.expand(len(row), BLOCK, BLOCK).contiguous().view(torch.uint8)
-        kinds[blocks] = torch.minimum(exact.amax(-2).amax(-1) + exact.amin(-2).amin(-1), most.expand(shape)[blocks])
-    return kinds
+        kinds[blocks] = exact.amax(-2).amax(-1) + exact.amin(-2).amin(-1)
+    return torch.minimum(kinds, most)
 
 
 def dense_mask(
