@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.call import BLOCK, Options
+from ..kernels.call import BLOCK, Band, Options
 from ..kernels.rules import Mask, leaves
 from .block_cache import ContentCache, content_of, usable_in
 from .captured import check_captured, size_along
@@ -30,6 +29,8 @@ HIDDEN, PARTIAL, WHOLE = 0, 1, 2
 """Of a block: no pair is visible, some are, all are."""
 PAIRS_AT_ONCE = {"cpu": 2**19, "other": 2**22}
 """How many pairs rules are computed for at a time, by the type of the device: 8 bytes each, several times."""
+BLOCKS_AT_ONCE = 2**17
+"""How many blocks, or elements of captured tensors, bounds are computed for at a time; at least those of one head."""
 
 
 Starts = tuple[Tensor, Tensor]
@@ -73,7 +74,7 @@ def find_blocks(
     given_device: torch.device | str | None,
     by_content: bool,
 ) -> Blocks:
-    """The blocks of a mask whose rules captured ``tensors``, found an entry and a head at a time.
+    """The blocks of a mask whose rules captured ``tensors``, found for many entries and heads at a time.
 
     Args:
         mask: the expression.
@@ -116,7 +117,7 @@ def _find(
 ) -> Blocks:
     q_len, k_len = lengths
     batch, heads = _told_apart(options, tensors, numbers if starts is None else (1, numbers[1]), device)
-    of_entries = [lengths] * (batch or 1)
+    of_entries = [lengths]
     if starts is not None:
         check_starts_match(*starts)
         of_each = (lengths_of(name, each, most) for name, each, most in zip("qk", starts, lengths, strict=True))
@@ -131,44 +132,62 @@ def _find(
     of_rows, of_columns = -(-q_len // BLOCK), -(-k_len // BLOCK)
     shapes = ((batch or 1, heads or 1, own, 2 + other) for own, other in ((of_rows, of_columns), (of_columns, of_rows)))
     rows, columns = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)
-    for (entry, own), head in itertools.product(enumerate(of_entries), range(heads or 1)):
-        if 0 in own:
-            continue
-        kinds = _kinds(options, tensors, (entry, head), own, device)
-        kinds = F.pad(kinds, (0, of_columns - kinds.shape[1], 0, of_rows - kinds.shape[0]), value=HIDDEN)
-        rows[entry, head], columns[entry, head] = _listed(kinds), _listed(kinds.mT)
+    band, of_lengths = options.band(*lengths, packed=starts is not None), torch.tensor(of_entries)
+    at_once = max(1, BLOCKS_AT_ONCE // max(of_rows * of_columns, BLOCK * max(of_rows, of_columns)))
+    numbered = torch.arange(batch or 1) if starts is None else of_lengths.all(-1).nonzero().flatten()
+    for head in torch.arange(heads or 1, device=device).split(at_once):
+        for entry in numbered.split(max(1, at_once // len(head))) if len(numbered) else ():
+            own = of_lengths if starts is None else of_lengths[entry]
+            pairs, most = _elements(entry.to(device), head, own, starts is not None and options.bottom_right, device)
+            kinds = _kinds(options, tensors, pairs, band, most)
+            kinds = F.pad(kinds, (0, of_columns - kinds.shape[-1], 0, of_rows - kinds.shape[-2]), value=HIDDEN)
+            place = entry.to(device)[:, None], head
+            rows[place], columns[place] = (_listed(x).int() for x in (kinds, kinds.mT.contiguous()))
     sides = options.window_left, options.window_right, options.bottom_right
     kept = None if starts is None else (starts[0].clone(), starts[1].clone())
     return Blocks(rows, columns, q_len, k_len, *sides, batch, heads, kept)
 
 
-def _kinds(
-    options: Options, tensors: tuple[Tensor, ...], of: tuple[int, int], lengths: tuple[int, int], device: torch.device
-) -> Tensor:
-    """(blocks of rows, blocks of columns) uint8: what is visible of each block of an entry and a head.
+def _elements(
+    entry: Tensor, head: Tensor, lengths: Tensor, shifted: bool, device: torch.device
+) -> tuple[Pairs, Tensor]:
+    """The elements of blocks as `bounds_of` takes them, and what of each block is visible at most.
+
+    Args:
+        lengths: those of each entry, (entries, 2), or of all, (1, 2); on the CPU.
+        shifted: whether the band is relative to each entry's last diagonal.
+    """
+    reach: list[int] = lengths.amax(0).tolist()
+    row, column = (torch.arange(-(-x // BLOCK) * BLOCK, device=device).view(-1, BLOCK) for x in reach)
+    q_len, k_len = lengths.to(device)[..., None, None].unbind(1)
+    of_rows = (row[:, :1] < q_len).to(torch.uint8)
+    # Of the last block at most a part, so that kernels look which columns exist.
+    most = of_rows * ((column[:, 0] < k_len).to(torch.uint8) + (column[:, -1] < k_len).to(torch.uint8))
+    # Elements past the end are the last one again, which changes no bound and nothing that some or all pairs are.
+    rows, columns = torch.minimum(row, q_len - 1)[:, None, :, None], torch.minimum(column, k_len - 1)[:, None, None]
+    shift = (k_len - q_len)[..., None, None] if shifted else 0
+    return Pairs(entry.view(-1, 1, 1, 1, 1), head.view(-1, 1, 1, 1), rows, columns, 1, shift=shift), most[:, None]
+
+
+def _kinds(options: Options, tensors: tuple[Tensor, ...], pairs: Pairs, band: Band, most: Tensor) -> Tensor:
+    """(entries, heads, blocks of rows, blocks of columns) uint8: what is visible of each block.
 
     Rules are computed for bounds first, and for all pairs of the blocks that these leave undecided.
     """
-    band = options.band(*lengths)
-    # Elements past the end are the last one again, which changes no bound and nothing that some or all pairs are.
-    row, column = (
-        torch.arange(-(-length // BLOCK) * BLOCK, device=device).clamp(max=length - 1).view(-1, BLOCK)
-        for length in lengths
-    )
-    every, some = (x.expand(len(row), len(column)) for x in bounds_of(options, of, row, column, band, tensors))
-    kinds = every.to(torch.uint8) + some.to(torch.uint8)
-    at_once = max(1, PAIRS_AT_ONCE["cpu" if device.type == "cpu" else "other"] // BLOCK**2)
-    entry, head = (torch.tensor(number, device=device) for number in of)
-    for down, across in zip(*[x.split(at_once) for x in (some & ~every).nonzero(as_tuple=True)], strict=True):
-        pairs = Pairs(entry, head, row[down, :, None], column[across, None], 1)
-        exact = seen_pairs(options, pairs, band, tensors)
+    shape = torch.broadcast_shapes(*[x.shape[:-1] for x in pairs[:4]])
+    every, some = bounds_of(options, pairs, band, tensors)
+    undecided = (some & ~every & (most > 0)).expand(shape).nonzero(as_tuple=True)
+    kinds = (every.to(torch.uint8) + some.to(torch.uint8)).expand(shape).contiguous()
+    at_once = max(1, PAIRS_AT_ONCE["cpu" if kinds.device.type == "cpu" else "other"] // BLOCK**2)
+    for blocks in zip(*[x.split(at_once) for x in undecided], strict=True):
+        batch, head, row, column = (x.expand(*shape, -1)[blocks][..., None] for x in pairs[:4])
+        shift = pairs.shift if isinstance(pairs.shift, int) else pairs.shift.expand(*shape, -1)[blocks][..., None]
+        exact = seen_pairs(options, Pairs(batch, head, row, column.mT, 1, shift=shift), band, tensors)
         assert exact is not None
         # Of bytes, because torch's any and all are many times slower on a CPU.
-        exact = exact.expand(len(down), BLOCK, BLOCK).contiguous().view(torch.uint8)
-        kinds[down, across] = exact.amax(-2).amax(-1) + exact.amin(-2).amin(-1)
-    if lengths[1] % BLOCK:
-        kinds[:, -1].clamp_(max=PARTIAL)  # so that kernels look which columns exist
-    return kinds
+        exact = exact.expand(len(row), BLOCK, BLOCK).contiguous().view(torch.uint8)
+        kinds[blocks] = exact.amax(-2).amax(-1) + exact.amin(-2).amin(-1)
+    return torch.minimum(kinds, most)
 
 
 def dense_mask(

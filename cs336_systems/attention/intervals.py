@@ -1,7 +1,7 @@
 """Bounds of what a mask's rules compute for all pairs of a block: interval arithmetic (Moore, 1966) on integers.
 
-A rule runs on `Interval`s in place of tensors. Bounds of integers and truth values go through sums, quotients and
-comparisons. Of everything else nothing is known, which is always right.
+A rule runs on `Interval`s in place of tensors. Bounds of integers and truth values go through sums, comparisons,
+and products and quotients with a number. Of everything else nothing is known, which is always right.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Interval:
 
     Attributes:
         low, high: tensors, with an element for each block, or numbers.
-        numbers: of an index of the pairs, all that it stands for: (blocks, elements of a block), or one integer.
+        numbers: of an index of the pairs, all that it stands for: (..., elements of a block), or (..., 1).
     """
 
-    def __init__(self, low: Any, high: Any, numbers: Tensor | int | None = None) -> None:
+    def __init__(self, low: Any, high: Any, numbers: Tensor | None = None) -> None:
         self.low, self.high, self.numbers = low, high, numbers
 
     @property
@@ -51,8 +51,7 @@ class Interval:
     def _unknown(self, *others: Any) -> Interval:
         return UNKNOWN
 
-    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __rfloordiv__ = __mod__ = __rmod__ = _unknown
-    __xor__ = __rxor__ = _unknown
+    __truediv__ = __rtruediv__ = __rfloordiv__ = __mod__ = __rmod__ = __xor__ = __rxor__ = _unknown
 
     def __add__(self, other: Any) -> Interval:
         if self.numbers is not None and isinstance(other, int) and other == 0:
@@ -70,6 +69,16 @@ class Interval:
 
     def __rsub__(self, other: Any) -> Interval:
         return -self + other
+
+    def __mul__(self, other: Any) -> Interval:
+        if (
+            isinstance(other, bool)
+            or not isinstance(other, int)
+            or not _are_within(self, _LARGEST // max(1, abs(other)))
+        ):
+            return UNKNOWN
+        ends = self.low * other, self.high * other
+        return Interval(*(ends if other >= 0 else ends[::-1]))
 
     def __floordiv__(self, other: Any) -> Interval:
         by_number = isinstance(other, int) and 0 < other <= _LARGEST
@@ -114,7 +123,7 @@ class Interval:
         known = _is_truth(self) and _is_truth(other)
         return Interval(self.low | other.low, self.high | other.high) if known else UNKNOWN
 
-    __radd__, __rand__, __ror__ = __add__, __and__, __or__
+    __radd__, __rmul__, __rand__, __ror__ = __add__, __mul__, __and__, __or__
 
 
 UNKNOWN, EITHER = Interval(None, None), Interval(False, True)
@@ -129,36 +138,32 @@ class Captured:
     def __getitem__(self, places: tuple[Interval | int, ...]) -> Interval:
         """The bounds of the elements at these indices; unknown where they differ along rows and along columns."""
         index = [place if isinstance(place, int) else place.numbers for place in places]
-        along = [place for place in places if isinstance(place, Interval) and isinstance(place.numbers, Tensor)]
+        along = [x for x in index if isinstance(x, Tensor) and x.shape[-1] > 1]
         has_order = not (self.tensor.is_floating_point() or self.tensor.is_complex())
         if not has_order or len(along) > 1 or any(x is None for x in index):
             return UNKNOWN
         elements = self.tensor[tuple(index)]
-        if not along:
-            return Interval(elements, elements)
-        return Interval(*[x.view_as(along[0].low) for x in (elements.amin(-1), elements.amax(-1))])
+        return Interval(elements.amin(-1), elements.amax(-1))
 
 
-def bounds_of(
-    options: Options, of: tuple[int, int], row: Tensor, column: Tensor, band: Band, mask_aux: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Whether all, and whether some pairs of each block may be visible, in shapes that broadcast to blocks of both.
+def bounds_of(options: Options, pairs: Pairs, band: Band, mask_aux: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Whether all, and whether some pairs of each block may be visible, in shapes that broadcast to the blocks'.
 
     The first is certain where it is True, the second where it is False.
 
     Args:
-        of: the numbers of the batch entry and of the head.
-        row, column: (blocks, elements of a block), ascending.
+        pairs: indices in shapes that broadcast to (entries, heads, blocks of rows, blocks of columns, elements), those
+            of a block's rows and columns ascending along the last axis.
     """
-    batch, head = (Interval(number, number, number) for number in of)
-    rows, columns = Interval(row[:, :1], row[:, -1:], row), Interval(column[:, 0], column[:, -1], column)
-    places: tuple[Any, Any, Any, Any] = batch, head, rows, columns
+    batch, head, row, column = (Interval(x[..., 0], x[..., -1], x) for x in pairs[:4])
+    places: tuple[Any, Any, Any, Any] = batch, head, row, column
+    shift: Any = Interval(pairs.shift[..., 0], pairs.shift[..., 0]) if isinstance(pairs.shift, Tensor) else pairs.shift
     captured: Any = [Captured(x) for x in mask_aux]
-    seen: Any = seen_pairs(options, Pairs(*places, 1), band, captured)
+    seen: Any = seen_pairs(options, Pairs(*places, 1, shift=shift), band, captured)
     if isinstance(seen, Tensor):  # a constant
         return seen, seen
     every, some = (seen.low, seen.high) if _is_known(seen) else (False, True)
-    return torch.as_tensor(every, device=row.device), torch.as_tensor(some, device=row.device)
+    return torch.as_tensor(every, device=pairs.row.device), torch.as_tensor(some, device=pairs.row.device)
 
 
 def _interval(value: Any) -> Interval:
@@ -178,16 +183,16 @@ def _is_truth(value: Interval) -> bool:
 
 
 def _can_be_added(value: Interval) -> bool:
-    """Whether integers are so small that sums of two do not overflow. Asking tensors waits for the device.
+    """Whether integers are so small that sums of two do not overflow. Asking tensors waits for the device."""
+    return value.numbers is not None or _are_within(value, _LARGEST)  # pairs have fewer indices
 
-    torch adds integers of 8 and 16 bits, and truth values, in their own way.
-    """
-    if value.numbers is not None:  # indices of pairs, of which there are fewer
-        return True
+
+def _are_within(value: Interval, most: int) -> bool:
+    """Whether they are integers from -most to most; torch adds those of 8 and 16 bits and truth values differently."""
     for x in (value.low, value.high):
         if isinstance(x, Tensor) and x.dtype in (torch.int32, torch.int64):
-            if ((x < -_LARGEST) | (x > _LARGEST)).any():
+            if ((x < -most) | (x > most)).any():
                 return False
-        elif isinstance(x, bool) or not isinstance(x, int) or abs(x) > _LARGEST:
+        elif isinstance(x, bool) or not isinstance(x, int) or abs(x) > most:
             return False
     return True

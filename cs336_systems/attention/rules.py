@@ -48,8 +48,9 @@ class Mask:
 
         They serve all calls of the same sizes, ``causal`` and ``window``, as those of all layers of a model, until what
         the mask captured changes. Finding them computes the rules for bounds of each block, and for all pairs of the
-        blocks that these leave undecided: integers, their sums and comparisons have bounds, floating-point numbers and
-        products do not. That takes no memory in proportion to the pairs, and waits for the device.
+        blocks that these leave undecided: integers, their sums, comparisons and products with a number have bounds,
+        floating-point numbers and other products do not. That takes no memory in proportion to the pairs, and waits for
+        the device.
 
         Args:
             q_len, k_len: the lengths of the calls, at least 1; max_seqlen_q and max_seqlen_k for packed sequences.

@@ -48,11 +48,14 @@ COMPILES = [
 ]
 
 
-def named(table: Mapping[str, Any] | Iterable[str], fast: Iterable[str] | None = None) -> list[Any]:
-    """The names of a table as parameters; those not in ``fast`` are slow."""
-    names, quick = [*table], {*(table if fast is None else fast)}
-    assert quick <= {*names}, quick - {*names}
-    return [name if name in quick else pytest.param(name, marks=slow) for name in names]
+def named(
+    table: Mapping[str, Any] | Iterable[str], fast: Iterable[str] | None = None, every_triton: Iterable[str] = ()
+) -> list[Any]:
+    """The names of a table as parameters; those not in ``fast`` are slow, those in ``every_triton`` marked so."""
+    names, quick, everywhere = [*table], {*(table if fast is None else fast)}, {*every_triton}
+    assert quick | everywhere <= {*names}, (quick | everywhere) - {*names}
+    marks = {name: [slow] * (name not in quick) + [pytest.mark.every_triton] * (name in everywhere) for name in names}
+    return [pytest.param(name, marks=marks[name]) for name in names]
 
 
 def rows(table: Mapping[str, tuple[Any, ...]]) -> list[Any]:

@@ -48,8 +48,9 @@ CASES = {
 }
 
 
-@pytest.mark.every_triton
-@pytest.mark.parametrize("name", named(CASES, ["grouped", "window", "softcap"]))
+@pytest.mark.parametrize(
+    "name", named(CASES, ["grouped", "window", "softcap"], ["grouped", "window", "softcap", "wide"])
+)
 @each_dtype(flash=FLOATS, naive=(FLOAT, DOUBLE))
 def test_values_are_within_the_budget(impl, dtype, device, name, many_sms):
     sizes, features = CASES[name]

@@ -59,15 +59,25 @@ def test_values_and_gradients_are_within_the_budget(impl, dtype, device, name):
 
 
 # A tensor for each pair, one for each row, for each column and for each distance: the ways in which tiles meet.
-@pytest.mark.parametrize(
-    "name", ["window", "softcap", "alibi", "bias", "mask", "documents", "rules", "distances", "sinks", "dropout"]
-)
+BEYOND_A_TILE = ["window", "softcap", "alibi", "bias", "mask", "documents", "rules", "distances", "sinks", "dropout"]
+FOR_EVERY_TRITON = ["softcap", "bias", "documents", "distances", "dropout"]
+"""What differs in operations of Triton's; packed sequences have windows, rules and sinks."""
+
+
 @slow
 @pytest.mark.parametrize(
-    "lengths",
+    ("lengths", "name"),
     [
-        pytest.param((130, 150), id="more_keys", marks=pytest.mark.every_triton),
-        pytest.param((150, 130), id="more_queries"),
+        *[pytest.param((150, 130), name, id=f"more_queries-{name}") for name in BEYOND_A_TILE],
+        *[
+            pytest.param(
+                (130, 150),
+                name,
+                id=f"more_keys-{name}",
+                marks=[pytest.mark.every_triton] * (name in FOR_EVERY_TRITON),
+            )
+            for name in BEYOND_A_TILE
+        ],
     ],
 )
 def test_lengths_beyond_a_tile(flash_device, lengths, name):

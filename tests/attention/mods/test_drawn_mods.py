@@ -119,8 +119,15 @@ def check(impl, value, mask):
         assert (own - other).abs().max() <= 2e-5 * max(1.0, float(other.abs().max()))
 
 
-@pytest.mark.parametrize("impl", ["naive", "tiled", pytest.param("flash", marks=slow)])
+@pytest.mark.parametrize("impl", ["naive", "tiled"])
 @settings(max_examples=25, deadline=None)
 @given(VALUES, MASKS)
 def test_drawn_functions(impl, value, mask):
     check(impl, value, mask)
+
+
+@slow
+@settings(max_examples=10, deadline=None)  # each takes seconds to interpret, or to compile
+@given(VALUES, MASKS)
+def test_drawn_functions_in_kernels(value, mask):
+    check("flash", value, mask)

@@ -37,6 +37,8 @@ def draw(kind):
         "quotients": lambda b, h, q, k: (q // 128 == k // 128 - 1) & ~(k // 256 == h),
         "remainders": lambda b, h, q, k: (q % 128 < 64) & (k >= 128) | (q - k) % 3 == 7,
         "products": lambda b, h, q, k: q * (h + 1) > 2 * k,
+        "multiples": lambda b, h, q, k: (q - k < 64 * (h + 1)) & (y[q] * -3 <= 5 * of_heads[h] - 300),
+        "huge_multiples": lambda b, h, q, k: (huge[q] * 2 < k) | (wide[k] * 2 >= 7) & (q * 2**31 > k),
         "bytes": lambda b, h, q, k: small[q] + small[k] < 200,
         "floats": lambda b, h, q, k: floats[q] <= floats[k],
         "fractions": lambda b, h, q, k: q * 0.5 + 3 > k,
@@ -58,9 +60,21 @@ def draw(kind):
 
 
 KINDS = [
-    *("sums", "equal", "negative", "quotients", "remainders", "products", "bytes", "floats", "fractions", "huge"),
-    *("huge_alike", "negated", "wide", "flags", "exclusive", "converted", "dense", "by_distance", "elsewhere"),
-    *("functions", "constant", "all", "number"),
+    *("sums", "equal", "negative", "quotients", "remainders", "products", "multiples", "huge_multiples", "bytes"),
+    *(
+        "floats",
+        "fractions",
+        "huge",
+        "huge_alike",
+        "negated",
+        "wide",
+        "flags",
+        "exclusive",
+        "converted",
+        "dense",
+        "by_distance",
+    ),
+    *("elsewhere", "functions", "constant", "all", "number"),
 ]
 
 
@@ -172,8 +186,26 @@ def test_pairs_of_undecided_blocks_are_a_few_at_a_time():
     assert recorded.largest <= 8 * PAIRS_AT_ONCE["cpu"]
 
 
+def test_many_entries_and_heads_are_computed_together(monkeypatch):
+    from cs336_systems.attention import blocks
+
+    calls, whole, lengths = [], blocks.bounds_of, torch.randint(0, 1000, (8, 32))
+    monkeypatch.setattr(blocks, "bounds_of", lambda *given: (calls.append(given), whole(*given))[1])
+    mask = mask_mod(lambda b, h, q, k: k < lengths[b, h])
+    found = blocks_of(mask, 500, 1000, batch=8, heads=32).rows
+    assert len(calls) <= 4
+    keys = torch.arange(1000)
+    seen = (keys < lengths[..., None, None]).expand(-1, -1, 500, -1)
+    for entry in range(8):
+        assert torch.equal(kinds_of(found[entry]), expected_kinds(seen[entry]).long())
+
+
 @pytest.mark.parametrize(
-    "mask", [block_local(256), causal(-128), prefix(torch.tensor([512])) & causal(0), ~block_local(384)]
+    "mask",
+    [
+        *(block_local(256), causal(-128), prefix(torch.tensor([512])) & causal(0), ~block_local(384)),
+        mask_mod(lambda b, h, q, k: (q - k < 128 * (h + 1)) & (-q * 2 <= k * -1)),
+    ],
 )
 def test_bounds_decide_what_whole_blocks_say(monkeypatch, mask):
     """So few pairs are looked at: those of blocks that are partly visible."""
@@ -181,6 +213,6 @@ def test_bounds_decide_what_whole_blocks_say(monkeypatch, mask):
 
     looked, whole = [], blocks.seen_pairs
     monkeypatch.setattr(blocks, "seen_pairs", lambda o, pairs, *rest: (looked.append(pairs), whole(o, pairs, *rest))[1])
-    lists = blocks_of(mask, 1024, 1024).rows
+    lists = blocks_of(mask, 1024, 1024, heads=3).rows
     exact = sum(pairs.row.shape[0] for pairs in looked if isinstance(pairs.row, torch.Tensor) and pairs.row.ndim == 3)
     assert exact == int(lists[..., 0].sum())

@@ -100,10 +100,10 @@ def cases_of(name, dim):
         others += [window, causal | {"dtype": "float16"}, *[window | {"deterministic": True}] * (name == "backward")]
     elif (name, dim) == ("forward", 64):
         others.append(unmasked | {"length": SHORT_LENGTH})
-    rules = [causal | {"rules": "document_listed"}, unmasked | {"rules": "alibi"}, causal | {"rules": "bent"}]
-    rules += [causal | {"rules": kind} for kind in ("bias", "relative_bias", "sinks") if name == "forward"]
-    rules.append(unmasked | {"rules": "dropout"})
-    return {"plain": [causal], "others": others, "rules": rules}
+    rules = [causal | {"rules": "document_listed"}, causal | {"rules": "bent"}, unmasked | {"rules": "dropout"}]
+    more_rules = [unmasked | {"rules": "alibi"}]
+    more_rules += [causal | {"rules": kind} for kind in ("bias", "relative_bias", "sinks") if name == "forward"]
+    return {"plain": [causal], "others": others, "rules": rules, "more_rules": more_rules}
 
 
 @for_a_known_triton
@@ -117,7 +117,9 @@ def cases_of(name, dim):
         *[pytest.param(name, {256}, "plain others", marks=pytest.mark.slow) for name in ("forward", "backward")],
         *[pytest.param("forward", {dim}, "plain others", marks=pytest.mark.slow) for dim in sorted(TAILS)],
         pytest.param("forward backward", {64}, "rules", marks=every_triton),
-        *[pytest.param("forward backward", {dim}, "rules", marks=pytest.mark.slow) for dim in (128, 256)],
+        pytest.param("forward backward", {64}, "more_rules", marks=pytest.mark.slow),
+        pytest.param("forward backward", {128}, "rules more_rules", marks=pytest.mark.slow),
+        pytest.param("forward backward", {256}, "rules", marks=pytest.mark.slow),
     ],
 )
 def test_kernels_compile(compiled_by, passes, dims, cases):
