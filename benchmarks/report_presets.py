@@ -44,7 +44,7 @@ transformer-batch-32 = transformer --models large --lengths 512 --batches 32 --p
 transformer-limit = transformer {suite} --models large --lengths 2048 4096 8192 --providers naive flash {few}
 attention = attention --preset course {rivals} --most-rounds 9
 attention-limit = attention --preset course --lengths 32768 65536 131072 --head-dims 16 128 --dtypes fp32 {fewer} {slow}
-attention-wide = attention --preset course --lengths 16 32 64 128 --head-dims 256 1024 4096 16384 {plain} --most-rounds 9
+attention-wide = attention --preset course --lengths 16 32 64 128 --head-dims 256 1024 4096 16384 {plain}
 attention-causal = attention --preset course-causal {causal}
 {breakdowns}
 {memory}
@@ -93,7 +93,7 @@ _FLAGS = {
     "each_mode": "--modes forward forward+backward step",
     "rivals": "--providers naive compiled flash torch-flash torch-efficient torch-cudnn",
     "fewer": "--providers naive compiled flash torch-efficient",
-    "plain": "--providers naive compiled",
+    "plain": "--providers naive compiled --most-rounds 9",
     "small_models": "4-256-256-4-8 4-512-512-6-8 8-256-768-6-12 8-512-768-12-12",
 }
 _LONG = "--lengths 128 512 2048 8192 32768 65536 --providers naive flash sdpa --rounds 3"
