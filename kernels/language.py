@@ -153,14 +153,16 @@ def _of_tensors(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(operation)
     def applied(*values: Any) -> Tensor:
         device = next((value.device for value in values if isinstance(value, Tensor)), None)
-        return operation(*[torch.as_tensor(x, device=device) if isinstance(x, NUMBERS) else x for x in values])
+        # Not by as_tensor, of which Dynamo takes a length for a constant.
+        return operation(*[torch.full((), x, device=device) if isinstance(x, NUMBERS) else x for x in values])  # type: ignore[arg-type]
 
     return applied
 
 
 def _at_in_torch(tensor: Tensor, index: tuple[Any, ...], wide: torch.dtype) -> Tensor:
     places = tuple(0 if size == 1 else place for size, place in zip(tensor.shape, index, strict=True))
-    element = tensor[places]
+    # With an axis, because torch takes an index without axes for a number, whose value a traced call does not know.
+    element = tensor[tuple([x[None] if isinstance(x, Tensor) and not x.ndim else x for x in places])]
     return element.to(wide) if element.is_floating_point() else element
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .language import at, floor_divide, in_torch, inside, remainder, sigmoid, tanh, tl, written
+from .torch_names import constant_when_traced
 
 AXES = ("batch", "head", "row", "column")
 DISTANCE = "distance"
@@ -142,10 +143,32 @@ class _Registry(dict[str, Code]):
 registry = _Registry()
 """The code of rules by their names."""
 
+
+class _Traced:
+    """The code of rules as attributes: torch.compile sees those that came while it traces, and guards on no other."""
+
+
+_traced = _Traced()
+
+
+@constant_when_traced
+def _attribute_of(name: str) -> str:
+    attribute = "mod_" + hashlib.sha256(name.encode()).hexdigest()
+    setattr(_traced, attribute, registry[name])
+    return attribute
+
+
+def code_of(name: str) -> Code:
+    """The code of a rule, also where torch.compile traces."""
+    if not torch.compiler.is_compiling():
+        return registry[name]
+    code: Code = getattr(_traced, _attribute_of(name))
+    return code
+
+
 SOFTCAP = ModSource(
     (*PLACES["score"], "cap"),
     ("return cap * tanh(score / cap)",),
     ("ratio = tanh(score / cap)", "return 1.0 - ratio * ratio"),
 ).name
 """The name of the rule cap * tanh(score / cap)."""
-registry[SOFTCAP]  # made now, because torch.compile cannot

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .language import NUMBERS, written
-from .mods import registry
+from .mods import code_of
 from .torch_names import constant_when_traced
 
 Leaf = tuple[str, tuple[float | None, ...]]
@@ -85,7 +85,7 @@ def axes_read(leaves: Iterable[Leaf], tensors: Iterable[Tensor]) -> Iterator[tup
     rest = iter(tensors)
     for name, captured in leaves:
         for slot in (slot for slot, item in enumerate(captured) if item is None):
-            yield registry[name].axes.get(slot, ()), next(rest)
+            yield code_of(name).axes.get(slot, ()), next(rest)
 
 
 def tensors_of(leaf: Leaf) -> int:
@@ -132,7 +132,7 @@ def score_code(scores: Scores, wanted: tuple[Wanted, ...]) -> ScoreCode:
     parameters = "score, batch, head, row, column, captured"
     writer = _Writer()
     calls = [writer.arguments(leaf) for leaf in scores]
-    codes = [registry[leaf[0]] for leaf in scores]
+    codes = [code_of(leaf[0]) for leaf in scores]
     steps = [f"score = {writer.name(code.function)}(score, {call})" for code, call in zip(codes, calls, strict=True)]
     apply = writer.function("score_rule", parameters, [*steps, "return score"])
     lines, terms, outer = ["score_0 = score"], {}, "1.0"
@@ -156,7 +156,7 @@ def steepest(scores: Scores) -> float:
     """The largest magnitude of the derivative of score rules one after another."""
     product = 1.0
     for name, _ in scores:
-        product *= registry[name].steepest
+        product *= code_of(name).steepest
     return product
 
 
@@ -188,7 +188,7 @@ class _Writer:
         if mask[0] == "not":
             # A comparison, because ~ of what Triton made of a Python bool would be an integer's.
             return f"({self.mask(mask[1])} == 0)"
-        return f"{self.name(registry[mask[0]].function)}({self.arguments(mask)})"
+        return f"{self.name(code_of(mask[0]).function)}({self.arguments(mask)})"
 
     def function(self, name: str, parameters: str, lines: list[str]) -> Any:
         """A `jit` function of these lines."""

@@ -224,6 +224,19 @@ def holds_for_all_sizes(condition: bool | torch.SymBool) -> bool:
     return statically_known_true(condition)
 
 
+def constant_of(number: float | torch.SymInt | torch.SymFloat) -> Any:
+    """The number, if it is the same in all calls of the program that Dynamo traces; else None.
+
+    ``torch.fx.experimental`` has it, where names move. Without it no number is known to be.
+    """
+    try:
+        from torch.fx.experimental.symbolic_shapes import guard_scalar, has_static_value  # takes long
+    except ImportError:
+        return None
+    # What a program computes of lengths may be a constant, which Dynamo does not take for one by itself.
+    return guard_scalar(number) if isinstance(number, bool) or has_static_value(number) else None
+
+
 def surely(condition: bool | torch.SymBool) -> bool:
     """Whether a condition holds; while torch traces, whether it holds for all sizes of the traced program."""
     return holds_for_all_sizes(condition) if torch.compiler.is_compiling() else bool(condition)

@@ -142,7 +142,8 @@ def attention(
     """
     arguments = Arguments(
         causal, window, scale, softcap, dropout_p, deterministic, return_lse, alibi_slopes, bias,
-        None if scores is None else as_scores(scores), None if mask is None else as_mask(mask), sinks, seed, generator,
+        None if scores is None else as_scores(scores, q), None if mask is None else as_mask(mask, q),
+        sinks, seed, generator,
     )  # fmt: skip
     if getattr(q, "is_nested", False):
         from .varlen import nested_attention
@@ -159,7 +160,7 @@ def explain(
     q, k, v = autocast_inputs(q, k, v)
     arguments: dict[str, Any] = {**options}
     impl = arguments.pop("impl", "auto")
-    return explain_call(make_call(q, k, v, Arguments.of(**arguments, return_lse=return_lse)), impl)
+    return explain_call(make_call(q, k, v, Arguments.of(q, **arguments, return_lse=return_lse)), impl)
 
 
 def run(

@@ -55,9 +55,9 @@ class Arguments(NamedTuple):
         return (plain, types, *map(_metadata, self[7:])) if has_tensors else (plain, types)
 
     @classmethod
-    def of(cls, **options: Any) -> Arguments:
+    def of(cls, q: Tensor | None = None, /, **options: Any) -> Arguments:
         """The arguments, with masks and score changes in place of functions of a pair. Raises what `mods` says."""
-        scores, mask = as_scores(options.pop("scores", None)), as_mask(options.pop("mask", None))
+        scores, mask = as_scores(options.pop("scores", None), q), as_mask(options.pop("mask", None), q)
         return cls(scores=scores, mask=mask, **options)
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..kernels.mods import DISTANCE, registry
+from ..kernels.mods import DISTANCE, code_of
 from ..kernels.rules import Leaf, axes_read
 from .sizes import Sizes
 from .tracing.tables import Table
@@ -30,7 +30,7 @@ def check_captured(
     full, rest = _size_of_axes(sizes), iter(tensors)
     for leaf in rules:
         for slot in (slot for slot, item in enumerate(leaf[1]) if item is None):
-            tensor, code = next(rest), registry[leaf[0]]
+            tensor, code = next(rest), code_of(leaf[0])
             axes = code.axes.get(slot)
             if isinstance(tensor, Table):
                 for each in tensor.captured:
@@ -71,7 +71,7 @@ def within_call(rules: Iterable[Leaf], tensors: tuple[Tensor, ...], sizes: Sizes
     full, rest, found = _size_of_axes(sizes), iter(tensors), []
     for name, captured in rules:
         for slot in (slot for slot, item in enumerate(captured) if item is None):
-            tensor, gradient = next(rest), registry[name].gradients.get(slot)
+            tensor, gradient = next(rest), code_of(name).gradients.get(slot)
             for axis, own in enumerate(gradient.axes if gradient is not None else ()):
                 if own != DISTANCE and tensor.shape[axis] > full[own] and tensor.shape[axis] != 1:
                     tensor = tensor.narrow(axis, 0, full[own])

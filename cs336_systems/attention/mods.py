@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..kernels.mods import PLACES
 from .rules import Mask, Scores
+from .tracing.compiled import rule_of
 from .tracing.kept import Recorded, kept
 from .tracing.record import record
 from .tracing.source import write
@@ -44,18 +45,10 @@ def mask_mod(mod: MaskMod) -> Mask:
 
     Raises:
         ValueError: the function does what cannot be traced, such as branching on a value. The message names the
-            operator and the line.
+            operator and the line. Within torch.compile it is Dynamo's exception, which has the message.
         TypeError: it returns no bool tensor.
     """
-    _check(mod, "mask_mod")
-
-    def make() -> tuple[Recorded, bool]:
-        graph, result = record(mod, PLACES["mask"])
-        if result.dtype is not torch.bool:
-            raise TypeError(f"a mask_mod must return a bool tensor; got {result.dtype}")
-        return write("mask", graph, result), not graph.computes
-
-    return Mask(*kept(mod, "mask", make))
+    return Mask(*_recorded(mod, "mask"))
 
 
 def score_mod(mod: ScoreMod) -> Scores:
@@ -71,34 +64,41 @@ def score_mod(mod: ScoreMod) -> Scores:
         ValueError: as `mask_mod`.
         TypeError: the function returns no floating-point tensor.
     """
-    _check(mod, "score_mod")
-
-    def make() -> tuple[Recorded, bool]:
-        graph, result = record(mod, PLACES["score"])
-        if result.is_integer:
-            raise TypeError(f"a score_mod must return a floating-point tensor; got {result.dtype}")
-        return write("score", graph, result), not graph.computes
-
-    leaf, tensors = kept(mod, "score", make)
+    leaf, tensors = _recorded(mod, "score")
     return Scores((leaf,), tensors)
 
 
-def as_mask(mask: Tensor | Mask | MaskMod | None) -> Tensor | Mask | None:
-    """A function as the `Mask` that it describes; anything else as it is."""
-    return mask_mod(mask) if _is_function(mask) else mask  # type: ignore[arg-type,return-value]
+def as_mask(mask: Tensor | Mask | MaskMod | None, like: Tensor | None = None) -> Tensor | Mask | None:
+    """A function as the `Mask` that it describes, for a call on the device of ``like``; anything else as it is."""
+    return Mask(*_recorded(mask, "mask", like)) if _is_function(mask) else mask  # type: ignore[return-value]
 
 
-def as_scores(scores: Scores | ScoreMod | None) -> Scores | None:
-    """A function as the `Scores` that it describes; anything else as it is."""
-    return score_mod(scores) if _is_function(scores) else scores  # type: ignore[arg-type,return-value]
+def as_scores(scores: Scores | ScoreMod | None, like: Tensor | None = None) -> Scores | None:
+    """A function as the `Scores` that it describes, for a call on the device of ``like``; anything else as it is."""
+    if not _is_function(scores):
+        return scores  # type: ignore[return-value]
+    leaf, tensors = _recorded(scores, "score", like)
+    return Scores((leaf,), tensors)
 
 
 def _is_function(value: Any) -> bool:
     return callable(value) and not isinstance(value, (Tensor, Mask, Scores))
 
 
-def _check(mod: Any, name: str) -> None:
+def _recorded(mod: Any, kind: str, like: Tensor | None = None) -> Recorded:
+    """The rule of a function, and what it captured."""
     if not _is_function(mod):
-        raise TypeError(f"{name} must be given a function; got {type(mod).__name__}")
+        raise TypeError(f"{kind}_mod must be given a function; got {type(mod).__name__}")
+    if torch.compiler.is_dynamo_compiling():
+        return rule_of(mod, kind, None if like is None else like.device)
     if torch.compiler.is_compiling():
-        raise TypeError(f"{name} cannot be called within torch.compile: make the mask or the score change before")
+        raise TypeError(
+            f"{kind}_mod cannot be called where torch.export traces with strict=False: make the mask or the score "
+            "change before, or pass strict=True"
+        )
+
+    def make() -> tuple[Recorded, bool]:
+        graph, result = record(mod, PLACES[kind])
+        return write(kind, graph, result), not graph.computes
+
+    return kept(mod, kind, make)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..kernels.call import DROPOUT_BITS, Aux, Band, Options
 from ..kernels.language import NUMBERS
 from ..kernels.lib.reductions import diagonal_sums, locate_rows
-from ..kernels.mods import AXES, DISTANCE, registry
+from ..kernels.mods import AXES, DISTANCE, code_of
 from ..kernels.rules import OPERATORS, Leaf, Mask
 from ..kernels.torch_names import exporting
 from .op import NAMESPACE, library
@@ -102,7 +102,7 @@ def changed_scores(options: Options, scores: Tensor, pairs: Pairs, captured: Seq
     """The scores as the rules leave them."""
     rest = iter(captured)
     for leaf in options.score_rules:
-        function = registry[leaf[0]].in_torch[torch.promote_types(scores.dtype, torch.float32)]
+        function = code_of(leaf[0]).in_torch[torch.promote_types(scores.dtype, torch.float32)]
         changed = function(scores, pairs.batch, pairs.head, pairs.row, pairs.column, *_captured(leaf, rest))
         scores = changed.to(scores.dtype)
     return scores
@@ -152,7 +152,7 @@ def scores_and_slopes(
     steps = []
     wide = scores.dtype
     for leaf in options.score_rules:
-        code, arguments = registry[leaf[0]], (scores, *places, *_captured(leaf, rest))
+        code, arguments = code_of(leaf[0]), (scores, *places, *_captured(leaf, rest))
         slots = [slot for slot, item in enumerate(leaf[1]) if item is None]
         asked = {slot: number for number, slot in enumerate(slots, first) if wanted[number]}
         first += len(slots)
@@ -205,7 +205,7 @@ def _by_mask(mask: Mask, pairs: Pairs, rest: Iterator[Tensor]) -> Tensor:
         return first & second if mask[0] == "and" else first | second
     if mask[0] == "not":
         return ~_by_mask(mask[1], pairs, rest)
-    function = registry[mask[0]].in_torch[torch.float32]
+    function = code_of(mask[0]).in_torch[torch.float32]
     seen = function(pairs.batch, pairs.head, pairs.row, pairs.column, *_captured((mask[0], mask[1]), rest))
     return (torch.as_tensor(seen, device=pairs.row.device) if isinstance(seen, NUMBERS) else seen) != 0
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import rules
-from ..kernels.mods import registry
+from ..kernels.mods import code_of
 from .blocks import Blocks, dense_mask, find_blocks
 from .sizes import Sizes
 from .tracing.tables import Table
@@ -67,7 +67,10 @@ class Mask:
 
         Raises:
             TypeError, ValueError: an argument is not what it has to be, or None where no captured tensor has it.
+            RuntimeError: torch.compile or torch.export traces: the lists depend on values.
         """
+        if torch.compiler.is_compiling():
+            raise RuntimeError("lists of blocks cannot be found where torch.compile traces: make the mask before")
         asked = (q_len, k_len), (batch, heads), causal, window, (cu_seqlens_q, cu_seqlens_k), device, cache
         return dataclasses.replace(self, blocks=find_blocks(self.expression, self.tensors, *asked))
 
@@ -118,7 +121,7 @@ class Scores:
         """The rules of a call of these sizes, in which gathered distances have their origin."""
         found, rest = [], iter(self.tensors)
         for name, captured in self.expression:
-            numbers, code = [*captured], registry[name]
+            numbers, code = [*captured], code_of(name)
             for slot in (slot for slot, item in enumerate(captured) if item is None):
                 table = next(rest)
                 if isinstance(table, Table) and table.order is None and slot in code.origins:

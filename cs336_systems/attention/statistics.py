@@ -113,8 +113,8 @@ def score_statistics(
     traces the call into one graph. torch.func and forward-mode derivatives need "naive", which "auto" then takes.
     """
     arguments = Arguments(
-        causal, window, scale, softcap, alibi_slopes=alibi_slopes, bias=bias, scores=as_scores(scores),
-        mask=as_mask(mask), sinks=sinks,
+        causal, window, scale, softcap, alibi_slopes=alibi_slopes, bias=bias, scores=as_scores(scores, q),
+        mask=as_mask(mask, q), sinks=sinks,
     )  # fmt: skip
     return _computed(q, k, arguments, impl)
 
@@ -147,7 +147,7 @@ def score_statistics_varlen(
     impl = arguments.pop("impl", "auto")
     packed = packed_sequences(q, k, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, arguments.get("mask"))
     q, k, _ = as_heads(q, k, k)
-    lse, max_scores, entropy = _computed(q, k, Arguments.of(**arguments), impl, packed)
+    lse, max_scores, entropy = _computed(q, k, Arguments.of(q, **arguments), impl, packed)
     return ScoreStatistics(lse[0], max_scores[0], entropy[0])
 
 

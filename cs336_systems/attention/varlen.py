@@ -109,7 +109,7 @@ def attention_varlen(
     arguments: dict[str, Any] = {**options}
     impl = arguments.pop("impl", "auto")
     packed = packed_sequences(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, arguments.get("mask"))
-    out, lse = run(*as_heads(q, k, v), Arguments.of(**arguments, return_lse=return_lse), impl, packed)
+    out, lse = run(*as_heads(q, k, v), Arguments.of(q, **arguments, return_lse=return_lse), impl, packed)
     out = out[0].transpose(0, 1)
     return out if lse is None else (out, lse[0])
 
@@ -131,7 +131,7 @@ def explain_varlen(
     arguments: dict[str, Any] = {**options}
     impl = arguments.pop("impl", "auto")
     packed = packed_sequences(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, arguments.get("mask"))
-    call = make_call(*as_heads(q, k, v), Arguments.of(**arguments, return_lse=return_lse), packed)
+    call = make_call(*as_heads(q, k, v), Arguments.of(q, **arguments, return_lse=return_lse), packed)
     return explain_call(call, impl)
 
 

@@ -127,7 +127,7 @@ def flex_attention(
         raise ValueError("return_lse must be False if return_aux is given; got True")
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     mask = None if block_mask is None else block_mask.mask
-    scores = as_scores(score_mod)
+    scores = as_scores(score_mod, query)
     found = attention(query, key, value, scores=scores, mask=mask, scale=scale, return_lse=wants_lse)
     if return_aux is None:
         return found

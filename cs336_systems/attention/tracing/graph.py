@@ -86,6 +86,8 @@ class Graph:
         """What an operation gives that changes nothing, as many in derivatives do; or the node."""
         if node.name in SAME and (node.inputs[0].dtype == node.dtype or not node.inputs[0].is_integer):
             return node.inputs[0]  # all floating-point numbers have one dtype
+        if node.name == "_to_copy" and not node.is_integer and not node.inputs[0].is_integer:
+            return node.inputs[0]
         if node.name == "mul":
             one, other = node.arguments
             for factor, value in ((one, other), (other, one)):

@@ -18,6 +18,7 @@ from .operations import KNOWN
 
 _OURS = os.path.dirname(os.path.dirname(__file__))
 _TORCH = os.path.dirname(torch.__file__)
+_REPLAYED = os.path.join(os.path.dirname(__file__), "replayed.py")
 
 
 def refuse(what: str) -> ValueError:
@@ -27,7 +28,8 @@ def refuse(what: str) -> ValueError:
     """
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
-        frame = frame.f_back  # type: ignore[assignment]
+        # Within torch.compile the mod's line has run before: Dynamo says which one that was.
+        frame = None if frame.f_code.co_filename == _REPLAYED else frame.f_back  # type: ignore[assignment]
     where = "" if frame is None else f" ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
     return ValueError(f"a mod must compute one element from one pair, by torch's operators; it {what}{where}")
 
@@ -111,20 +113,21 @@ class IndexedByPairs(TorchFunctionMode):
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
-        self._recorder = recorder
+        self.recorder = recorder
         self._begun: dict[int, tuple[Tensor, Tensor, tuple[Node, ...]]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
             indices = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if any(map(self._recorder.knows, indices)) or id(args[0]) in self._begun:
-                return self._read(args[0], indices)
+            if any(map(self.recorder.knows, indices)) or id(args[0]) in self._begun:
+                return self.read(args[0], indices)
         elif any(id(value) in self._begun for value in args):
             raise refuse("uses a captured tensor that has an index for some of its axes only")
         return func(*args, **(kwargs or {}))
 
-    def _read(self, tensor: Tensor, indices: tuple[Any, ...]) -> Tensor:
-        recorder = self._recorder
+    def read(self, tensor: Any, indices: tuple[Any, ...]) -> Tensor:
+        """An element of a captured tensor, or what stands for it until its other axes have an index."""
+        recorder = self.recorder
         if recorder.knows(tensor):
             raise refuse("indexes what has no axes")
         nodes: tuple[Node, ...] = ()
@@ -156,15 +159,20 @@ def _plainly(with_gradients: bool) -> Iterator[None]:
 
 def record(mod: Callable[..., Any], places: tuple[str, ...]) -> tuple[Graph, Node]:
     """What a mod computes of these places. Raises ValueError for what cannot be traced, and names the line."""
+    return record_by(lambda indexed, arguments: mod(*arguments), places)
+
+
+def record_by(run: Callable[[IndexedByPairs, list[Tensor]], Any], places: tuple[str, ...]) -> tuple[Graph, Node]:
+    """The same of what this function computes, of tensors without axes that stand for the places."""
     graph = Graph()
     recorder = Recorder(graph)
-    with _plainly(torch.is_grad_enabled()), IndexedByPairs(recorder), recorder:
+    with _plainly(torch.is_grad_enabled()), IndexedByPairs(recorder) as indexed, recorder:
         arguments = []
         for name in places:
             node = graph.place(name)
             # Any value would do; integers are not divided by 0.
             arguments.append(recorder.stand_for(torch.ones((), dtype=node.dtype, device="cpu"), node))
-        result = mod(*arguments)
+        result = run(indexed, arguments)
         if not isinstance(result, (Tensor, bool, int, float)):
             raise TypeError(f"a mod must return a tensor; got {type(result).__name__}")
         return graph, recorder.node_of(result)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ...kernels.mods import AXES, DISTANCE, PLACES, SCORE, GradientSource, ModSource, registry
+from ...kernels.mods import AXES, DISTANCE, PLACES, SCORE, GradientSource, ModSource
 from ...kernels.rules import Leaf
 from .graph import Graph, Node, in_order, linear
 from .operations import expression
@@ -106,7 +106,7 @@ class _Writer:
             if slot.origin is not None:
                 texts[-1] = f"column - row + {self.origin(slot)}"
         else:
-            assert isinstance(slot.tensor, Tensor)  # a table has axes
+            assert not isinstance(slot.tensor, Table)  # it has axes
             texts = []
             for axis, index in enumerate(slot.indices):
                 own = names[index] if index in names else self.number(index.value, False)
@@ -128,8 +128,12 @@ def places_of(result: Node) -> list[str]:
 def write(kind: str, graph: Graph, result: Node) -> tuple[Leaf, tuple[Tensor | Table, ...]]:
     """The rule of a mod, "mask" or "score", and what it captured.
 
-    Raises ValueError for what kernels do not have.
+    Raises ValueError for what kernels do not have, and TypeError for a result of the wrong dtype.
     """
+    if kind == "mask" and result.dtype is not torch.bool:
+        raise TypeError(f"a mask_mod must return a bool tensor; got {result.dtype}")
+    if kind == "score" and result.is_integer:
+        raise TypeError(f"a score_mod must return a floating-point tensor; got {result.dtype}")
     reads = [node for node in in_order(result) if node.kind == "read"]
     # A table's own reads are none of the rule's.
     slots = {read: _Slot(read, of_scores=kind == "score") for read in reads}
@@ -169,7 +173,6 @@ def write(kind: str, graph: Graph, result: Node) -> tuple[Leaf, tuple[Tensor | T
     numbers = (*[slot.origin for slot in slots.values() if slot.origin is not None], *writer.numbers)
     captured = (*[None] * len(slots), *numbers)
     name = source.name
-    registry[name]  # made now, because torch.compile cannot
     return (name, captured), tuple(slot.tensor for slot in slots.values())
 
 

@@ -1,0 +1,326 @@
+"""Functions of a pair within torch.compile: one graph, recorded as it is traced, and compiled once for all lengths."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from cs336_systems.attention import attention, attention_varlen, score_statistics
+from cs336_systems.attention.mods import mask_mod, score_mod
+from cs336_systems.attention.variants import window
+from cs336_systems.compat.flex_attention import create_block_mask, flex_attention
+
+from ..helpers import COMPILES, EVERY, compiled_once, each_implementation, named, one_graph, slow
+from .test_mods import ALL, BY_TABLES, MASKS, SCORES, assert_close, by_torch, tensors
+
+pytestmark = COMPILES
+HEADS = 4
+FAST_MASKS = ("documents", "inverted", "by_distance")
+FAST_SCORES = ("turned_bias", "in_place", "learned_buckets", "of_rows", "masked")
+TABLE = {**SCORES, **BY_TABLES}
+
+
+@each_implementation
+@pytest.mark.parametrize("name", named(MASKS, FAST_MASKS))
+def test_masks(impl, name):
+    q, k, v = tensors()
+    compiled = one_graph(lambda *qkv: attention(*qkv, mask=lambda *pair: MASKS[name](*pair), impl=impl))
+    assert_close([compiled(q, k, v)], [by_torch(q, k, v, mask=MASKS[name])])
+
+
+@pytest.mark.parametrize("impl", [pytest.param("flash", marks=slow), pytest.param("naive", marks=slow), "tiled"])
+@pytest.mark.parametrize("name", named(TABLE, FAST_SCORES))
+def test_score_changes_and_all_gradients(impl, name):
+    mod, inputs = TABLE[name], [*tensors(), *ALL]
+    compiled = one_graph(lambda *qkv: attention(*qkv, scores=lambda s, *pair: mod(s, *pair), impl=impl))
+    outs = compiled(*inputs[:3]), by_torch(*inputs[:3], score=mod)
+    found, expected = (torch.autograd.grad(out.square().sum(), inputs, allow_unused=True) for out in outs)
+    assert_close([outs[0], *found], [outs[1], *expected])
+
+
+def assert_alike(compiled, model, inputs):
+    """The same values, and gradients of the inputs and of the parameters."""
+    inputs = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    leaves, outs = [*inputs.values(), *model.parameters()], [attend(**inputs) for attend in (compiled, model)]
+    dout = torch.randn_like(outs[0])
+    gradients = [torch.autograd.grad(x, leaves, dout, allow_unused=True, materialize_grads=True) for x in outs]
+    torch.testing.assert_close((outs[0], gradients[0]), (outs[1], gradients[1]), rtol=2e-5, atol=2e-5)
+
+
+def mask_of_the_module(b, h, q_idx, kv_idx):
+    return (q_idx >= kv_idx) | (q_idx < 3)
+
+
+def halved(score, b, h, q_idx, kv_idx):
+    return score * 0.5
+
+
+class Model(nn.Module):
+    def __init__(self, impl):
+        super().__init__()
+        self.impl, self.width, self.factor = impl, 7, 0.3
+        self.slopes, self.table = nn.Parameter(torch.rand(HEADS)), nn.Parameter(torch.randn(HEADS, 99))
+        self.register_buffer("ids", torch.arange(99) // 5)
+        self.by_slopes = lambda score, b, h, q_idx, kv_idx: score + self.slopes[h] * (kv_idx - q_idx)
+
+    def as_alibi(self, score, b, h, q_idx, kv_idx):
+        return score - self.slopes.exp()[h] * (q_idx - kv_idx).abs()
+
+    def attend(self, q, k, v, mask, scores):
+        return attention(q, k, v, mask=mask, scores=scores, impl=self.impl)
+
+
+class OfTheModule(Model):
+    def forward(self, q, k, v):
+        return self.attend(q, k, v, mask_of_the_module, halved)
+
+
+class Attribute(Model):
+    def forward(self, q, k, v):
+        return self.attend(q, k, v, mask_of_the_module, self.by_slopes)
+
+
+class Method(Model):
+    def forward(self, q, k, v):
+        return self.attend(q, k, v, None, self.as_alibi)
+
+
+class Closure(Model):
+    def forward(self, q, k, v):
+        q_len, shift = q.shape[-2], k.shape[-2] - q.shape[-2]
+        ids, width = self.get_buffer("ids")[: k.shape[-2]], self.width
+
+        def mask(b, h, q_idx, kv_idx):
+            seen = (q_idx + shift >= kv_idx) & (ids[q_idx + shift] == ids[kv_idx])
+            return seen | ((q_idx - kv_idx).abs() < width)
+
+        def scores(score, b, h, q_idx, kv_idx):
+            biased = score + self.table[h, kv_idx - q_idx + q_len - 1] * self.factor
+            return biased - self.slopes[h] * (q_idx + shift - kv_idx).abs()
+
+        return self.attend(q, k, v, mask, scores)
+
+
+class Several(Model):
+    """Each has rules that no call before it had."""
+
+    def forward(self, q, k, v):
+        for number in (1, 2):
+            q = self.attend(
+                q, k, v, lambda b, h, q_idx, kv_idx, number=number: (q_idx + kv_idx) % 5 != number, self.as_alibi
+            )
+        return self.attend(q, k, v, None, lambda score, b, h, q_idx, kv_idx: torch.sin(score * self.slopes[h]))
+
+
+class Made(Model):
+    def forward(self, q, k, v):
+        partial = functools.partial(lambda slopes, score, b, h, q_idx, kv_idx: score + slopes[h], self.slopes)
+        mask = mask_mod(mask_of_the_module) | window(2, 2)
+        other = mask_mod(lambda b, h, q_idx, kv_idx: kv_idx != 1)
+        return self.attend(q, k, v, mask.inverted() | other, score_mod(partial) + score_mod(halved))
+
+
+class Numbers(Model):
+    """Tensors that are made within a function, of numbers."""
+
+    def forward(self, q, k, v):
+        def scores(score, b, h, q_idx, kv_idx):
+            far = torch.where(q_idx > 2, score, torch.tensor(-2.0)) + torch.zeros((), device=score.device)
+            whole = (q_idx - kv_idx).to(score.dtype).float() * self.slopes[h]
+            return far + whole + torch.zeros_like(score) + score.new_full((), 2.0) * self.slopes[2]
+
+        return self.attend(q, k, v, lambda b, h, q_idx, kv_idx: torch.ones((), dtype=torch.bool), scores)
+
+
+class Flex(Model):
+    def forward(self, q, k, v):
+        out, lse = flex_attention(q, k, v, score_mod=self.by_slopes, return_lse=True)
+        return out + lse[..., None]
+
+
+class Statistics(Model):
+    def forward(self, q, k, v):
+        return score_statistics(q, k, mask=mask_of_the_module, scores=self.by_slopes, impl="tiled").entropy
+
+
+class Packed(Model):
+    def forward(self, q, k, v):
+        packed = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        starts = (torch.arange(len(x) + 1) * x.shape[-2] for x in (q, k))
+        return attention_varlen(*packed, *starts, mask=mask_of_the_module, scores=self.by_slopes, impl=self.impl)
+
+
+class Checkpointed(Model):
+    """A region within the region: functions are recorded before it."""
+
+    def forward(self, q, k, v):
+        scores = score_mod(self.by_slopes)
+        return checkpoint(lambda *qkv: self.attend(*qkv, None, scores), q, k, v, use_reentrant=False)
+
+
+FORMS = (OfTheModule, Attribute, Method, Closure, Several, Made, Numbers, Flex, Statistics, Packed, Checkpointed)
+FAST_FORMS = (Closure, Several, Flex)
+
+
+@pytest.mark.parametrize("impl", [pytest.param("flash", marks=slow), pytest.param("naive", marks=slow), "tiled"])
+@pytest.mark.parametrize("form", [pytest.param(form, marks=[slow] * (form not in FAST_FORMS)) for form in FORMS])
+def test_one_graph_for_all_lengths(impl, form):
+    """Where the function is of the module, an attribute, or made within; other lengths and tensors compile nothing."""
+    model = form(impl)
+    compiled = one_graph(model, dynamic=True)
+    for number, (batch, q_len, k_len) in enumerate(((2, 9, 9), (2, 6, 11), (3, 21, 32))):
+        shapes = {"q": (batch, HEADS, q_len, 16), "k": (batch, HEADS, k_len, 16), "v": (batch, HEADS, k_len, 16)}
+        if form is Several:
+            shapes["k"] = shapes["v"] = shapes["q"]
+        inputs = {name: torch.randn(shape) for name, shape in shapes.items()}
+        with compiled_once(number if number > 1 else 0):  # the first one is for equal lengths
+            assert_alike(compiled, model, inputs)
+        with torch.no_grad():
+            model.slopes.add_(0.5)
+
+
+@pytest.mark.parametrize("impl", named(EVERY, ["tiled"]))
+def test_numbers_that_change_compile_once_more(impl):
+    def attend(q, table, width, factor):
+        def scores(score, b, h, q_idx, kv_idx):
+            return torch.where(q_idx - kv_idx < width, score * factor, table[h, kv_idx - q_idx + width + 20])
+
+        return attention(q, q, q, mask=lambda b, h, q_idx, kv_idx: kv_idx < 3 * width, scores=scores, impl=impl)
+
+    compiled = one_graph(attend)
+    for number, numbers in enumerate(((7, 0.3), (5, 0.7), (4, 0.9), (11, -1.5))):
+        inputs = [torch.randn(2, HEADS, 13, 16, requires_grad=True), torch.randn(HEADS, 60, requires_grad=True)]
+        with compiled_once(number if number > 1 else 0):
+            out = compiled(*inputs, *numbers)
+        expected = attend(*inputs, *numbers)
+        found, others = (torch.autograd.grad(x.square().sum(), inputs) for x in (out, expected))
+        torch.testing.assert_close((out, found), (expected, others), rtol=2e-5, atol=2e-5)
+
+
+def test_nothing_is_compiled_for_rules_of_others():
+    model = Closure("tiled")
+    compiled = one_graph(model)
+    for number in range(2):
+        with compiled_once(number):
+            assert_alike(compiled, model, {name: torch.randn(2, HEADS, 13, 16) for name in "qkv"})
+        score_mod(lambda score, b, h, q_idx, kv_idx: torch.cos(score * 3.25) * q_idx)
+        one_graph(lambda q: attention(q, q, q, scores=lambda s, b, h, q_idx, kv_idx: torch.exp(s), impl="tiled"))(
+            torch.randn(5, 16)
+        )
+
+
+def test_a_function_is_compiled_again_for_other_code_and_other_captured_tensors():
+    q = torch.randn(2, HEADS, 13, 16)
+    compiled = one_graph(lambda q, scores, made: attention(q, q, q, scores=made(scores), impl="tiled"))
+
+    def by_row(tensor):
+        return lambda score, b, h, q_idx, kv_idx: score * tensor[h]
+
+    def by_head(tensor):
+        return lambda score, b, h, q_idx, kv_idx: score * (1 - tensor[h])
+
+    slopes = torch.rand(HEADS)
+    for made in (by_row, by_head):
+        for tensor in (slopes, slopes.half(), slopes.long(), torch.rand(HEADS + 1)):
+            expected = attention(q, q, q, scores=made(tensor), impl="naive")
+            torch.testing.assert_close(compiled(q, tensor, made), expected, rtol=2e-5, atol=2e-5)
+
+
+@slow
+def test_code_generated_from_the_graph():
+    model = Closure("tiled")
+    compiled = one_graph(model, backend="inductor")
+    for number, length in enumerate((13, 17, 29)):
+        with compiled_once(number if number > 1 else 0):
+            assert_alike(compiled, model, {name: torch.randn(2, HEADS, length, 16) for name in "qkv"})
+
+
+@slow
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")
+def test_export_records_functions_if_it_is_strict():
+    model = Closure("tiled")
+    inputs = {name: torch.randn(2, HEADS, 13, 16) for name in "qkv"}
+    assert_alike(torch.export.export(model, (), inputs, strict=True).module(), model, inputs)
+    with pytest.raises(TypeError, match=r"score_mod cannot be called where torch\.export traces with strict=False"):
+        torch.export.export(model, (), inputs, strict=False)
+
+
+def branches(score, b, h, q_idx, kv_idx):
+    return score if q_idx > kv_idx else -score
+
+
+def by_an_unknown_operator(score, b, h, q_idx, kv_idx):
+    return torch.erf(score)
+
+
+def hidden(score, b, h, q_idx, kv_idx):
+    return score + torch.ops.aten.mul(q_idx, 2)
+
+
+def whole(score, b, h, q_idx, kv_idx):
+    return score + WHOLE
+
+
+def put_together(score, b, h, q_idx, kv_idx):
+    return torch.stack([score, score])[0]
+
+
+WHOLE = torch.randn(3)
+REFUSED = {
+    branches: "ata-dependent branching",
+    by_an_unknown_operator: "it uses erf, which kernels do not have for elements",
+    whole: r"it takes a captured tensor of shape \(3,\) whole",
+    put_together: "it puts elements together",
+    lambda score, b, h, q_idx, kv_idx: score > 0: "must return a floating-point tensor; got torch.bool",
+    lambda score, b, h, q_idx, kv_idx: None: "a mod must return a tensor; got NoneType",
+    lambda score, b, h, q_idx, kv_idx: WHOLE[b, h]: "has more indices than the 1 axes of a captured tensor",
+    lambda score, b, h, q_idx, kv_idx: WHOLE[score]: "an index must be an integer for one pair",
+    lambda score, b, h, q_idx, kv_idx: score.item(): ".",
+    lambda score, b, h, q_idx, kv_idx: score + int(q_idx): ".",
+}
+
+
+@pytest.mark.parametrize("mod", REFUSED)
+def test_what_cannot_be_recorded_is_refused(mod):
+    compiled = one_graph(lambda q: attention(q, q, q, scores=mod, impl="tiled"))
+    with pytest.raises(RuntimeError, match=REFUSED[mod]):
+        compiled(torch.randn(2, HEADS, 13, 16))
+
+
+def test_an_operator_that_is_not_seen_is_none_of_captured_tensors():
+    """It is computed, or refused; its value is not taken for a number."""
+    q = torch.randn(2, HEADS, 13, 16)
+    compiled = one_graph(lambda q: attention(q, q, q, scores=hidden, impl="tiled"))
+    try:
+        out = compiled(q)
+    except RuntimeError as error:
+        assert "does what torch.compile does not show" in str(error)  # noqa: PT017
+    else:
+        torch.testing.assert_close(out, attention(q, q, q, scores=hidden, impl="naive"), rtol=2e-5, atol=2e-5)
+
+
+def test_lists_of_blocks_are_found_before():
+    def attend(q):
+        block_mask = create_block_mask(mask_of_the_module, None, None, 13, 13)
+        return flex_attention(q, q, q, block_mask=block_mask)
+
+    q = torch.randn(2, HEADS, 13, 16)
+    with pytest.raises(RuntimeError, match=r"lists of blocks cannot be found where torch\.compile traces"):
+        one_graph(attend)(q)
+    torch.testing.assert_close(torch.compile(attend, backend="eager")(q), attend(q))
+
+
+@slow
+def test_a_block_mask_that_was_made_before_and_a_score_mod_within():
+    block_mask = create_block_mask(mask_of_the_module, None, None, 13, 13)
+
+    class Blocks(Model):
+        def forward(self, q, k, v):
+            return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s * self.slopes[h], block_mask=block_mask)
+
+    model = Blocks("auto")
+    assert_alike(one_graph(model), model, {name: torch.randn(2, HEADS, 13, 16) for name in "qkv"})
