@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import rules
 from .call import DROPOUT_BITS, Aux, Call, Options, Wanted
-from .mods import DISTANCE, registry
+from .mods import DISTANCE, NEAR, registry
 from .rules import Leaf, Mask, Scores, mask_code, score_code, structure_of
 
 UNBOUNDED = 2**31 - 1
@@ -64,6 +64,7 @@ class BoundMods:
     """The rules of a call. mask_args, score_args: what their rules captured, numbers or `View`, in order.
 
     terms: the captured tensors whose gradients are wanted; positions: the same by rule, as `rules.score_code` takes it.
+    is_far: whether the call is longer than `mods.NEAR`.
     """
 
     mask: Mask | None
@@ -72,6 +73,7 @@ class BoundMods:
     score_args: tuple[Any, ...]
     terms: tuple[Term, ...]
     positions: tuple[rules.Wanted, ...]
+    is_far: bool
 
     @classmethod
     def of(cls, call: Call, wanted: Wanted) -> BoundMods:
@@ -86,15 +88,16 @@ class BoundMods:
                 rule, slot = slots[index]
                 terms.append(_term(index, scores[rule], slot, call.aux.score_aux[index]))
                 positions.append(rules.Wanted(rule, slot))
-        return cls(options.mask, scores, mask_args, score_args, tuple(terms), tuple(positions))
+        is_far = max(call.q_len, call.k_len) > NEAR
+        return cls(options.mask, scores, mask_args, score_args, tuple(terms), tuple(positions), is_far)
 
     def code(self, *, backward: bool, into: Callable[[Any], Any] = lambda function: function) -> dict[str, Any]:
         """The kernels' compile-time functions MASK and SCORE, as ``into`` makes them of Triton's."""
         code: dict[str, Any] = {"MASK": None, "SCORE": None}
         if self.mask is not None:
-            code["MASK"] = into(mask_code(structure_of(self.mask)))
+            code["MASK"] = into(mask_code(structure_of(self.mask), self.is_far))
         if self.scores:
-            both = score_code(structure_of(self.scores), self.positions)
+            both = score_code(structure_of(self.scores), self.positions, self.is_far)
             code["SCORE"] = into(both.differentiate if backward else both.apply)
         return code
 

@@ -6,6 +6,7 @@ was compiled for one of them.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from ast import literal_eval
 from collections.abc import Callable
@@ -14,7 +15,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .language import at, floor_divide, in_torch, inside, remainder, sigmoid, tanh, tl, written
+from .language import (
+    at,
+    far_float,
+    floor_divide,
+    in_torch,
+    inside,
+    near_float,
+    remainder,
+    sigmoid,
+    tanh,
+    tl,
+    written,
+)
 from .torch_names import constant_when_traced
 
 AXES = ("batch", "head", "row", "column")
@@ -25,6 +38,7 @@ PLACES = {"mask": AXES, "score": (SCORE, *AXES)}
 """The first parameters of a rule's functions, by its kind."""
 
 LANGUAGE = {
+    "as_float": near_float,
     "at": at,
     "floor_divide": floor_divide,
     "inside": inside,
@@ -34,6 +48,8 @@ LANGUAGE = {
     "tl": tl,
 }
 """The names that the text uses."""
+NEAR = 2**22
+"""Up to these lengths, integers that the text converts by ``as_float`` are exact in float32."""
 
 InTorch = dict[torch.dtype, Callable[..., Any]]
 """A `jit` function on torch's tensors, by what stands for float32."""
@@ -110,7 +126,7 @@ class Code:
         self.in_torch, self.derivative_in_torch = in_both(self.function), in_both(self.derivative)
 
     @classmethod
-    def of(cls, name: str) -> Code:
+    def of(cls, name: str, language: dict[str, Any] = LANGUAGE) -> Code:
         """The code of a rule. Raises ValueError or SyntaxError where this is no name of one."""
         fields = literal_eval(name)
         source = ModSource(*fields)._replace(gradients=tuple(GradientSource(*each) for each in fields[3]))
@@ -119,7 +135,7 @@ class Code:
         def function(suffix: str, lines: tuple[str, ...] | None) -> Any:
             # Within a kernel Triton takes functions of one name and types for one function, whatever they compute.
             parameters = ", ".join(source.parameters)
-            return None if lines is None else written(f"mod_{digest}{suffix}", parameters, lines, LANGUAGE)
+            return None if lines is None else written(f"mod_{digest}{suffix}", parameters, lines, language)
 
         return cls(
             function("", source.function),
@@ -142,6 +158,12 @@ class _Registry(dict[str, Code]):
 
 registry = _Registry()
 """The code of rules by their names."""
+
+
+@functools.cache
+def far_code_of(name: str) -> Code:
+    """The code of a rule in kernels for lengths above `NEAR`."""
+    return Code.of(name, LANGUAGE | {"as_float": far_float})
 
 
 class _Traced:

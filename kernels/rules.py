@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .language import NUMBERS, written
-from .mods import code_of
+from .mods import code_of, far_code_of
 from .torch_names import constant_when_traced
 
 Leaf = tuple[str, tuple[float | None, ...]]
@@ -94,13 +94,13 @@ def tensors_of(leaf: Leaf) -> int:
 
 
 @functools.cache
-def mask_code(mask: Mask) -> Any:
+def mask_code(mask: Mask, is_far: bool = False) -> Any:
     """A mask, its structure alone (see `settings`), as one function of (batch, head, row, column, captured).
 
     ``captured`` holds what all its rules captured, in one tuple: numbers as they are, and tensors as `language.at`
-    takes them. Rows and columns must exist: others have to be clamped.
+    takes them. Rows and columns must exist: others have to be clamped. is_far: for lengths above `mods.NEAR`.
     """
-    writer = _Writer()
+    writer = _Writer(is_far)
     body = writer.mask(mask)
     return writer.function("mask_rule", "batch, head, row, column, captured", [f"return {body}"])
 
@@ -124,15 +124,15 @@ class ScoreCode(NamedTuple):
 
 
 @functools.cache
-def score_code(scores: Scores, wanted: tuple[Wanted, ...]) -> ScoreCode:
+def score_code(scores: Scores, wanted: tuple[Wanted, ...], is_far: bool = False) -> ScoreCode:
     """The structure of score rules, one after another, as one function each way.
 
     The derivative is the product of theirs.
     """
     parameters = "score, batch, head, row, column, captured"
-    writer = _Writer()
+    writer = _Writer(is_far)
     calls = [writer.arguments(leaf) for leaf in scores]
-    codes = [code_of(leaf[0]) for leaf in scores]
+    codes = [writer.code_of(leaf[0]) for leaf in scores]
     steps = [f"score = {writer.name(code.function)}(score, {call})" for code, call in zip(codes, calls, strict=True)]
     apply = writer.function("score_rule", parameters, [*steps, "return score"])
     lines, terms, outer = ["score_0 = score"], {}, "1.0"
@@ -163,7 +163,8 @@ def steepest(scores: Scores) -> float:
 class _Writer:
     """Source text that calls rules, and the names it calls them by."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_far: bool) -> None:
+        self.code_of = far_code_of if is_far else code_of
         self._names: dict[str, Any] = {}
         self._captured = itertools.count()
 
@@ -188,7 +189,7 @@ class _Writer:
         if mask[0] == "not":
             # A comparison, because ~ of what Triton made of a Python bool would be an integer's.
             return f"({self.mask(mask[1])} == 0)"
-        return f"{self.name(code_of(mask[0]).function)}({self.arguments(mask)})"
+        return f"{self.name(self.code_of(mask[0]).function)}({self.arguments(mask)})"
 
     def function(self, name: str, parameters: str, lines: list[str]) -> Any:
         """A `jit` function of these lines."""

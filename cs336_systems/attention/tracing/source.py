@@ -11,7 +11,7 @@ from torch import Tensor
 from ...kernels.mods import AXES, DISTANCE, PLACES, SCORE, GradientSource, ModSource
 from ...kernels.rules import Leaf
 from .graph import Graph, Node, in_order, linear
-from .operations import expression
+from .operations import TEMPLATES, expression
 from .record import slopes
 from .tables import Table, table_of
 
@@ -85,7 +85,10 @@ class _Writer:
                 return self.number(value, as_float)
             if value.kind == "number":
                 return self.number(value.value, as_float)
-            return f"{names[value]}.to(tl.float32)" if as_float and value.is_integer else names[value]
+            if not (as_float and value.is_integer):
+                return names[value]
+            whole, parts = f"{names[value]}.to(tl.float32)", _in_parts(value, names)
+            return whole if parts == whole or parts is None else f"as_float({whole}, {parts})"
 
         for node in in_order(result, [read for read, slot in self.slots.items() if slot.axes is not None]):
             if node.kind == "place":
@@ -118,6 +121,28 @@ class _Writer:
         """The name of the number that is a slot's origin: never written out, because calls are checked by it."""
         assert slot.origin is not None
         return f"o{[*self.slots.values()].index(slot)}"
+
+
+def _in_parts(node: Node, names: dict[Node, str]) -> str | None:
+    """A small integer as a float32 expression of what depends on no pair; None where it has none, or may be large.
+
+    Sums of positions up to `NEAR` and of what mods add to them are below 2**24, and so are exact.
+    """
+    if not {*AXES[2:]} <= {*places_of(node)}:
+        return f"{names[node]}.to(tl.float32)" if _is_small(node) and node.kind != "number" else None
+    if node.kind != "operation" or node.name not in ("add", "sub", "abs", "neg") or node.keywords:
+        return None
+    operands = [_in_parts(x, names) if isinstance(x, Node) else None for x in node.arguments]
+    return None if None in operands else TEMPLATES[node.name].format(*operands)
+
+
+def _is_small(value: object) -> bool:
+    """Whether an integer is a position, a number of which a few add up to less than `NEAR`, or a sum of these."""
+    if not isinstance(value, Node):
+        return isinstance(value, int) and abs(value) < 2**20
+    if value.kind == "operation":
+        return value.name in ("add", "sub") and not value.keywords and all(map(_is_small, value.arguments))
+    return value.kind == "place" or (value.kind == "number" and _is_small(value.value))
 
 
 def places_of(result: Node) -> list[str]:

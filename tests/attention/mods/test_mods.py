@@ -13,7 +13,8 @@ from cs336_systems.attention import attention, attention_varlen, dispatch, mods
 from cs336_systems.attention.mods import mask_mod, score_mod
 from cs336_systems.attention.rules import Mask, Scores
 from cs336_systems.attention.variants import causal
-from cs336_systems.kernels.mods import registry
+from cs336_systems.kernels import bound_mods
+from cs336_systems.kernels.mods import far_code_of, registry
 
 from ..helpers import each_implementation
 
@@ -144,6 +145,24 @@ def test_score_changes_and_all_gradients(impl, name):
     out = attention(*inputs[:3], mask=MASKS["window"], scores=mod, impl=impl)
     found = torch.autograd.grad(out, inputs, dout.float(), allow_unused=True)
     assert_close([out, *found], [expected, *gradients])
+
+
+def test_kernels_for_longer_sequences_convert_the_distances_themselves(monkeypatch):
+    """Whose ends float32 cannot hold. That of a small call is the same."""
+    inputs = [*tensors(), *ALL]
+
+    def results():
+        out = attention(*inputs[:3], scores=SCORES["alibi"], impl="flash")
+        return out, *torch.autograd.grad(out.sum(), inputs, allow_unused=True)
+
+    near = results()
+    monkeypatch.setattr(bound_mods, "NEAR", LENGTH - 1)
+    far_code_of.cache_clear()
+    dispatch.clear_plans()
+    far = results()
+    dispatch.clear_plans()
+    assert far_code_of.cache_info().misses == 1
+    torch.testing.assert_close(far, near)
 
 
 def test_a_score_mod_that_was_made_before_a_gradient_was_needed():
