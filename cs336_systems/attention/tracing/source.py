@@ -126,23 +126,23 @@ class _Writer:
 def _in_parts(node: Node, names: dict[Node, str]) -> str | None:
     """A small integer as a float32 expression of what depends on no pair; None where it has none, or may be large.
 
-    Sums of positions up to `NEAR` and of what mods add to them are below 2**24, and so are exact.
+    Sums of up to four positions up to `NEAR` and numbers are at most 2**24, and so are exact.
     """
-    if not {*AXES[2:]} <= {*places_of(node)}:
-        return f"{names[node]}.to(tl.float32)" if _is_small(node) and node.kind != "number" else None
-    if node.kind != "operation" or node.name not in ("add", "sub", "abs", "neg") or node.keywords:
+    if _terms(node) > 4:
         return None
+    if not {*AXES[2:]} <= {*places_of(node)}:
+        return None if node.kind == "number" else f"{names[node]}.to(tl.float32)"
     operands = [_in_parts(x, names) if isinstance(x, Node) else None for x in node.arguments]
     return None if None in operands else TEMPLATES[node.name].format(*operands)
 
 
-def _is_small(value: object) -> bool:
-    """Whether an integer is a position, a number of which a few add up to less than `NEAR`, or a sum of these."""
+def _terms(value: object) -> float:
+    """How many positions, and numbers that are small, an integer is a sum of; infinity if it is of anything else."""
     if not isinstance(value, Node):
-        return isinstance(value, int) and abs(value) < 2**20
-    if value.kind == "operation":
-        return value.name in ("add", "sub") and not value.keywords and all(map(_is_small, value.arguments))
-    return value.kind == "place" or (value.kind == "number" and _is_small(value.value))
+        return 1 if isinstance(value, int) and abs(value) < 2**20 else math.inf
+    if value.kind == "operation" and value.name in ("add", "sub", "abs", "neg") and not value.keywords:
+        return sum(map(_terms, value.arguments))
+    return 1 if value.kind == "place" else _terms(value.value) if value.kind == "number" else math.inf
 
 
 def places_of(result: Node) -> list[str]:
