@@ -46,7 +46,7 @@ class Feature:
     """What is computed besides causal attention.
 
     Attributes:
-        ours: arguments of `attention`, besides ``causal`` and ``impl``.
+        ours: arguments of `attention`, besides ``impl``; ``causal`` is True if it is not among them.
         fa4, torch: arguments of `flash_attn_func`, besides ``causal``, and of `scaled_dot_product_attention`.
         score_mod: FlexAttention's.
         mask: the visible pairs, if not those of a causal mask: FlexAttention's mask, and torch's boolean mask.
@@ -163,6 +163,18 @@ def _dilated(sizes: Sizes) -> Feature:
     return _pattern(lambda query, key: (query >= key) & ((query - key < near) | ((query - key) % step == 0)), sizes)
 
 
+def _prefix(sizes: Sizes) -> Feature:
+    """A prefix that all queries see, a quarter of the tokens (Raffel et al., 2020)."""
+    length = max(1, sizes.length // 4)
+    mask = variants.prefix(torch.tensor([length], device=sizes.device)) | variants.causal()
+    return Feature(
+        {"mask": mask.with_blocks(sizes.length, sizes.length), "causal": False},
+        mask=lambda query, key: (query >= key) | (key < length),
+        pattern=True,
+        refusals=_refused("fa4"),
+    )
+
+
 def _prefix_tree(sizes: Sizes) -> Feature:
     """A shared half, and eight continuations that do not see one another, as in reinforcement learning."""
     shared, parts = sizes.length // 2, 8
@@ -245,6 +257,7 @@ FEATURES: dict[str, Callable[[Sizes], Feature]] = {
     "document_unlisted": functools.partial(_document, False),
     "block_local": _block_local,
     "dilated": _dilated,
+    "prefix": _prefix,
     "prefix_tree": _prefix_tree,
     "packed": _packed,
     "softcap": _softcap,
@@ -255,4 +268,4 @@ FEATURES: dict[str, Callable[[Sizes], Feature]] = {
     "sinks": _sinks,
     "dropout": _dropout,
 }
-"""By name. All are causal, and `causal` is nothing else."""
+"""By name. All but `prefix` are causal, and `causal` is nothing else."""

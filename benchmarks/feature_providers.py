@@ -64,7 +64,7 @@ def _bind_ours(implementation: str, feature: Feature, sizes: Sizes) -> tuple[Att
     if feature.packed:
         starts = _starts(feature, sizes.device)
         return functools.partial(attention_varlen, cu_seqlens_q=starts, causal=True, impl=implementation), PACKED
-    return functools.partial(attention, causal=True, impl=implementation, **feature.ours), HEADS_FIRST
+    return functools.partial(attention, **{"causal": True, "impl": implementation, **feature.ours}), HEADS_FIRST
 
 
 def _bind_fa4(feature: Feature, sizes: Sizes) -> tuple[Attend, Layout]:

@@ -98,7 +98,16 @@ def test_peers_compute_the_same_on_a_gpu(name, provider, which):
         assert relative_difference(found, expected) < 0.03
 
 
-BY_MASK = ["window_4096", "window_quarter", "window_sixteenth", "document", "block_local", "dilated", "prefix_tree"]
+BY_MASK = [
+    "window_4096",
+    "window_quarter",
+    "window_sixteenth",
+    "document",
+    "block_local",
+    "dilated",
+    "prefix",
+    "prefix_tree",
+]
 
 
 @pytest.mark.parametrize("name", ["causal", *BY_MASK])
