@@ -85,16 +85,16 @@ def at(view, index):
 
 @jit
 def near_float(number, difference):
-    """An integer as a float32 number, and the same computed of float32 numbers, which is as exact for small integers.
+    """An integer as float32, where it is small: ``difference``, which was computed of positions converted to float32.
 
-    It is faster: a conversion for each row and each column, and none for each pair.
+    It needs a conversion for each row and each column. ``number``, the integer converted, needs one for each pair.
     """
     return difference
 
 
 @jit
 def far_float(number, difference):
-    """The same for integers of any size."""
+    """An integer of any size as float32: ``number``, because ``difference`` may be rounded."""
     return number
 
 

@@ -94,7 +94,7 @@ def tensors_of(leaf: Leaf) -> int:
 
 
 @functools.cache
-def mask_code(mask: Mask, is_far: bool = False) -> Any:
+def mask_code(mask: Mask, is_far: bool) -> Any:
     """A mask, its structure alone (see `settings`), as one function of (batch, head, row, column, captured).
 
     ``captured`` holds what all its rules captured, in one tuple: numbers as they are, and tensors as `language.at`
@@ -124,7 +124,7 @@ class ScoreCode(NamedTuple):
 
 
 @functools.cache
-def score_code(scores: Scores, wanted: tuple[Wanted, ...], is_far: bool = False) -> ScoreCode:
+def score_code(scores: Scores, wanted: tuple[Wanted, ...], is_far: bool) -> ScoreCode:
     """The structure of score rules, one after another, as one function each way.
 
     The derivative is the product of theirs.

@@ -71,11 +71,8 @@ class Interval:
         return -self + other
 
     def __mul__(self, other: Any) -> Interval:
-        if (
-            isinstance(other, bool)
-            or not isinstance(other, int)
-            or not _are_within(self, _LARGEST // max(1, abs(other)))
-        ):
+        by_number = isinstance(other, int) and not isinstance(other, bool)
+        if not by_number or not _are_within(self, _LARGEST // max(1, abs(other))):
             return UNKNOWN
         ends = self.low * other, self.high * other
         return Interval(*(ends if other >= 0 else ends[::-1]))

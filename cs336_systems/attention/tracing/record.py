@@ -163,7 +163,7 @@ def record(mod: Callable[..., Any], places: tuple[str, ...]) -> tuple[Graph, Nod
 
 
 def record_by(run: Callable[[IndexedByPairs, list[Tensor]], Any], places: tuple[str, ...]) -> tuple[Graph, Node]:
-    """The same of what this function computes, of tensors without axes that stand for the places."""
+    """Record what a function computes of tensors without axes that stand for the places; raises as `record` does."""
     graph = Graph()
     recorder = Recorder(graph)
     with _plainly(torch.is_grad_enabled()), IndexedByPairs(recorder) as indexed, recorder:
@@ -211,21 +211,19 @@ def _gradients(result: Tensor) -> dict[Tensor, Tensor]:
     if result.grad_fn is None:
         return {result: one}
     pending: dict[Any, list[Tensor | None]] = {result.grad_fn: [one]}
-    leaves: dict[Tensor, Tensor] = {}
     for function in _users_first(result.grad_fn):
+        if function not in pending:  # what leads to it has no derivative
+            continue
         gradients = function(*pending.pop(function))
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         for (target, place), gradient in zip(function.next_functions, gradients, strict=True):
             if target is None or gradient is None:
                 continue
-            if hasattr(target, "variable"):  # of a leaf
-                before = leaves.get(target.variable)
-                leaves[target.variable] = gradient if before is None else before + gradient
-                continue
             slots = pending.setdefault(target, [])
             slots += [None] * (place + 1 - len(slots))
             slots[place] = gradient if slots[place] is None else slots[place] + gradient
-    return leaves
+    # The functions have been taken out; what is left accumulates the gradients of leaves.
+    return {target.variable: gradient for target, [gradient] in pending.items() if gradient is not None}
 
 
 def _users_first(function: Any) -> list[Any]:

@@ -81,8 +81,9 @@ def rule(kind: str, nodes: tuple[Any, ...], tensors: tuple[Any, ...], place: int
     """The rule of a node.
 
     Returns:
-        why there is none, or ""; the rule's name; what it captured, None for a tensor and the position and axis of a
-        size; and of each tensor the position, or that of a node to be gathered, its axes, and their order.
+        The message of the error that prevents a rule, or "". The rule's name. What it captured: None for a tensor, the
+        position and axis of a size. For each tensor its position, or that of a node to be gathered; its axes; their
+        order.
     """
     node_of: dict[Node, int] = {}
 

@@ -45,7 +45,7 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 @pytest.mark.gpu
 def test_neither_initialises_cuda_which_no_forked_process_could_use_then(monkeypatch):
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    subprocess.run([sys.executable, "-c", FORKING], check=True)
+    assert subprocess.run([sys.executable, "-c", FORKING], check=False).returncode == 0
 
 
 LACKING = """
