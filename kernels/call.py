@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .layouts import without_data
+from .layouts import ALIGNMENT, without_data
 from .mods import SOFTCAP
 from .rules import Mask, Scores
 
@@ -27,9 +27,6 @@ BLOCK = 128
 
 DROPOUT_BITS = 31
 """Bits of the random number that decides whether dropout drops a probability."""
-
-ALIGNMENT = 16
-"""Bytes that TMA and vector loads want addresses to be multiples of."""
 
 
 plan_caches: list[dict[Any, Any]] = []
@@ -198,6 +195,11 @@ class Call:
         """The call of tensors on the meta device."""
         q, k, v = map(without_data, (self.q, self.k, self.v))
         return replace(self, q=q, k=k, v=v, aux=self.aux.map(without_data))
+
+    @property
+    def depends_on_pairs(self) -> bool:
+        """Whether kernels use the numbers of rows and columns for more than a causal mask and a window."""
+        return self.has_rules or self.options.dropout_p > 0
 
     @property
     def q_len(self) -> int:

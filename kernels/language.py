@@ -72,12 +72,16 @@ def at(view, index):
 
     view: the tensor's address and strides, each in a tuple; one of another length for an axis of size 1, which is read
     at 0 whatever the index. Indices must be inside of the tensor. Floating-point elements come in float32.
+    Or the elements themselves, where the kernel has loaded them.
     """
-    offset = tl.cast(0, tl.int64)
-    for axis in tl.static_range(len(index)):
-        if len(view[1][axis]) == 1:
-            offset += index[axis] * tl.cast(view[1][axis][0], tl.int64)
-    element = tl.load(view[0] + offset)
+    if isinstance(view, tl.tensor):
+        element = view
+    else:
+        offset = tl.cast(0, tl.int64)
+        for axis in tl.static_range(len(index)):
+            if len(view[1][axis]) == 1:
+                offset += index[axis] * tl.cast(view[1][axis][0], tl.int64)
+        element = tl.load(view[0] + offset)
     if element.dtype.is_floating():
         element = element.to(tl.float32)
     return element

@@ -7,6 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+ALIGNMENT = 16
+"""Bytes that TMA and vector loads want addresses to be multiples of."""
+
 
 class Layout(NamedTuple):
     """A tensor's shape and strides."""
@@ -38,6 +41,13 @@ def one_a_row(x: Tensor) -> Layout:
     for axis in range(len(shape) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * max(1, shape[axis + 1])
     return Layout(shape, tuple(strides))
+
+
+def has_tma_strides(x: Tensor) -> bool:
+    """Whether TMA takes a tensor's strides: rows are contiguous, other strides multiples of `ALIGNMENT` bytes."""
+    multiple = ALIGNMENT // x.element_size()
+    outer = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    return x.stride(-1) == 1 and all(size == 1 or (stride > 0 and stride % multiple == 0) for size, stride in outer)
 
 
 def without_data(x: Tensor) -> Tensor:

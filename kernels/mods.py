@@ -88,6 +88,14 @@ class ModSource(NamedTuple):
         """The name of the rule, from which `Code.of` makes it."""
         return repr(tuple([tuple(map(tuple, part)) if part is self.gradients else part for part in self]))
 
+    def is_affine_in(self, slot: int) -> bool:
+        """Whether a score is a factor, not 0, times what is read of a captured tensor, plus what is not read of it."""
+        lines = next((each.lines or () for each in self.gradients if each.slot == slot), (_ZERO,))
+        return _ZERO not in lines and not any(f"at(c{slot}," in line for line in (*lines, *(self.derivative or ())))
+
+
+_ZERO = "return 0.0"
+
 
 def in_both(function: Any) -> InTorch:
     """A function with either dtype for float32, made at once: torch.compile can call functions, but not make them."""
@@ -110,7 +118,7 @@ class Gradient:
 class Code:
     """The `jit` functions of a rule, and the same on torch's tensors; see `ModSource`.
 
-    gradients, axes and origins are by the position of a captured tensor.
+    gradients, axes and origins are by the position of a captured tensor; affine: see `ModSource.is_affine_in`.
     """
 
     function: Any
@@ -119,6 +127,7 @@ class Code:
     gradients: dict[int, Gradient]
     axes: dict[int, tuple[str, ...]]
     origins: dict[int, int]
+    affine: frozenset[int]
     in_torch: InTorch = field(init=False)
     derivative_in_torch: InTorch = field(init=False)
 
@@ -144,6 +153,7 @@ class Code:
             {each.slot: Gradient(function(f"_{each.slot}", each.lines), each.axes) for each in source.gradients},
             dict(source.axes),
             dict(source.origins),
+            frozenset(slot for slot, _ in source.axes if source.is_affine_in(slot)),
         )
 
     def origin(self, slot: int, captured: tuple[Any, ...]) -> int:

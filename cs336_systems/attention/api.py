@@ -10,7 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..kernels.call import ALIGNMENT, NO_AUX, Aux
+from ..kernels.call import NO_AUX, Aux
+from ..kernels.layouts import ALIGNMENT
 from ..kernels.torch_names import any_autocast, must_dispatch
 from . import dispatch
 from .call import Arguments, make_call, sizes_of

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..kernels.call import ALIGNMENT, NO_AUX, Aux, Call, Gradients, Wanted
+from ..kernels.call import NO_AUX, Aux, Call, Gradients, Wanted
+from ..kernels.layouts import ALIGNMENT
 from ..kernels.torch_names import apply_of, current_device, in_forward_mode
 from .functions import Plan, TracedPlan
 

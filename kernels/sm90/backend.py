@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ..bound_mods import dropout_operand, long_axes
-from ..call import ALIGNMENT, NO_AUX, Aux, Call, Gradients, Options, Wanted
-from ..layouts import one_a_row
+from ..call import NO_AUX, Aux, Call, Gradients, Options, Wanted
+from ..layouts import ALIGNMENT, has_tma_strides, one_a_row
 from ..torch_names import raw_stream
 from .other_gradients import OtherGradients
-from .tiles import BACKWARD, HEAD_DIMS, split_head_dim
+from .tiles import HEAD_DIMS, BackwardConfig, ForwardConfig, split_head_dim
 
 CAPABILITY = (9, 0)
 
@@ -36,7 +36,7 @@ MAX_PACKED_ROWS = 1 << 29
 
 NO_TAILS: tuple[int | None, ...] = (None, None, None, None)
 NO_STARTS = (None, None)
-NO_MODS = (None, None, None)
+NO_MODS = (None, None, None, None)
 
 MIN_WORKSPACE = 1 << 14
 """Elements of a workspace that is kept."""
@@ -118,15 +118,9 @@ def _unsupported_layout(call: Call) -> str | None:
     for name, x in zip("qkv", (q, k, call.v), strict=True):
         if x.stride(-1) != 1:
             return f"needs {name} with contiguous rows; its last stride is {x.stride(-1)}"
-        if not _has_tma_strides(x):
+        if not has_tma_strides(x):
             return f"needs strides of {name} that are positive multiples of {ALIGNMENT} bytes; got {x.stride()}"
     return None if call.is_aligned else f"needs q, k and v that begin at multiples of {ALIGNMENT} bytes"
-
-
-def _has_tma_strides(x: Tensor) -> bool:
-    multiple = ALIGNMENT // x.element_size()
-    outer = zip(x.shape[:-1], x.stride()[:-1], strict=True)
-    return x.stride(-1) == 1 and all(size == 1 or (stride > 0 and stride % multiple == 0) for size, stride in outer)
 
 
 def plan_forward(call: Call) -> Forward:
@@ -136,11 +130,11 @@ def plan_forward(call: Call) -> Forward:
     from .launches import forward_launch, forward_tiles
 
     options, device, num_sms = call.options, call.device, launching.num_sms(call.device)
-    split, _, num_tiles = forward_tiles(call)
+    split, config, num_tiles = forward_tiles(call)
     new_out = launching.output_like(call.q, call.v_head_dim)
     lse_shape = one_a_row(call.q).shape
     launch, is_packed = launching.Launcher(forward_kernel), call.is_packed
-    operands = _mods_of(call)
+    operands = _mods_of(call, config)
 
     def run(q: Tensor, k: Tensor, v: Tensor, aux: Aux = NO_AUX) -> tuple[Tensor, Tensor]:
         out = new_out(q)
@@ -168,16 +162,16 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
     from .. import launching
     from .backward import backward_kernel
     from .backward_rows import finish_kernel, prepare_kernel
-    from .launches import backward_launch, finish_launch, prepare_launch, row_buffers
+    from .launches import backward_launch, backward_tiles, finish_launch, prepare_launch, row_buffers
 
     options, device, num_sms = call.options, call.device, launching.num_sms(call.device)
     buffers = row_buffers(call)
     elements = buffers.elements
-    counts_turns = BACKWARD[buffers.head_dim].has_turns
+    config = backward_tiles(call)
     new_dq, new_dk, new_dv = (launching.output_like(x, x.shape[-1]) for x in (call.q, call.k, call.v))
-    copies_dout = not _has_tma_strides(dout) or dout.data_ptr() % ALIGNMENT != 0
+    copies_dout = not has_tma_strides(dout) or dout.data_ptr() % ALIGNMENT != 0
     copies_out = out.stride(-1) != 1
-    operands, others = _mods_of(call), OtherGradients(call, buffers, wanted)
+    operands, others = _mods_of(call, config), OtherGradients(call, buffers, wanted)
     prepare, launch, finish = map(launching.Launcher, (prepare_kernel, backward_kernel, finish_kernel))
 
     def run(
@@ -201,7 +195,7 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
         prepare(read, _described, prepare_launch, *inputs, out, dout, lse, dlse, buffers, memory)
         addresses = (
             *(q.data_ptr(), dout_ptr, k.data_ptr(), v.data_ptr(), lse2_ptr, delta_ptr, dk.data_ptr(), dv.data_ptr()),
-            *(sums_ptr, turns_ptr if counts_turns else None, workspace.data_ptr(), *starts),
+            *(sums_ptr, turns_ptr if config.has_turns else None, workspace.data_ptr(), *starts),
             *operands(aux, aux.block_columns),
         )
         launch(addresses, _described, backward_launch, *inputs, dout, dk, dv, buffers, memory, workspace, num_sms)
@@ -226,14 +220,23 @@ def _described(
     return make(Call(q, k, v, options, aux), *others)
 
 
-def _mods_of(call: Call) -> Callable[[Aux, Tensor | None], tuple[Any, Any, Any]]:
-    """What gives the operands of a call's rules, of a list of blocks, and of dropout."""
-    from .launches import bound_mods, depends_on_pairs
+def _mods_of(
+    call: Call, config: ForwardConfig | BackwardConfig
+) -> Callable[[Aux, Tensor | None], tuple[Any, Any, Any, Any]]:
+    """What gives the operands of a call's rules, tiles of pairs among them, of a list of blocks, and of dropout."""
+    from .rule_arguments import bound_mods, pair_tensor
 
-    if not depends_on_pairs(call):
+    if not call.depends_on_pairs:
         return lambda aux, lists: NO_MODS
     mods, options, read = bound_mods(call), call.options, Tensor.data_ptr
-    return lambda aux, lists: (*mods.operands(aux, lists, read), dropout_operand(options, aux, read))
+    pairs = pair_tensor(call) if config.has_pairs else None
+
+    def operands(aux: Aux, lists: Tensor | None) -> tuple[Any, Any, Any, Any]:
+        captured, blocks = mods.operands(aux, lists, read)
+        tiles = None if pairs is None else pairs.address(aux)
+        return captured, tiles, blocks, dropout_operand(options, aux, read)
+
+    return operands
 
 
 def _starts(aux: Aux) -> tuple[int | None, int | None]:

@@ -15,6 +15,7 @@ from .lib.block_lists import new_block_lists
 from .lib.dropout import new_dropout
 from .lib.mma import WG_ROWS
 from .lib.mods import Mods
+from .lib.pair_tiles import new_pair_tensor
 from .lib.softmax import ScoreScale
 from .lib.tile_map import TileMap
 from .lib.varlen import new_varlen
@@ -27,13 +28,14 @@ DYNAMIC = (
 
 @gluon.jit(do_not_specialize=DYNAMIC)
 def backward_kernel(
-    q, dout, k, v, lse2, delta, dk, dv, dq, turns, workspace, cu_seqlens_q, cu_seqlens_k, captured, blocks, dropout,
+    q, dout, k, v, lse2, delta, dk, dv, dq, turns, workspace, cu_seqlens_q, cu_seqlens_k,
+    captured, pairs, blocks, dropout,
     batch_heads, heads, heads_per_kv, q_len, k_len, padded_len, left, right, section,
     scale, exponent_scale, softcap_scale, natural, sequences,
     HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    MASK: gl.constexpr, SCORE: gl.constexpr, PERSISTENT: gl.constexpr, DETERMINISTIC: gl.constexpr,
-    ROTATED: gl.constexpr,
+    MASK: gl.constexpr, SCORE: gl.constexpr, PAIR_ARGUMENT: gl.constexpr,
+    PERSISTENT: gl.constexpr, DETERMINISTIC: gl.constexpr, ROTATED: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid: as many CTAs as the GPU runs at once, or fewer.
@@ -42,7 +44,8 @@ def backward_kernel(
     in exponents of 2 and +inf where there is no row. dq, float32 in the order of accumulator fragments, is a descriptor
     of rows of DQ_ROW numbers, or a pointer if TILE_K is 64. turns: for DETERMINISTIC, see `dq_reducer`. workspace: see
     `lib.scheduler`; exponent_scale and softcap_scale: see `ScoreScale`; captured, natural, MASK, SCORE: see `Mods`;
-    blocks: see `lib.block_lists`; dropout: see `lib.dropout.new_dropout`; ROTATED: see `TileMap`.
+    pairs, PAIR_ARGUMENT: see `lib.pair_tiles`; blocks: see `lib.block_lists`; dropout: see `lib.dropout.new_dropout`;
+    ROTATED: see `TileMap`.
     """
     varlen = new_varlen(cu_seqlens_k, cu_seqlens_q, sequences, BOTTOM_RIGHT)
     # Key j is seen by the rows from j - right to j - left.
@@ -54,7 +57,7 @@ def backward_kernel(
     if MASK is None and SCORE is None:
         captured = ()
     mods = Mods(captured, natural, new_dropout(dropout, heads, heads_per_kv, sequences), MASK, SCORE)
-    tensors = Tensors(q, dout, k, v, lse2, delta, dk, dv, workspace)
+    tensors = Tensors(q, dout, k, v, lse2, delta, dk, dv, workspace, new_pair_tensor(pairs, PAIR_ARGUMENT, q))
     NEVER: gl.constexpr = TILE_K > WG_ROWS and waits_for_never(TILE_Q, SOFTCAP, SCORE)
     memory = new_memory(tensors, dq, STAGES, NEVER, varlen.VARLEN)
     fence_async_shared()

@@ -46,6 +46,16 @@ def pairs_of(keys, first_row, seq, tile, head, layout: gl.constexpr, ROWS: gl.co
 
 
 @gluon.jit
+def with_pairs(mods, memory, n, CONSUMER: gl.constexpr, KEYS: gl.constexpr, TILE_Q: gl.constexpr):
+    """The rules for the n-th tile of q: what they read of a `PairTensor` is in shared memory."""
+    if memory.pairs.ARGUMENT is not None:
+        tile = as_matrix(memory.pairs.buffers.index(memory.q.stage(n)), TILE_Q, KEYS)
+        tile = tile.slice(CONSUMER * WG_ROWS, WG_ROWS, dim=1).permute((1, 0)).load(accumulator(TILE_Q))
+        mods = mods.reading(tile, memory.pairs.ARGUMENT)
+    return mods
+
+
+@gluon.jit
 def probabilities(exponents):
     """P from exponents of 2, which rounding may have left above 0 where scores are large."""
     return gl.exp2(gl.minimum(exponents, 0.0, propagate_nan=tl.PropagateNan.ALL))
@@ -117,7 +127,7 @@ def step(
     if not EARLY:
         lse2 = memory.lse2.index(stage).load(layout)
     pairs = pairs_of(keys, inner * TILE_Q, seq, tile, head, layout, TILE_Q)
-    changed, slope = mods.differentiate(s, pairs)
+    changed, slope = with_pairs(mods, memory, n, CONSUMER, KEYS, TILE_Q).differentiate(s, pairs)
     p = probabilities(changed * scores.scale - lse2)
     if EARLY:
         delta = memory.delta.index(stage).load(layout)

@@ -7,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from ..versions import async_atomic_add, async_load
 from .lib import named_barriers
 from .lib.mma import WG_ROWS
+from .lib.pair_tiles import PairTensor, PairTiles, pair_bytes
 from .lib.pipeline import NamedPipeline, new_barriers, new_buffers
 from .lib.scheduler import CLAIM_AHEAD, COMPUTE, STOP, TileScheduler, claim_next, new_scheduler, skip_empty
 from .lib.struct import struct
@@ -28,6 +29,7 @@ class Tensors:
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
     workspace: gl.tensor
+    pairs: PairTensor
 
 
 @struct
@@ -37,7 +39,8 @@ class SharedMemory:
     k, v: the CTA's tile of keys; v in a buffer for each 64 of them. k arrives with its first q, v with its first dout.
     k_empty, v_empty: mbarriers: consumers do not read them any more, nor need v's buffers to store gradients.
     never: an mbarrier at which nobody arrives, if steps wait for its last phase, which is complete; else k_empty.
-    q, dout: pipelines. lse2 and delta, of their rows, lie in the same stages.
+    q, dout: pipelines. lse2 and delta, of their rows, lie in the same stages; so does, with a tile of q, that of its
+    pairs with all keys (`PairTensor`).
     ds: two tiles (keys, rows of q) of dS. p_or_dq: two tiles of P if consumers share keys, else a half of a dQ tile for
     each consumer warp group.
     """
@@ -54,6 +57,7 @@ class SharedMemory:
     delta: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor
     p_or_dq: gl.shared_memory_descriptor
+    pairs: PairTiles
 
 
 @gluon.jit
@@ -90,7 +94,8 @@ def new_memory(tensors, dq, STAGES: gl.constexpr, NEVER: gl.constexpr, VARLEN: g
         p_or_dq = gl.allocate_shared_memory(dtype, [2, KEYS, TILE_Q], layout)
     else:
         p_or_dq = new_buffers(dq, 2)
-    return SharedMemory(scheduler, k, v, k_empty, v_empty, never, q, dout, lse2, delta, ds, p_or_dq)
+    pairs = tensors.pairs.new_tiles(STAGES, k)
+    return SharedMemory(scheduler, k, v, k_empty, v_empty, never, q, dout, lse2, delta, ds, p_or_dq, pairs)
 
 
 @gluon.jit
@@ -151,6 +156,7 @@ def load_step(tensors, memory, seq, tile, heads_per_kv, member, row, turn, n, fi
     TILE_Q: gl.constexpr = seq.INNER_TILE
     HEAD_DIM: gl.constexpr = tensors.q.block_shape[-1]
     BYTES: gl.constexpr = TILE_Q * HEAD_DIM * 2 + TILE_Q * 4
+    Q_BYTES: gl.constexpr = BYTES + pair_bytes(tensors.pairs.ARGUMENT, TILE_Q, KEYS)
     head = tile.head * heads_per_kv + member
     batch_head = tile.batch_head * heads_per_kv + member
     coords = seq.inner_coords(tile.batch, head, row, 0)
@@ -158,10 +164,12 @@ def load_step(tensors, memory, seq, tile, heads_per_kv, member, row, turn, n, fi
     stage = memory.q.stage(n)
     memory.q.wait_empty(n)
     full = memory.q.full_barrier(n)
-    mbarrier.expect(full, BYTES + KEYS * HEAD_DIM * 2, pred=n == first)
-    mbarrier.expect(full, BYTES, pred=n > first)
+    mbarrier.expect(full, Q_BYTES + KEYS * HEAD_DIM * 2, pred=n == first)
+    mbarrier.expect(full, Q_BYTES, pred=n > first)
     async_load(tensors.q, coords, full, memory.q.buffer(n))
     async_load(tensors.lse2, row_coords, full, memory.lse2.index(stage))
+    if tensors.pairs.ARGUMENT is not None:
+        tensors.pairs.load(tile.batch, head, row, tile.start, full, memory.pairs.buffers.index(stage))
     if n == first:
         mbarrier.wait(memory.k_empty, (turn - 1) & 1, pred=turn > 0)
         k_coords = seq.outer_coords(tile.batch, tile.head, tile.start, 0)

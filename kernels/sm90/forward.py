@@ -16,6 +16,7 @@ from .lib.block_lists import new_block_lists
 from .lib.dropout import new_dropout
 from .lib.mma import WG_ROWS, accumulator, as_matrix
 from .lib.mods import Mods
+from .lib.pair_tiles import new_pair_tensor
 from .lib.scheduler import RECOMPUTE, STOP
 from .lib.softmax import ScoreScale
 from .lib.tile_map import TileMap
@@ -96,21 +97,22 @@ def epilogue(
 @gluon.jit(do_not_specialize=DYNAMIC)
 def forward_kernel(
     q, k, v, out, q_tail, k_tail, v_tail, out_tail, lse, workspace, cu_seqlens_q, cu_seqlens_k,
-    captured, blocks, dropout, sinks,
+    captured, pairs, blocks, dropout, sinks,
     batch_heads, heads, heads_per_kv, q_len, k_len, left, right, section, scale, softcap_scale, natural, sequences,
     HEAD_DIM: gl.constexpr, K_TAIL: gl.constexpr, V_TAIL: gl.constexpr,
     TILE_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    MASK: gl.constexpr, SCORE: gl.constexpr, SEPARATE_OUT: gl.constexpr, PERSISTENT: gl.constexpr,
+    MASK: gl.constexpr, SCORE: gl.constexpr, PAIR_ARGUMENT: gl.constexpr,
+    SEPARATE_OUT: gl.constexpr, PERSISTENT: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid: as many CTAs as the GPU runs at once, or fewer.
 
     q to out are TMA descriptors of HEAD_DIM columns; tails are those of the remaining columns, None where there are
     none (`Tensors`). workspace: int32, a counter and the retry list (`lib.scheduler`). scale and softcap_scale: see
-    `ScoreScale`; captured, natural, MASK, SCORE: see `Mods`; blocks: see `lib.block_lists`; dropout: see
-    `lib.dropout.new_dropout`; sinks: a logit for each head, or None; cu_seqlens and sequences: see `lib.varlen`; other
-    names: see `TileMap` and `tiles.ForwardConfig`.
+    `ScoreScale`; captured, natural, MASK, SCORE: see `Mods`; pairs, PAIR_ARGUMENT: see `lib.pair_tiles`; blocks: see
+    `lib.block_lists`; dropout: see `lib.dropout.new_dropout`; sinks: a logit for each head, or None; cu_seqlens and
+    sequences: see `lib.varlen`; other names: see `TileMap` and `tiles.ForwardConfig`.
     """
     if K_TAIL == 0:
         q_tail, k_tail = q, k
@@ -120,7 +122,8 @@ def forward_kernel(
     if not SINKS:
         sinks = lse
     tensors = Tensors(
-        q, k, v, out, q_tail, k_tail, v_tail, out_tail, lse, workspace, sinks, HEAD_DIM, K_TAIL, V_TAIL, SINKS
+        q, k, v, out, q_tail, k_tail, v_tail, out_tail, lse, workspace, sinks,
+        new_pair_tensor(pairs, PAIR_ARGUMENT, q), HEAD_DIM, K_TAIL, V_TAIL, SINKS,
     )  # fmt: skip
     scores = ScoreScale(scale, softcap_scale, SOFTCAP)
     if MASK is None and SCORE is None:

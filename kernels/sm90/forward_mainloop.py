@@ -73,6 +73,16 @@ def pairs_of(rows, first_column, seq, tile, layout: gl.constexpr, LAST: gl.const
 
 
 @gluon.jit
+def with_pairs(mods, memory, n, CONSUMER: gl.constexpr, TILE_K: gl.constexpr):
+    """The rules for the n-th tile of k: what they read of a `PairTensor` is in shared memory."""
+    if memory.pairs.ARGUMENT is not None:
+        buffer = memory.pairs.buffers.index(memory.k.stage(n) * memory.overflow.CONSUMERS + CONSUMER)
+        tile = as_matrix(buffer, WG_ROWS, TILE_K).load(accumulator(TILE_K))
+        mods = mods.reading(tile, memory.pairs.ARGUMENT)
+    return mods
+
+
+@gluon.jit
 def changed_scores(s, scores, mods, rows, inner, seq, tile, MASKED: gl.constexpr, LAST: gl.constexpr):
     """The scores of a product S with an inner tile of columns, perhaps the LAST; -inf where MASKED and hidden."""
     layout: gl.constexpr = accumulator(seq.INNER_TILE)
@@ -108,7 +118,9 @@ def step(
     memory.v.wait_full(n - 1)
     out, out_tail, operand = start_pv(p, out, out_tail, tensors, memory, n - 1, TILE_K)
     bits = draw(mods.dropout, inner, seq, tile, CONSUMER)
-    s = changed_scores(warpgroup_mma_wait(PV_PRODUCTS, [pending]), scores, mods, rows, inner, seq, tile, MASKED, MASKED)
+    s = warpgroup_mma_wait(PV_PRODUCTS, [pending])
+    rules = with_pairs(mods, memory, n, CONSUMER, TILE_K)
+    s = changed_scores(s, scores, rules, rows, inner, seq, tile, MASKED, MASKED)
     if RESCALE:
         softmax, p, rescale = softmax.update_rescaling(s, scores.scale)
     else:
@@ -134,9 +146,10 @@ def first_step(tensors, memory, seq, tile, rows, n, scores, mods, CONSUMER: gl.c
     inner = seq.visited(tile.end - 1, tile)
     bits = draw(mods.dropout, inner, seq, tile, CONSUMER)
     s = warpgroup_mma_wait(0, [s])
+    rules = with_pairs(mods, memory, n, CONSUMER, TILE_K)
     memory.k.release(n)
     ANY_MASK: gl.constexpr = seq.RIGHT or mods.MASK is not None or mods.SCORE is not None
-    s = changed_scores(s, scores, mods, rows, inner, seq, tile, ANY_MASK, True)
+    s = changed_scores(s, scores, rules, rows, inner, seq, tile, ANY_MASK, True)
     if not ANY_MASK:  # noqa: SIM102 - known when compiled
         if (tile.whole_begin > inner) | seq.ends_partially(tile):
             s = gl.where(visible(rows, inner * TILE_K, seq, accumulator(TILE_K)), s, float("-inf"))

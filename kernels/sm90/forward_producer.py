@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..versions import async_load
 from .lib.mma import WG_ROWS
+from .lib.pair_tiles import PairTensor, PairTiles, pair_bytes
 from .lib.pipeline import Pipeline, new_barriers, new_buffers
 from .lib.scheduler import (
     CLAIM_AHEAD,
@@ -42,6 +43,7 @@ class Tensors:
     lse: gl.tensor
     workspace: gl.tensor
     sinks: gl.tensor
+    pairs: PairTensor
     HEAD_DIM: gl.constexpr
     K_TAIL: gl.constexpr
     V_TAIL: gl.constexpr
@@ -52,7 +54,8 @@ class Tensors:
 class SharedMemory:
     """What warps share: a tile of q for each consumer warp group, pipelines of k and v, output buffers, the scheduler.
 
-    Tails lie in the same stages as the tiles they belong to, and arrive at the same barriers.
+    Tails lie in the same stages as the tiles they belong to, and arrive at the same barriers. So do, with a tile of k,
+    the pairs of each consumer warp group's rows with its keys (`PairTensor`).
     """
 
     q: Pipeline
@@ -65,6 +68,7 @@ class SharedMemory:
     k_tail: gl.shared_memory_descriptor
     v_tail: gl.shared_memory_descriptor
     out_tail: gl.shared_memory_descriptor
+    pairs: PairTiles
 
 
 @gluon.jit
@@ -89,7 +93,8 @@ def new_memory(
     if tensors.K_TAIL > 0:
         q_tail = new_buffers(tensors.q_tail, CONSUMERS)
         k_tail = new_buffers(tensors.k_tail, STAGES)
-    return SharedMemory(q, k, v, out, scheduler, overflow, q_tail, k_tail, v_tail, out_tail)
+    pairs = tensors.pairs.new_tiles(STAGES * CONSUMERS, k.buffers)
+    return SharedMemory(q, k, v, out, scheduler, overflow, q_tail, k_tail, v_tail, out_tail, pairs)
 
 
 @gluon.jit
@@ -127,6 +132,8 @@ def load_tile(tensors, memory, tile_map, heads_per_kv, command, index, turn, n, 
     TILE_K: gl.constexpr = tile_map.INNER_TILE
     K_BYTES: gl.constexpr = (tensors.HEAD_DIM + tensors.K_TAIL) * 2
     V_BYTES: gl.constexpr = (tensors.HEAD_DIM + tensors.V_TAIL) * 2
+    CONSUMERS: gl.constexpr = memory.overflow.CONSUMERS
+    PAIR_BYTES: gl.constexpr = pair_bytes(tensors.pairs.ARGUMENT, CONSUMERS * WG_ROWS, TILE_K)
     tile, seq = tile_map.tile_at(index)
     memory.scheduler.push(turn, command, tile, seq)
     kv_head = tile.head // heads_per_kv
@@ -137,10 +144,15 @@ def load_tile(tensors, memory, tile_map, heads_per_kv, command, index, turn, n, 
         coords = seq.inner_coords(tile.batch, kv_head, inner * TILE_K, 0)
         memory.k.wait_empty(n)
         tail_coords = seq.inner_coords(tile.batch, kv_head, inner * TILE_K, tensors.HEAD_DIM)
-        mbarrier.expect(memory.k.full_barrier(n), TILE_K * K_BYTES)
+        mbarrier.expect(memory.k.full_barrier(n), TILE_K * K_BYTES + PAIR_BYTES)
         async_load(tensors.k, coords, memory.k.full_barrier(n), memory.k.buffer(n))
         if tensors.K_TAIL > 0:
             async_load(tensors.k_tail, tail_coords, memory.k.full_barrier(n), memory.k_tail.index(memory.k.stage(n)))
+        if tensors.pairs.ARGUMENT is not None:
+            for consumer in gl.static_range(CONSUMERS):
+                row = tile.start + consumer * WG_ROWS
+                buffer = memory.pairs.buffers.index(memory.k.stage(n) * CONSUMERS + consumer)
+                tensors.pairs.load(tile.batch, tile.head, row, inner * TILE_K, memory.k.full_barrier(n), buffer)
         if position == tile.end - 1:
             # After the first k, whose buffer is free before q's is.
             load_q(tensors, memory, seq, tile, turn, K_BYTES)

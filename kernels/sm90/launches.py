@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import torch
@@ -11,20 +10,22 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..bound_mods import BoundMods, dropout_operand, itself
-from ..call import ALIGNMENT, Band, Call, Options, Wanted
+from ..bound_mods import dropout_operand, itself
+from ..call import Band, Call, Options
 from ..launching import Launch
+from ..layouts import ALIGNMENT
 from ..lib.softmax import LOG2_E
 from ..versions import default_ptx_options
 from .backward_producer import DQ_ROW
 from .lib.mma import WG_ROWS
 from .lib.mods import in_gluon
 from .lib.varlen import BOUND, PADDING
+from .rule_arguments import bound_mods, pair_tensor
 from .tiles import (
-    BACKWARD,
     BackwardConfig,
     ForwardConfig,
     SplitHeadDim,
+    backward_config,
     forward_config,
     padded_head_dim,
     split_head_dim,
@@ -92,7 +93,8 @@ def forward_tiles(call: Call) -> tuple[SplitHeadDim, ForwardConfig, int]:
     """How heads are held, the configuration, and the number of tiles of a forward."""
     split = split_head_dim(call.head_dim, call.v_head_dim)
     assert split is not None
-    config = forward_config(split, call.band, call.k_len, is_packed=call.is_packed, has_rules=call.has_rules)
+    about = {"is_packed": call.is_packed, "has_rules": call.has_rules, "has_pairs": pair_tensor(call) is not None}
+    config = forward_config(split, call.band, call.k_len, **about)
     per_head = tiles_per_head(call.q_len, config.consumers * ROWS, num_sequences(call))
     return split, config, call.q.shape[:-2].numel() * per_head
 
@@ -151,14 +153,18 @@ def score_scales(options: Options) -> tuple[float, float, float]:
     return (LOG2_E.value if len(options.scores) > 0 else natural * LOG2_E.value), inside, natural
 
 
-def depends_on_pairs(call: Call) -> bool:
-    """Whether kernels use the numbers of rows and columns for more than a causal mask and a window."""
-    return call.has_rules or call.options.dropout_p > 0
+def backward_tiles(call: Call) -> BackwardConfig:
+    """The configuration of a backward."""
+    return backward_config(padded_head_dim(call.head_dim), has_pairs=pair_tensor(call) is not None)
 
 
-def bound_mods(call: Call) -> BoundMods:
-    """A call's rules, without the soft cap, which these kernels compute themselves."""
-    return BoundMods.of(dataclasses.replace(call, options=call.options._replace(softcap=None)), Wanted())
+def rule_operands(call: Call, config: ForwardConfig | BackwardConfig, lists: Tensor | None, rows: int) -> list[Any]:
+    """What a first launch takes of a call's rules: what they captured, tiles of pairs (rows, tile_k), and ``lists``."""
+    captured, blocks = bound_mods(call).operands(call.aux, lists, itself)
+    pairs = pair_tensor(call) if config.has_pairs else None
+    tensor = None if pairs is None else pairs.of(call.aux)
+    tiles = None if tensor is None else tma_descriptor(tensor, rows, config.tile_k, is_packed=False)
+    return [captured, tiles, blocks, dropout_operand(call.options, call.aux, itself)]
 
 
 def common_constants(call: Call, config: ForwardConfig | BackwardConfig) -> dict[str, Any]:
@@ -170,6 +176,7 @@ def common_constants(call: Call, config: ForwardConfig | BackwardConfig) -> dict
         "BOTTOM_RIGHT": call.is_packed and call.options.bottom_right,
         "SOFTCAP": call.options.softcap is not None,
         **bound_mods(call).code(backward=isinstance(config, BackwardConfig), into=in_gluon),
+        "PAIR_ARGUMENT": None if (pairs := pair_tensor(call)) is None else pairs.argument,
         "PRODUCER_REGISTERS": config.producer_registers,
         "CONSUMER_REGISTERS": config.consumer_registers,
     }
@@ -195,8 +202,8 @@ def forward_launch(call: Call, out: Tensor, lse: Tensor, workspace: Tensor, num_
             *(tma_descriptor(x, rows, head_dim, is_packed=packed) for x, rows, _ in tiled),
             *(tma_descriptor(x, rows, tail, is_packed=packed) if tail else None for x, rows, tail in tiled),
             *(lse, workspace, call.aux.cu_seqlens_q, call.aux.cu_seqlens_k),
-            *bound_mods(call).operands(call.aux, call.aux.block_rows, itself),
-            *(dropout_operand(call.options, call.aux, itself), call.aux.sinks),
+            *rule_operands(call, config, call.aux.block_rows, ROWS),
+            call.aux.sinks,
         ),
         (
             *(batch * heads, heads, group, call.q_len, call.k_len, *band_arguments(call.band)),
@@ -216,7 +223,7 @@ def backward_launch(
     """The launch of `backward_kernel`; ``memory`` holds the buffers."""
     q, k, v, dout, dk, dv = with_batch(call.q, call.k, call.v, dout, dk, dv)
     head_dim = buffers.head_dim
-    config = BACKWARD[head_dim]
+    config = backward_tiles(call)
     batch, heads = k.shape[:2]
     shares_keys = config.tile_k == ROWS
     columns = config.dq_columns if shares_keys else head_dim
@@ -230,7 +237,7 @@ def backward_launch(
     deterministic = call.options.deterministic
     constants = {
         "HEAD_DIM": head_dim, "TILE_Q": config.tile_q, "TILE_K": config.tile_k, "STAGES": config.stages,
-        "DETERMINISTIC": deterministic, "ROTATED": config.rotated and not deterministic and not depends_on_pairs(call),
+        "DETERMINISTIC": deterministic, "ROTATED": config.rotated and not deterministic and not call.depends_on_pairs,
         "PERSISTENT": num_sms < num_tiles, **common_constants(call, config),
     }  # fmt: skip
     return Launch(
@@ -240,8 +247,7 @@ def backward_launch(
             *(float32_descriptor(x, 1, config.tile_q) for x in (lse2, delta)),
             *(tma_descriptor(x, ROWS, columns, is_packed=call.is_packed) for x in (dk, dv)),
             *(*accumulated, workspace, call.aux.cu_seqlens_q, call.aux.cu_seqlens_k),
-            *bound_mods(call).operands(call.aux, call.aux.block_columns, itself),
-            dropout_operand(call.options, call.aux, itself),
+            *rule_operands(call, config, call.aux.block_columns, config.tile_q),
         ),
         (
             *(batch * heads, heads, q.shape[1] // heads, call.q_len, call.k_len, buffers.rows),
@@ -269,7 +275,7 @@ def finish_launch(call: Call, dq: Tensor, buffers: RowBuffers, memory: Tensor) -
     """The launch of `finish_kernel`."""
     [dq] = with_batch(dq)
     tensors = buffers.views(memory)[2], dq, call.aux.cu_seqlens_q
-    constants = {"HEAD_DIM": call.head_dim, "DQ_COLUMNS": BACKWARD[buffers.head_dim].dq_columns}
+    constants = {"HEAD_DIM": call.head_dim, "DQ_COLUMNS": backward_tiles(call).dq_columns}
     return _row_launch(call, buffers, tensors, (dq.stride()[:3],), (call.options.scale,), constants)
 
 

@@ -17,6 +17,7 @@ class ForwardConfig(NamedTuple):
         consumer_registers, producer_registers: of a thread; a kernel starts with max_registers for each.
         separate_out: whether out has buffers beside q's in shared memory, so that the next q can be loaded earlier.
         ctas: CTAs that a multiprocessor runs at once.
+        has_pairs: whether tiles of a tensor with an element for each pair lie beside those of k in shared memory.
     """
 
     tile_k: int
@@ -27,6 +28,7 @@ class ForwardConfig(NamedTuple):
     max_registers: int
     separate_out: bool
     ctas: int = 1
+    has_pairs: bool = False
 
 
 class SplitHeadDim(NamedTuple):
@@ -47,6 +49,7 @@ class BackwardConfig(NamedTuple):
         stages: of the pipelines of q and dout.
         consumer_registers, producer_registers, max_registers: as of `ForwardConfig`.
         rotated: whether CTAs start at different tiles of q where nothing is masked.
+        has_pairs: as of `ForwardConfig`, beside those of q.
     """
 
     tile_k: int
@@ -57,6 +60,7 @@ class BackwardConfig(NamedTuple):
     producer_registers: int
     max_registers: int
     rotated: bool = False
+    has_pairs: bool = False
 
     @property
     def has_turns(self) -> bool:
@@ -97,10 +101,22 @@ FORWARD_VARLEN = {
     (128, 64): ForwardConfig(64, 2, 2, 224, 56, 168, True),
     (256, 0): ForwardConfig(64, 2, 2, 232, 40, 168, False),
 }
+FORWARD_PAIRS = {
+    # By head_dim and k_tail. Tiles of pairs take the memory of a stage, or of separate output buffers.
+    (64, 0): ForwardConfig(64, 1, 2, 136, 24, 80, True, 3, has_pairs=True),
+    (64, 16): ForwardConfig(64, 1, 2, 136, 24, 80, False, 3, has_pairs=True),
+    (128, 0): ForwardConfig(128, 2, 2, 240, 24, 168, False, has_pairs=True),
+    (128, 64): ForwardConfig(64, 2, 2, 240, 24, 168, True, has_pairs=True),
+    (256, 0): ForwardConfig(64, 2, 2, 240, 24, 168, False, has_pairs=True),
+}
 BACKWARD = {
     64: BackwardConfig(128, 128, 64, 2, 240, 24, 168, True),
     128: BackwardConfig(128, 64, 64, 2, 240, 24, 168),
     256: BackwardConfig(64, 64, 128, 2, 240, 24, 168),
+}
+BACKWARD_PAIRS = {
+    64: BackwardConfig(128, 64, 32, 2, 240, 24, 168, has_pairs=True),
+    128: BackwardConfig(128, 64, 64, 2, 240, 24, 168, has_pairs=True),
 }
 HEAD_DIMS = (64, 128, 256)
 """Columns that tiles have; for head dimensions between, TMA fills them up with zeros."""
@@ -111,14 +127,23 @@ def padded_head_dim(head_dim: int) -> int:
     return next(columns for columns in HEAD_DIMS if columns >= head_dim)
 
 
-def forward_config(split: SplitHeadDim, band: Band, k_len: int, *, is_packed: bool, has_rules: bool) -> ForwardConfig:
-    """The configuration of a forward call."""
+def forward_config(
+    split: SplitHeadDim, band: Band, k_len: int, *, is_packed: bool, has_rules: bool, has_pairs: bool
+) -> ForwardConfig:
+    """The configuration of a forward call. has_pairs: whether score changes read a tensor at each pair."""
     head_dim, k_tail, _ = split
+    if has_pairs and (head_dim, k_tail) in FORWARD_PAIRS:
+        return FORWARD_PAIRS[head_dim, k_tail]
     if is_packed:
         return FORWARD_VARLEN[head_dim, k_tail]
     # Lists of blocks have 128 rows each.
     uneven_or_few = band != (None, None) or k_len <= SHORT_LENGTH or has_rules
     return FORWARD_SPLIT[head_dim, k_tail, uneven_or_few] if k_tail else FORWARD[head_dim, uneven_or_few]
+
+
+def backward_config(head_dim: int, *, has_pairs: bool) -> BackwardConfig:
+    """The configuration of a backward call whose tiles have ``head_dim`` columns."""
+    return (BACKWARD_PAIRS if has_pairs and head_dim in BACKWARD_PAIRS else BACKWARD)[head_dim]
 
 
 def split_head_dim(head_dim: int, v_head_dim: int) -> SplitHeadDim | None:

@@ -60,6 +60,13 @@ class Mods:
         return s, slope
 
     @gluon.jit
+    def reading(self, tile, ARGUMENT: gl.constexpr):
+        """The same with a tile, in registers, in place of a tensor that score changes captured."""
+        of_scores = self.captured[1]
+        of_scores = of_scores[:ARGUMENT] + (tile,) + of_scores[ARGUMENT + 1 :]  # noqa: RUF005 - unknown to Triton
+        return Mods((self.captured[0], of_scores), self.natural, self.dropout, self.MASK, self.SCORE)
+
+    @gluon.jit
     def hide(self, seen, pairs):
         """Which of the pairs that are seen MASK leaves."""
         if self.MASK is not None:

@@ -1,0 +1,59 @@
+"""Tiles of a tensor with an element for each pair, such as a bias, which the producer loads beside k or q."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from ...versions import async_load
+from .pipeline import new_buffers
+from .struct import struct
+
+
+@struct
+class PairTensor:
+    """Its descriptor, of (batch or 1, heads or 1, rows, columns); and its number among what score changes captured.
+
+    Nothing of this is used if ARGUMENT is None.
+    """
+
+    desc: tma.tensor_descriptor
+    ARGUMENT: gl.constexpr
+
+    @gluon.jit
+    def new_tiles(self, COUNT: gl.constexpr, unused):
+        """Shared memory for COUNT tiles; ``unused`` stands in where there are none."""
+        buffers = unused
+        if self.ARGUMENT is not None:
+            buffers = new_buffers(self.desc, COUNT)
+        return PairTiles(buffers, self.ARGUMENT)
+
+    @gluon.jit
+    def load(self, batch, head, row, column, full, tile):
+        """Load the tile from a row and column on. Outside of the tensor it has zeros."""
+        batch = gl.minimum(batch, self.desc.shape[0] - 1)
+        head = gl.minimum(head, self.desc.shape[1] - 1)
+        async_load(self.desc, [batch, head, row, column], full, tile)
+
+
+@struct
+class PairTiles:
+    """Shared memory for tiles of a `PairTensor` with that ARGUMENT."""
+
+    buffers: gl.shared_memory_descriptor
+    ARGUMENT: gl.constexpr
+
+
+@gluon.constexpr_function
+def pair_bytes(argument, rows, columns):
+    """Bytes of a tile of a `PairTensor`, all 16-bit numbers; 0 without one."""
+    return 0 if argument is None else rows * columns * 2
+
+
+@gluon.jit
+def new_pair_tensor(desc, ARGUMENT: gl.constexpr, unused):
+    """From a kernel's argument, a descriptor or None; then ``unused`` stands in."""
+    if desc is None:
+        made = PairTensor(unused, None)
+    else:
+        made = PairTensor(desc, ARGUMENT)
+    return made

@@ -1,0 +1,113 @@
+"""Tensors that score changes read at each pair, whose tiles the kernels for Hopper bring by TMA."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cs336_systems.attention import variants
+from cs336_systems.attention.call import Arguments, make_call
+from cs336_systems.attention.mods import score_mod
+from cs336_systems.kernels.sm90.rule_arguments import pair_tensor
+from cs336_systems.testing import assert_within_budget, make_inputs
+
+from .hopper import KERNELS, compute, kernels  # noqa: F401 - a fixture
+from .test_hopper_rules import documents, listed, sizes
+
+each_kernel = pytest.mark.parametrize("kernels", KERNELS, indirect=True)
+
+
+def tiles(device, *shape, dtype=torch.bfloat16):
+    return torch.randn(shape, device=device).to(dtype)
+
+
+def scaled(device, *shape):
+    """A score change that is affine in one tensor and not in another one, which comes first."""
+    heat, added = torch.rand(shape[-3], device=device), tiles(device, *shape, dtype=torch.float16)
+    return score_mod(lambda s, b, h, q, k: s * heat[h] + added[b, h, q, k] * 0.5)
+
+
+def gated(device, *shape):
+    """One whose derivative by the score reads the tensor."""
+    gate = tiles(device, *shape)
+    return score_mod(lambda s, b, h, q, k: s * gate[h, q, k].sigmoid())
+
+
+CASES = {
+    "entries_and_heads": (sizes(130, 208), {"causal": True}, lambda on: {"bias": tiles(on, 2, 2, 130, 208)}),
+    "heads": (sizes(200, d=128, heads=(4, 2)), {}, lambda on: {"bias": tiles(on, 4, 200, 200)}),
+    "entries": (sizes(200, 328, d=128), {"causal": True}, lambda on: {"bias": tiles(on, 2, 1, 200, 328)}),
+    "one": (sizes(300, 264, d=80, heads=(4, 1)), {}, lambda on: {"bias": tiles(on, 300, 264, dtype=torch.float16)}),
+    "wider": (sizes(100, d=64), {"window": (60, 20)}, lambda on: {"bias": tiles(on, 2, 100, 160)[..., 24:124]}),
+    "192": (sizes(130, 208, d=192, dv=128), {}, lambda on: {"bias": tiles(on, 2, 130, 208)}),
+    "256": (sizes(130, 208, d=256), {"causal": True}, lambda on: {"bias": tiles(on, 2, 130, 208)}),
+    "affine": (sizes(130, 208), {}, lambda on: {"scores": scaled(on, 2, 2, 130, 208)}),
+    "gated": (sizes(128, 256, d=128), {"causal": True}, lambda on: {"scores": gated(on, 2, 128, 256), "softcap": 4.0}),
+    "listed": (
+        sizes(300, 304), {"causal": True},
+        lambda on: {
+            "bias": tiles(on, 2, 300, 304),
+            "mask": listed(variants.document(documents(on, 304)), 300, 304, causal=True),
+        },
+    ),
+    "dropout": (sizes(130, 208), {}, lambda on: {"bias": tiles(on, 2, 130, 208), "dropout_p": 0.3, "seed": 1}),
+}  # fmt: skip
+
+
+@each_kernel
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_within_the_budget(kernels, name):  # noqa: F811
+    backend, device = kernels
+    shapes, settings, features = CASES[name]
+    torch.manual_seed(len(name))
+    inputs, given = make_inputs(shapes, dtype=torch.bfloat16, device=device), features(device)
+    call = make_call(*inputs[:3], Arguments.of(**settings, **given))
+    assert pair_tensor(call) is not None
+    actual = compute(inputs, call.options, call.aux, backend=backend)
+    assert_within_budget(actual, inputs, **settings, features=given)
+
+
+@each_kernel
+def test_a_tensor_may_begin_anywhere(kernels):  # noqa: F811
+    """A plan's later calls may have one that TMA cannot read, and one that it can."""
+    backend, device = kernels
+    inputs = make_inputs(sizes(130, 208), dtype=torch.bfloat16, device=device)
+    memory = tiles(device, 2 * 130 * 208 + 8)
+    biases = [memory[first : first + 2 * 130 * 208].view(2, 130, 208) for first in (0, 1, 8, 3)]
+    calls = [make_call(*inputs[:3], Arguments.of(bias=bias)) for bias in biases]
+    q, k, v, dout, dlse = inputs
+    forward = backend.plan_forward(calls[0])
+    out, lse = forward(q, k, v, calls[0].aux)
+    backward = backend.plan_backward(calls[0], out, dout, True, calls[0].wanted)
+    for bias, call in zip(biases, calls, strict=True):
+        out, lse = forward(q, k, v, call.aux)
+        dq, dk, dv, *_ = backward(q, k, v, out, lse, dout, dlse, call.aux)
+        actual = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+        assert_within_budget(actual, inputs, features={"bias": bias})
+
+
+def test_which_tensors_come_in_tiles():
+    q, k, v, *_ = make_inputs(sizes(130, 208), dtype=torch.bfloat16)
+
+    def found(**arguments):
+        return pair_tensor(make_call(q, k, v, Arguments.of(**arguments)))
+
+    bias = tiles("cpu", 2, 2, 130, 208)
+    slopes = torch.rand(2)
+    assert found(bias=bias) == (0, 0, ("batch", "head", "row", "column"))
+    both = found(bias=bias[0], alibi_slopes=slopes)
+    assert both is not None
+    assert both.position == 1
+    of_all = bias[0, 0]
+    assert found(scores=score_mod(lambda s, b, h, q, k: s + of_all[q, k])) == (0, 0, ("row", "column"))
+    assert found(bias=bias.float()) is None, "float32 takes more memory"
+    assert found(bias=bias[..., :1]) is None, "no element for each pair"
+    assert found(bias=bias[:, :, :1]) is None
+    assert found(bias=tiles("cpu", 2, 2, 130, 209)[..., :208]) is None, "rows that begin anywhere"
+    assert found(bias=tiles("cpu", 2, 208, 130).mT) is None, "columns that are not contiguous"
+    assert found(alibi_slopes=slopes) is None
+    assert found() is None
+    # Beyond q and k there are zeros, of which such score changes would make infinities.
+    assert found(scores=score_mod(lambda s, b, h, q, k: s / bias[b, h, q, k])) is None
+    assert found(scores=score_mod(lambda s, b, h, q, k: s + bias[b, h, q, k].abs().log())) is None
+    assert found(scores=score_mod(lambda s, b, h, q, k: s + torch.where(bias[b, h, q, k] == 0, 9.0, 0.0))) is None
