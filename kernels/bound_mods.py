@@ -120,12 +120,12 @@ class BoundMods:
         return max(1.0, rules.steepest(self.scores) * max(1.0, keep_scale))
 
 
-def long_axes(call: Call) -> set[str]:
-    """The axes along which what a call's rules captured has several elements that they read."""
+def axes_with_elements(call: Call) -> list[set[str]]:
+    """The axes along which each tensor that a call's rules captured has several elements that they read."""
     captured = (*call.aux.mask_aux, *call.aux.score_aux)
     leaves = (*rules.leaves(call.options.mask), *call.options.scores)
     sizes = [zip(axes, x.shape, strict=False) for axes, x in rules.axes_read(leaves, captured)]
-    return {axis for each in sizes for axis, size in each if size > 1}
+    return [{axis for axis, size in each if size > 1} for each in sizes]
 
 
 def itself(tensor: Tensor) -> Tensor:

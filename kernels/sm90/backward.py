@@ -34,7 +34,7 @@ def backward_kernel(
     scale, exponent_scale, softcap_scale, natural, sequences,
     HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    MASK: gl.constexpr, SCORE: gl.constexpr, PAIR_ARGUMENT: gl.constexpr,
+    MASK: gl.constexpr, SCORE: gl.constexpr, PAIR_ARGUMENT: gl.constexpr, BATCH_INNER: gl.constexpr,
     PERSISTENT: gl.constexpr, DETERMINISTIC: gl.constexpr, ROTATED: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -45,13 +45,13 @@ def backward_kernel(
     of rows of DQ_ROW numbers, or a pointer if TILE_K is 64. turns: for DETERMINISTIC, see `dq_reducer`. workspace: see
     `lib.scheduler`; exponent_scale and softcap_scale: see `ScoreScale`; captured, natural, MASK, SCORE: see `Mods`;
     pairs, PAIR_ARGUMENT: see `lib.pair_tiles`; blocks: see `lib.block_lists`; dropout: see `lib.dropout.new_dropout`;
-    ROTATED: see `TileMap`.
+    BATCH_INNER, ROTATED: see `TileMap`.
     """
     varlen = new_varlen(cu_seqlens_k, cu_seqlens_q, sequences, BOTTOM_RIGHT)
     # Key j is seen by the rows from j - right to j - left.
     tile_map = TileMap(
         batch_heads, heads, k_len, q_len, -right, -left, section, varlen, new_block_lists(blocks, sequences),
-        TILE_K, TILE_Q, RIGHT, LEFT, MASK is not None and blocks is None,
+        TILE_K, TILE_Q, RIGHT, LEFT, MASK is not None and blocks is None, BATCH_INNER,
     )  # fmt: skip
     scores = ScoreScale(exponent_scale, softcap_scale, SOFTCAP)
     if MASK is None and SCORE is None:

@@ -20,7 +20,7 @@ from .backward_producer import DQ_ROW
 from .lib.mma import WG_ROWS
 from .lib.mods import in_gluon
 from .lib.varlen import BOUND, PADDING
-from .rule_arguments import bound_mods, pair_tensor
+from .rule_arguments import bound_mods, entries_share_pairs, pair_tensor
 from .tiles import (
     BackwardConfig,
     ForwardConfig,
@@ -177,6 +177,7 @@ def common_constants(call: Call, config: ForwardConfig | BackwardConfig) -> dict
         "SOFTCAP": call.options.softcap is not None,
         **bound_mods(call).code(backward=isinstance(config, BackwardConfig), into=in_gluon),
         "PAIR_ARGUMENT": None if (pairs := pair_tensor(call)) is None else pairs.argument,
+        "BATCH_INNER": entries_share_pairs(call),
         "PRODUCER_REGISTERS": config.producer_registers,
         "CONSUMER_REGISTERS": config.consumer_registers,
     }

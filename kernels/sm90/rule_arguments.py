@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..bound_mods import BoundMods, View
+from ..bound_mods import BoundMods, View, axes_with_elements
 from ..call import BLOCK, Aux, Call, Wanted
 from ..layouts import ALIGNMENT, has_tma_strides
 from ..mods import AXES, Code, code_of
@@ -17,6 +17,13 @@ from ..mods import AXES, Code, code_of
 def bound_mods(call: Call) -> BoundMods:
     """A call's rules, without the soft cap, which these kernels compute themselves."""
     return BoundMods.of(dataclasses.replace(call, options=call.options._replace(softcap=None)), Wanted())
+
+
+def entries_share_pairs(call: Call) -> bool:
+    """Whether rules read the same element at a pair in several entries of a batch, which packed sequences are not."""
+    if call.q.ndim < 4 or call.q.shape[0] == 1:
+        return False
+    return any({"row", "column"} <= axes and "batch" not in axes for axes in axes_with_elements(call))
 
 
 class PairTensor(NamedTuple):

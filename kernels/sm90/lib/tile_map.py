@@ -36,7 +36,8 @@ class TileMap:
     """The tiles of a launch in the order in which CTAs claim them.
 
     Heads come in sections whose inner tensors fit into the L2 cache. With a right limit, as a causal mask has, a
-    section's longest tiles come first, and the short ones fill the gaps at its end.
+    section's longest tiles come first, and the short ones fill the gaps at its end. With BATCH_INNER the entries of a
+    batch follow each other, head by head: what they share of a tensor of pairs then comes from the L2 cache.
 
     Outer row i sees the inner rows from i + left (if LEFT) to i + right (if RIGHT). With packed sequences, lengths are
     those of the tensors and limits those of equally long sequences; `tile_at` also returns the tile map of the tile's
@@ -59,6 +60,7 @@ class TileMap:
     LEFT: gl.constexpr
     RIGHT: gl.constexpr
     MASKED: gl.constexpr
+    BATCH_INNER: gl.constexpr
 
     @gluon.jit
     def tiles_per_head(self):
@@ -96,7 +98,11 @@ class TileMap:
                 outer_tile, self.outer_len, self.inner_len, self.OUTER_TILE
             )
             seq = self.for_sequence(varlen, outer_len, inner_len)
-        return seq.tile(batch_head // self.heads, batch_head % self.heads, outer_tile * self.OUTER_TILE), seq
+        batch, head = batch_head // self.heads, batch_head % self.heads
+        if self.BATCH_INNER:
+            entries = self.batch_heads // self.heads
+            batch, head = batch_head % entries, batch_head // entries
+        return seq.tile(batch, head, outer_tile * self.OUTER_TILE), seq
 
     @gluon.jit
     def for_sequence(self, varlen, outer_len, inner_len):
@@ -107,6 +113,7 @@ class TileMap:
         return TileMap(
             self.batch_heads, self.heads, outer_len, inner_len, self.left + shift, self.right + shift, self.section,
             varlen, self.blocks, self.OUTER_TILE, self.INNER_TILE, self.LEFT, self.RIGHT, self.MASKED,
+            self.BATCH_INNER,
         )  # fmt: skip
 
     @gluon.jit

@@ -200,7 +200,7 @@ def test_backward_launches(calls, monkeypatch, num_sms, d, with_dlse, is_packed)
     assert main[:9] == (*[x.data_ptr() for x in (call.q,)], prepare[1], call.k.data_ptr(), call.v.data_ptr(),
                         *prepare[4:6], *[x.data_ptr() for x in gradients[1:3]], prepare[6])  # fmt: skip
     assert main[9] == turns
-    assert main[-5:] == (*starts, None, None, None)
+    assert main[-6:] == (*starts, None, None, None, None)
     assert finish == (prepare[6], gradients.q.data_ptr(), starts[0])
     keys = 64 if d == 256 else 128
     tiles = 2 * (300 // keys + 5 + 1) if is_packed else 4 * -(-300 // keys)
