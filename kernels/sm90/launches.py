@@ -158,13 +158,18 @@ def backward_tiles(call: Call) -> BackwardConfig:
     return backward_config(padded_head_dim(call.head_dim), has_pairs=pair_tensor(call) is not None)
 
 
+def pair_operand(call: Call, rows: int, columns: int) -> TensorDescriptor | None:
+    """The descriptor of tiles of the tensor that score changes read at each pair; None without one."""
+    pairs = pair_tensor(call)
+    tensor = None if pairs is None else pairs.of(call.aux)
+    return None if tensor is None else tma_descriptor(tensor, rows, columns, is_packed=False)
+
+
 def rule_operands(call: Call, config: ForwardConfig | BackwardConfig, lists: Tensor | None, rows: int) -> list[Any]:
     """What a first launch takes of a call's rules: what they captured, tiles of pairs (rows, tile_k), and ``lists``."""
     captured, blocks = bound_mods(call).operands(call.aux, lists, itself)
-    pairs = pair_tensor(call) if config.has_pairs else None
-    tensor = None if pairs is None else pairs.of(call.aux)
-    tiles = None if tensor is None else tma_descriptor(tensor, rows, config.tile_k, is_packed=False)
-    return [captured, tiles, blocks, dropout_operand(call.options, call.aux, itself)]
+    pairs = pair_operand(call, rows, config.tile_k) if config.has_pairs else None
+    return [captured, pairs, blocks, dropout_operand(call.options, call.aux, itself)]
 
 
 def common_constants(call: Call, config: ForwardConfig | BackwardConfig) -> dict[str, Any]:

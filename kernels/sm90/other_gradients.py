@@ -12,29 +12,45 @@ from ..lib.reductions import sink_gradient
 if TYPE_CHECKING:
     from .launches import RowBuffers
 
+MAX_PAIR_HEAD_DIM = 128
+"""Columns of tiles: above, those of a step do not fit into shared memory."""
+
 Others = tuple[Tensor | None, tuple[Tensor | None, ...]]
 """The gradients of sinks, and of captured tensors."""
 
 
 class OtherGradients:
-    """Those that are wanted of calls with this metadata; portable kernels compute those of captured tensors."""
+    """Those that are wanted of calls with this metadata.
+
+    Portable kernels compute those of captured tensors, but for what has an element for each pair of up to
+    `MAX_PAIR_HEAD_DIM` columns.
+    """
 
     def __init__(self, call: Call, buffers: RowBuffers, wanted: Wanted) -> None:
         self._wanted, self._is_packed, self._q_len, self._buffers = wanted, call.is_packed, call.q_len, buffers
-        self._captured = None
-        if any(wanted.score_aux):
+        self._captured = self._pairs = None
+        rest = wanted
+        if any(wanted.score_aux) and not call.is_packed and buffers.head_dim <= MAX_PAIR_HEAD_DIM:
+            from .pair_gradient_launch import PairGradients
+
+            self._pairs = PairGradients(call, buffers, wanted)
+            rest = wanted._replace(
+                score_aux=tuple(x and n not in self._pairs.positions for n, x in enumerate(wanted.score_aux))
+            )
+        if any(rest.score_aux):
             from ..triton.captured_gradients import AfterBackward
 
-            self._captured = AfterBackward(call, wanted)
+            self._captured = AfterBackward(call, rest)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
         memory: Tensor, aux: Aux,
     ) -> Others:  # fmt: skip
         """After the backward, whose buffers ``memory`` holds."""
-        none = (None,) * len(aux.score_aux)
+        found: tuple[Tensor | None, ...] = (None,) * len(aux.score_aux)
+        of_pairs = {} if self._pairs is None else self._pairs(q, k, v, dout, memory, aux)
         if self._captured is None and not self._wanted.sinks:
-            return None, none
+            return None, tuple(of_pairs.get(number) for number in range(len(found)))
         if self._is_packed:  # each sequence is padded: its rows lie elsewhere
             delta = (out.float() * dout.float()).sum(-1)
             delta = delta if dlse is None else delta - dlse
@@ -42,4 +58,6 @@ class OtherGradients:
             _, delta, *_ = self._buffers.views(memory)
             delta = delta[:, : self._q_len].reshape(lse.shape).contiguous()
         of_sinks = sink_gradient(aux.sinks, lse, delta) if self._wanted.sinks and aux.sinks is not None else None
-        return of_sinks, none if self._captured is None else self._captured(q, k, v, out, lse, dout, dlse, delta, aux)
+        if self._captured is not None:
+            found = self._captured(q, k, v, out, lse, dout, dlse, delta, aux)
+        return of_sinks, tuple(of_pairs.get(number, x) for number, x in enumerate(found))

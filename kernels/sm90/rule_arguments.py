@@ -13,10 +13,12 @@ from ..call import BLOCK, Aux, Call, Wanted
 from ..layouts import ALIGNMENT, has_tma_strides
 from ..mods import AXES, Code, code_of
 
+NOTHING_WANTED = Wanted()
 
-def bound_mods(call: Call) -> BoundMods:
+
+def bound_mods(call: Call, wanted: Wanted = NOTHING_WANTED) -> BoundMods:
     """A call's rules, without the soft cap, which these kernels compute themselves."""
-    return BoundMods.of(dataclasses.replace(call, options=call.options._replace(softcap=None)), Wanted())
+    return BoundMods.of(dataclasses.replace(call, options=call.options._replace(softcap=None)), wanted)
 
 
 def entries_share_pairs(call: Call) -> bool:

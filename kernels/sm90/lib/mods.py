@@ -60,6 +60,14 @@ class Mods:
         return s, slope
 
     @gluon.jit
+    def terms(self, s, pairs):
+        """Scores, and the derivatives by what they captured: those that SCORE was written for."""
+        s, _, terms = self.SCORE(
+            s * self.natural, pairs.batch, pairs.head, pairs.rows, pairs.columns, self.captured[1]
+        )  # fmt: skip
+        return s, terms
+
+    @gluon.jit
     def reading(self, tile, ARGUMENT: gl.constexpr):
         """The same with a tile, in registers, in place of a tensor that score changes captured."""
         of_scores = self.captured[1]

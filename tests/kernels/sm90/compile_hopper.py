@@ -22,13 +22,16 @@ import torch
 
 from cs336_systems.attention import variants
 from cs336_systems.attention.mods import score_mod
-from cs336_systems.kernels.call import BLOCK, NO_AUX, Aux, Call, Options
+from cs336_systems.kernels.call import BLOCK, NO_AUX, Aux, Call, Options, Wanted
 from cs336_systems.kernels.inspection import Report, compile_for, rows_of
 from cs336_systems.kernels.sm90 import launches
 from cs336_systems.kernels.sm90.backward import backward_kernel
 from cs336_systems.kernels.sm90.forward import forward_kernel
+from cs336_systems.kernels.sm90.pair_gradient_launch import pair_gradient_launch
+from cs336_systems.kernels.sm90.pair_gradients import pair_gradient_kernel
 
 BANDS = {"none": (None, None), "causal": (None, 0), "window": (100, 0)}
+KERNELS = {"forward": forward_kernel, "backward": backward_kernel, "pair_gradient": pair_gradient_kernel}
 SMS = 8
 """Few multiprocessors, so that CTAs claim several tiles."""
 
@@ -96,6 +99,11 @@ def compile_one(
     if name == "forward":
         launch = launches.forward_launch(call, call.q, empty(*call.q.shape[:-1]), workspace, SMS)
         exponentials = 64 * launch.constants["TILE_K"] // 128
+    elif name == "pair_gradient":
+        buffers, memory = launches.row_buffers(call), empty(launches.row_buffers(call).elements)
+        target, wanted = empty(1, 8, length, length, dtype=torch.bfloat16), Wanted(score_aux=(True,))
+        launch = pair_gradient_launch(call, wanted, call.q, target, 0, buffers, memory)
+        exponentials = 64 * launch.constants["TILE_K"] // 128
     else:
         buffers = launches.row_buffers(call)
         launch = launches.backward_launch(
@@ -112,7 +120,7 @@ def compile_one(
         "rules": rules,
         "exponentials": exponentials,  # of a thread, for a tile
     }
-    return about, compile_for(90, forward_kernel if name == "forward" else backward_kernel, launch)
+    return about, compile_for(90, KERNELS[name], launch)
 
 
 def beside_a_product(sass: str) -> list[str]:

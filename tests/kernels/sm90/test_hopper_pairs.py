@@ -10,8 +10,9 @@ from cs336_systems.attention.call import Arguments, make_call
 from cs336_systems.attention.mods import score_mod
 from cs336_systems.kernels.sm90.rule_arguments import pair_tensor
 from cs336_systems.testing import assert_within_budget, make_inputs
+from cs336_systems.testing.evaluation import leaves_of
 
-from .hopper import KERNELS, compute, kernels  # noqa: F401 - a fixture
+from .hopper import KERNELS, WITH_PORTABLE, compute, kernels  # noqa: F401 - a fixture
 from .test_hopper_rules import documents, listed, sizes
 
 each_kernel = pytest.mark.parametrize("kernels", KERNELS, indirect=True)
@@ -64,6 +65,45 @@ def test_results_are_within_the_budget(kernels, name):  # noqa: F811
     call = make_call(*inputs[:3], Arguments.of(**settings, **given))
     assert pair_tensor(call) is not None
     actual = compute(inputs, call.options, call.aux, backend=backend)
+    assert_within_budget(actual, inputs, **settings, features=given)
+
+
+def learned(device, *shape, dtype=torch.bfloat16):
+    return tiles(device, *shape, dtype=dtype).requires_grad_()
+
+
+def learned_gate(device, *shape):
+    gate = learned(device, *shape)
+    return score_mod(lambda s, b, h, q, k: s * gate[h, q, k].sigmoid() + (q - k).abs() * 0.01)
+
+
+LEARNED = {
+    "entries_and_heads": (sizes(130, 208), {"causal": True}, lambda on: {"bias": learned(on, 2, 2, 130, 208)}),
+    "all_share_one": (
+        sizes(200, 328, d=128, heads=(4, 2)), {"causal": True},
+        lambda on: {"bias": learned(on, 200, 328), "window": (90, None), "mask": variants.dilated(3)},
+    ),
+    "heads_share": (
+        sizes(130, 208, d=80, heads=(4, 1)), {},
+        lambda on: {"bias": learned(on, 2, 1, 130, 208, dtype=torch.float16), "dropout_p": 0.3, "seed": 1},
+    ),
+    "gated": (
+        sizes(128, 256, d=128), {"softcap": 4.0},
+        lambda on: {"bias": learned(on, 2, 128, 256, dtype=torch.float32), "scores": learned_gate(on, 2, 128, 256)},
+    ),
+    "far_keys": (sizes(300, 72), {"causal": True}, lambda on: {"bias": learned(on, 2, 300, 72)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kernels", WITH_PORTABLE, indirect=True)
+@pytest.mark.parametrize("name", LEARNED)
+def test_gradients(kernels, name):  # noqa: F811
+    backend, device = kernels
+    shapes, settings, features = LEARNED[name]
+    inputs, given = make_inputs(shapes, dtype=torch.bfloat16, device=device), features(device)
+    call = make_call(*inputs[:3], Arguments.of(**settings, **given))
+    _, captured = leaves_of(given)
+    actual = compute(inputs, call.options, call.aux, backend=backend, captured=captured)
     assert_within_budget(actual, inputs, **settings, features=given)
 
 
