@@ -42,7 +42,8 @@ def narrow(text: str) -> str:
 
 def pack(report: Path, archive: Path, pages: Path | None = None) -> None:
     """Pack the folders of the parts that have rows, without what can be made again, and the rows of the pages."""
-    with tarfile.open(archive, "w:xz", preset=9 | lzma.PRESET_EXTREME) as packed:
+    hardest = 9 | lzma.PRESET_EXTREME
+    with lzma.open(archive, "wb", preset=hardest) as file, tarfile.open(fileobj=file, mode="w") as packed:
         for path in sorted(pages.glob("*.*")) if pages is not None else ():
             if path.suffix in (".csv", ".json"):
                 packed.add(path, Path(report.name, path.name))
