@@ -68,17 +68,27 @@ def write_pages(folder: Path, *, plots: bool = True) -> list[Path]:
 def answer(question: Question, parts: Sequence[Path], folder: Path, plots: bool) -> str:
     """The answer that a person wrote, if there is one, the tables and plots, and what was measured how.
 
+    If the rows are of several devices, each has tables and plots of its own, with its name.
     The rows are written beside it, as CSV and as JSON (pandas' orient "split"), figures with six digits and without the
     times of each step. It is "" if they have no figure that answers the question.
     """
     rows = pd.concat([pooled(pd.read_csv(part / CSV)).assign(part=part.name) for part in parts], ignore_index=True)
     rows = rows.query(question.rows) if question.rows else rows
-    tables = sections(question.tables(rows))
+    devices = by_device(rows)
+    titled = {
+        f"{device}: {title}" if device else title: text
+        for device, those in devices.items()
+        for title, text in question.tables(those).items()
+    }
+    tables = sections(titled)
     if not tables:
         return ""
     legend = bullets([f"{sign} {text}" for sign, text in LEGEND.items() if sign in tables])
     if plots:
-        question.plots(rows, folder / question.name)
+        for old in folder.glob(f"{question.name}-*.png"):  # may be of all devices together, or of one more
+            old.unlink()
+        for device, those in devices.items():
+            question.plots(those, folder / "-".join(filter(None, [question.name, *device.lower().split()])))
     drawn = sorted(folder.glob(f"{question.name}-*.png"))
     drawn += [folder / name for name in question.pictures if (folder / name).exists()]
     shown = "\n\n".join(f"![{path.stem.replace('-', ' ')}]({path.relative_to(folder)})" for path in drawn)
@@ -93,6 +103,17 @@ def answer(question: Question, parts: Sequence[Path], folder: Path, plots: bool)
     path = folder / ANSWERS / f"{question.name}.md"
     written = path.read_text(encoding="utf-8").strip() if path.exists() else ""
     return "\n\n".join(filter(None, [written, tables, legend, shown, f"## Measured\n\n{measured(parts)}", files]))
+
+
+def by_device(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """The rows of each device by its name; all of them by "" if they are of one, or do not say.
+
+    A table or a plot of several devices would not say which figure is whose.
+    """
+    names = list(dict.fromkeys(rows["device"].fillna("unknown device"))) if "device" in rows else []
+    if len(names) < 2:
+        return {"": rows}
+    return {name: rows[rows["device"].fillna("unknown device") == name] for name in names}
 
 
 def _caption(path: Path) -> str:

@@ -296,6 +296,32 @@ def test_a_question_has_a_page_with_the_answer_the_table_and_the_rows(folder):
     assert again["columns"] == [*rows]
 
 
+@pytest.mark.parametrize("missing", [False, True])
+def test_rows_of_two_devices_are_never_in_one_table_or_plot(folder, missing):
+    rows = pd.read_csv(folder / "attention/results.csv")
+    (folder / "attention-backward-ms.png").touch()  # of the one device that there was
+    (folder / "attention-limit").mkdir()
+    others = rows.assign(device="NVIDIA B", median_ms=rows["median_ms"] * 100)
+    others.to_csv(folder / "attention-limit/results.csv", index=False)
+    rows.assign(**{} if missing else {"device": "NVIDIA A"}).to_csv(folder / "attention/results.csv", index=False)
+    write_pages(folder)
+    one, plot = ("unknown device", "unknown-device") if missing else ("NVIDIA A", "nvidia-a")
+    page = (folder / "attention.md").read_text()
+    tables = [each.partition("\n") for each in page.split("\n## ")[1:] if not each.startswith("Measured")]
+    times = {title: text for title, _, text in tables if title.endswith("float32, without a mask, ms")}
+    title = "Attention alone, float32, without a mask, ms"
+    assert {name: " 350 " in text for name, text in times.items()} == {
+        f"{one}: {title}": False,
+        f"NVIDIA B: {title}": True,
+    }
+    assert all(name.startswith((f"{one}: ", "NVIDIA B: ")) for name, *_ in tables)
+    drawn = {path.name for path in folder.glob("attention-*-ms.png")}
+    assert drawn == {
+        f"attention-{each}-{which}-ms.png" for each in (plot, "nvidia-b") for which in ("forward", "backward")
+    }
+    assert len(pd.read_csv(folder / "attention.csv")) == 2 * len(rows)
+
+
 def test_other_parts_have_pages_of_their_own_and_the_first_page_leads_to_all(folder):
     paths = write_pages(folder)
     assert [path.name for path in paths] == [
