@@ -75,12 +75,15 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
 def pytest_xdist_auto_num_workers() -> int:
     """What ``-n auto`` means: as many workers as there are cores to use, on a CPU half as many again, up to a limit.
 
-    A fifth of the time of two workers on two cores is spent waiting for programs that the tests have started.
+    A fifth of the time of two workers on two cores is spent waiting for programs that the tests have started. Runs of
+    pytest side by side, as many as TEST_RUNS says, have as many workers together.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if HAS_CUDA:
-        return min(cores, MOST_WORKERS_ON_A_GPU * torch.cuda.device_count())
-    return min(cores * 3 // 2, MOST_WORKERS)
+        most = min(cores, MOST_WORKERS_ON_A_GPU * torch.cuda.device_count())
+    else:
+        most = min(cores * 3 // 2, MOST_WORKERS)
+    return max(1, most // int(os.environ.get("TEST_RUNS", "1")))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -91,6 +94,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if impossible:
         config.hook.pytest_deselected(items=impossible)
         items[:] = [item for item in items if item not in set(impossible)]
+    marked = {item.path for item in items if item.get_closest_marker("every_triton")}
+    unnamed = [path for path in marked if "every_triton" not in path.read_text()]
+    assert not unnamed, f"tools/tritons.sh finds no tests in {unnamed}, which must name every_triton"
     for item in items:
         if _runs_kernels(item):
             # Lanes whose results are discarded overflow in silence on a GPU; in the interpreter NumPy warns of them.
