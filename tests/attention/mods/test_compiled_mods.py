@@ -24,8 +24,8 @@ FAST_SCORES = ("turned_bias", "in_place", "learned_buckets", "of_rows", "masked"
 TABLE = {**SCORES, **BY_TABLES}
 
 
-def in_turn(names, every=()):
-    """Each name with an implementation, which take turns; those in ``every`` with all.
+def in_turn(names, every=(), fast=None):
+    """Each name with one implementation, which take turns, and those in ``every`` with all; ``fast`` ones with tiled.
 
     What is recorded depends on the function alone, and `test_mods` has each function with each implementation.
     """
@@ -34,10 +34,10 @@ def in_turn(names, every=()):
         for number, name in enumerate(names)
         for impl in (EVERY if name in every else EVERY[number % len(EVERY) :][:1])
     ]
-    return pytest.mark.parametrize(
-        ("impl", "name"),
-        [pytest.param(*row, marks=[slow] * (row[0] != "tiled" or row[1] not in every)) for row in made],
-    )
+    quick = [("tiled", name) for name in (every if fast is None else fast)]
+    assert {*quick} <= {*made}
+    rows = [pytest.param(*row, marks=[slow] * (row not in quick)) for row in made]
+    return pytest.mark.parametrize(("impl", "name"), rows)
 
 
 @in_turn(MASKS, FAST_MASKS)
@@ -180,7 +180,7 @@ FORMS = (OfTheModule, Attribute, Method, Closure, Several, Made, Numbers, Flex, 
 BY_NAME = {form.__name__: form for form in FORMS}
 
 
-@in_turn(BY_NAME, ("Closure", "Several", "Packed"))
+@in_turn(BY_NAME, ["Closure"], ["Closure", "Several", "Flex"])
 def test_one_graph_for_all_lengths(impl, name):
     """Where the function is of the module, an attribute, or made within; other lengths and tensors compile nothing."""
     form = BY_NAME[name]
