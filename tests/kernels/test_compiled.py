@@ -270,6 +270,9 @@ def test_a_few_kernels_compile(compiled_by):
     check(compiled_by, "sm_90", SLICE)
 
 
+compiled_above = [("sm_90", case) for case in SLICE]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "cases"),
@@ -279,7 +282,7 @@ def test_a_few_kernels_compile(compiled_by):
     ],
 )
 def test_kernels_compile(compiled_by, architecture, cases):
-    check(compiled_by, architecture, cases)
+    check(compiled_by, architecture, [case for case in cases if (architecture, case) not in compiled_above])
 
 
 GOOD = {"registers": 128, "spilled": 8, "shared": 1024, "warnings": ["(C7519)"], "multiplies": True, "stores": True}
