@@ -105,6 +105,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(no_gpu)
         elif item.get_closest_marker("multi_gpu") and torch.cuda.device_count() < 2:
             item.add_marker(one_gpu)
+    items[:] = _longest_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def _longest_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """The part of the items that each worker begins with begins with its share of the longest ones.
+
+    Those compile many kernels. At the end of a run, one of them would keep a worker busy when the others have nothing.
+    """
+    longest: list[pytest.Item] = []
+    others: list[pytest.Item] = []
+    for item in items:
+        (longest if "compiled_by" in getattr(item, "fixturenames", ()) else others).append(item)
+    size, ordered = -(-len(items) // workers), []
+    for worker in range(workers):
+        mine = longest[worker::workers]
+        rest = size - len(mine)
+        ordered += mine + others[:rest]
+        others = others[rest:]
+    return ordered
 
 
 def _runs_kernels(item: pytest.Item) -> bool:
