@@ -75,12 +75,15 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
 def pytest_xdist_auto_num_workers() -> int:
     """What ``-n auto`` means: as many workers as there are cores to use, on a CPU half as many again, up to a limit.
 
-    A fifth of the time of two workers on two cores is spent waiting for programs that the tests have started.
+    A fifth of the time of two workers on two cores is spent waiting for programs that the tests have started. Runs of
+    pytest side by side, as many as TEST_RUNS says, have as many workers together.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if HAS_CUDA:
-        return min(cores, MOST_WORKERS_ON_A_GPU * torch.cuda.device_count())
-    return min(cores * 3 // 2, MOST_WORKERS)
+        most = min(cores, MOST_WORKERS_ON_A_GPU * torch.cuda.device_count())
+    else:
+        most = min(cores * 3 // 2, MOST_WORKERS)
+    return max(1, most // int(os.environ.get("TEST_RUNS", "1")))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -91,6 +94,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if impossible:
         config.hook.pytest_deselected(items=impossible)
         items[:] = [item for item in items if item not in set(impossible)]
+    marked = {item.path for item in items if item.get_closest_marker("every_triton")}
+    unnamed = [path for path in marked if "every_triton" not in path.read_text()]
+    assert not unnamed, f"tools/tritons.sh finds no tests in {unnamed}, which must name every_triton"
     for item in items:
         if _runs_kernels(item):
             # Lanes whose results are discarded overflow in silence on a GPU; in the interpreter NumPy warns of them.
@@ -99,6 +105,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(no_gpu)
         elif item.get_closest_marker("multi_gpu") and torch.cuda.device_count() < 2:
             item.add_marker(one_gpu)
+    items[:] = _longest_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def _longest_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """The part of the items that each worker begins with begins with its share of the longest ones.
+
+    Those compile many kernels. At the end of a run, one of them would keep a worker busy when the others have nothing.
+    """
+    longest: list[pytest.Item] = []
+    others: list[pytest.Item] = []
+    for item in items:
+        (longest if "compiled_by" in getattr(item, "fixturenames", ()) else others).append(item)
+    size, ordered = -(-len(items) // workers), []
+    for worker in range(workers):
+        mine = longest[worker::workers]
+        rest = size - len(mine)
+        ordered += mine + others[:rest]
+        others = others[rest:]
+    return ordered
 
 
 def _runs_kernels(item: pytest.Item) -> bool:

@@ -73,9 +73,11 @@ fi
 echo "installing into $venv what pyproject.toml asks for"
 : >"$stamp" # until all is there
 wanted >"$constraints"
-install=("$venv/bin/python" -m pip --disable-pip-version-check install --constraint "$constraints")
+install=("$venv/bin/python" -m pip --disable-pip-version-check install --no-compile --constraint "$constraints")
 [[ ${TORCH:-} != newest ]] || install+=(--upgrade --upgrade-strategy eager)
 # The build backend comes first, so that the editable install needs no second environment of its own to build in.
 "${install[@]}" setuptools
 "${install[@]}" --no-build-isolation --editable '.[dev]'
+# What pip would do on one core, for most of a minute; files of packages that are no Python of this version are left.
+"$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python*/site-packages >/dev/null || true
 printf '%s\n' "$recipe" >"$stamp"

@@ -49,7 +49,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "name", named(CASES, ["grouped", "window", "softcap"], ["grouped", "window", "softcap", "wide"])
+    "name", named(CASES, ["grouped", "window", "softcap"], every_triton=["grouped", "window", "softcap", "wide"])
 )
 @each_dtype(flash=FLOATS, naive=(FLOAT, DOUBLE))
 def test_values_are_within_the_budget(impl, dtype, device, name, many_sms):

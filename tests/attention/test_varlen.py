@@ -60,7 +60,7 @@ CASES = {
 FAST = ["causal_window", "bias"]
 
 
-@pytest.mark.parametrize("name", named(CASES, FAST, [*FAST, "relative_bias", "rules"]))
+@pytest.mark.parametrize("name", named(CASES, FAST, every_triton=[*FAST, "relative_bias", "rules"]))
 @each_dtype(flash=FLOATS, tiled=(FLOAT, DOUBLE), naive=(DOUBLE,))
 def test_values_and_gradients_are_within_the_budget(impl, dtype, device, name):
     causal, features = CASES[name]

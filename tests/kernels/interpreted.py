@@ -35,7 +35,7 @@ def kernel(floats, integers, halves, sums, whole, rounded, SIZE: tl.constexpr):
     product = tl.dot(x.to(tl.float16), tl.trans(half.to(tl.float16))) + x.shape[0] + x.numel
     tl.store(sums + rows, tl.sum(product, axis=1) + tl.max(n, axis=0) % 7 + (-1))
     tl.store(whole + places, n.to(tl.int64) // 3 + tl.sum(n.to(tl.int64)))
-    tl.store(rounded + places, (product * 1.001).to(tl.bfloat16))
+    tl.store(rounded + places, (product * 1.001 + n / 7 - half / 2.0 - (3 - rows)[:, None] / 4).to(tl.bfloat16))
 
 
 def computed() -> list[Any]:

@@ -21,8 +21,13 @@ _ports: Iterator[int]
 
 
 def spawn(function: Callable[..., None], count: int, *arguments: object) -> None:
-    """Call ``function(*arguments)`` in each of ``count`` processes; what one raises is raised here."""
-    multiprocessing.spawn(_begin, (function, count, free_ports(MOST_GROUPS), arguments), nprocs=count)
+    """Call ``function(*arguments)`` in each of ``count`` processes; what one raises is raised here.
+
+    They are forks of a process that has imported torch, which takes seconds, and has begun nothing.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "cs336_systems.training"])
+    given = function, count, free_ports(MOST_GROUPS), arguments
+    multiprocessing.start_processes(_begin, given, nprocs=count, start_method="forkserver")
 
 
 def free_ports(count: int) -> list[int]:

@@ -142,7 +142,7 @@ def check_bfloat16(layout):
         assert error < 3e-2, f"{layout.mode}, {name}: {error}"
 
 
-def all_modes(place, *modes):
+def gradients(place, *modes):
     """Each mode with its context size and its cases."""
     # Code generation would take most of the time, and is not tested here.
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
@@ -150,6 +150,12 @@ def all_modes(place, *modes):
         with layout_of(mode, place, context_size) as layout:
             for case in cases:
                 check_gradients(layout, *case)
+
+
+def all_modes(place, *modes):
+    gradients(place, *modes)
+    for mode, context_size, *_ in modes:
+        with layout_of(mode, place, context_size) as layout:
             check_evaluation(layout)
             check_bfloat16(layout)
 
@@ -161,8 +167,11 @@ def test_two_processes_have_the_gradients_of_one(place):
 
 
 @pytest.mark.slow
-def test_every_case_in_every_mode(place):
-    spawn(all_modes, 2, place, *((mode, None, *CASES) for mode in ("ddp", "fsdp", "context", "fsdp+context")))
+def test_two_processes_in_every_other_case(place):
+    """Above and here, every case in every mode."""
+    plain, options, compiled = CASES
+    more = ("fsdp", None, plain, compiled), ("context", None, plain, compiled)
+    spawn(gradients, 2, place, ("ddp", None, options), *more, ("fsdp+context", None, options))
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from cs336_systems.attention.mods import mask_mod, score_mod
 from cs336_systems.attention.variants import window
 from cs336_systems.compat.flex_attention import create_block_mask, flex_attention
 
-from ..helpers import COMPILES, EVERY, compiled_once, each_implementation, named, one_graph, slow
+from ..helpers import COMPILES, EVERY, compiled_once, named, one_graph, slow
 from .test_mods import ALL, BY_TABLES, MASKS, SCORES, assert_close, by_torch, tensors
 
 pytestmark = COMPILES
@@ -24,16 +24,30 @@ FAST_SCORES = ("turned_bias", "in_place", "learned_buckets", "of_rows", "masked"
 TABLE = {**SCORES, **BY_TABLES}
 
 
-@each_implementation
-@pytest.mark.parametrize("name", named(MASKS, FAST_MASKS))
+def in_turn(names, every=(), fast=None):
+    """Each name with one implementation, which take turns, and those in ``every`` with all; ``fast`` ones with tiled.
+
+    What is recorded depends on the function alone, and `test_mods` has each function with each implementation.
+    """
+    made = [
+        (impl, name)
+        for number, name in enumerate(names)
+        for impl in (EVERY if name in every else EVERY[number % len(EVERY) :][:1])
+    ]
+    quick = [("tiled", name) for name in (every if fast is None else fast)]
+    assert {*quick} <= {*made}
+    rows = [pytest.param(*row, marks=[slow] * (row not in quick)) for row in made]
+    return pytest.mark.parametrize(("impl", "name"), rows)
+
+
+@in_turn(MASKS, FAST_MASKS)
 def test_masks(impl, name):
     q, k, v = tensors()
     compiled = one_graph(lambda *qkv: attention(*qkv, mask=lambda *pair: MASKS[name](*pair), impl=impl))
     assert_close([compiled(q, k, v)], [by_torch(q, k, v, mask=MASKS[name])])
 
 
-@pytest.mark.parametrize("impl", [pytest.param("flash", marks=slow), pytest.param("naive", marks=slow), "tiled"])
-@pytest.mark.parametrize("name", named(TABLE, FAST_SCORES))
+@in_turn(TABLE, FAST_SCORES)
 def test_score_changes_and_all_gradients(impl, name):
     mod, inputs = TABLE[name], [*tensors(), *ALL]
     compiled = one_graph(lambda *qkv: attention(*qkv, scores=lambda s, *pair: mod(s, *pair), impl=impl))
@@ -163,13 +177,13 @@ class Checkpointed(Model):
 
 
 FORMS = (OfTheModule, Attribute, Method, Closure, Several, Made, Numbers, Flex, Statistics, Packed, Checkpointed)
-FAST_FORMS = (Closure, Several, Flex)
+BY_NAME = {form.__name__: form for form in FORMS}
 
 
-@pytest.mark.parametrize("impl", [pytest.param("flash", marks=slow), pytest.param("naive", marks=slow), "tiled"])
-@pytest.mark.parametrize("form", [pytest.param(form, marks=[slow] * (form not in FAST_FORMS)) for form in FORMS])
-def test_one_graph_for_all_lengths(impl, form):
+@in_turn(BY_NAME, ["Closure"], ["Closure", "Several", "Flex"])
+def test_one_graph_for_all_lengths(impl, name):
     """Where the function is of the module, an attribute, or made within; other lengths and tensors compile nothing."""
+    form = BY_NAME[name]
     model = form(impl)
     compiled = one_graph(model, dynamic=True)
     for number, (batch, q_len, k_len) in enumerate(((2, 9, 9), (2, 6, 11), (3, 21, 32))):

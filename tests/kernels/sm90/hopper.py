@@ -64,11 +64,13 @@ def oracle_settings(*, causal=False, window=(None, None), softcap=None):
 NOTHING: Mapping[str, torch.Tensor] = {}
 
 
-def compute(inputs, options, aux=NO_AUX, *, calls=2, backend=backend, captured=NOTHING):
-    """Values and gradients of the last of several calls of one plan: the first compiles, others launch what it kept.
+def compute(inputs, options, aux=NO_AUX, *, calls=None, backend=backend, captured=NOTHING):
+    """Values and gradients of the last of several calls of one plan.
 
+    calls: by default two on a GPU, where the first compiles and the second launches what it kept.
     captured: what score rules captured, by the names of its gradients.
     """
+    calls = calls or (2 if inputs.q.is_cuda else 1)
     q, k, v, dout, dlse = inputs
     call = Call(q, k, v, options, aux)
     wanted = call.wanted

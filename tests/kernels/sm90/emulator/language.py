@@ -73,7 +73,7 @@ def add_fragments(target, x):
     row, column = torch.arange(64)[:, None], torch.arange(x.shape[1])
     thread = row // 16 * 32 + row % 8 * 4 + column % 8 // 2
     places = column // 8 * 512 + thread * 4 + row % 16 // 8 * 2 + column % 2
-    with here.cta.launch.changed:
+    with here.cta.launch.changing:
         target.flat.index_put_(((target.offset + places).view(-1),), x.x.reshape(-1), accumulate=True)
 
 
@@ -89,7 +89,7 @@ def async_load(desc, coords, barrier, buffer):
 
 
 def async_atomic_add(desc, coords, buffer):
-    with here.cta.launch.changed:
+    with here.cta.launch.changing:
         desc.write(coords, buffer.x, accumulate=True)
 
 
@@ -126,7 +126,7 @@ def store(pointer, value, mask=None):
 
 
 def atomic_add(pointer, value, sem=None):
-    with here.cta.launch.changed:
+    with here.cta.launch.changing:
         before = pointer.flat[pointer.offset].clone()
         pointer.flat[pointer.offset] += plain(value)
     return Value(before)

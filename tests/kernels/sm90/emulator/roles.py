@@ -21,8 +21,8 @@ class Launch:
     """The roles of all CTAs of a launch, each a thread."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition(threading.RLock())
-        self.waiting: dict[int, Callable[[], bool]] = {}
+        self.changing = threading.RLock()
+        self.waiting: dict[int, tuple[Callable[[], bool], threading.Event]] = {}
         self.running = 0
         self.failure: BaseException | None = None
 
@@ -44,23 +44,28 @@ class Launch:
                 job()
         except BaseException as failure:
             self.failure = self.failure or failure
-        with self.changed:
+        with self.changing:
             self.running -= 1
-            self._look()
+            self.wake()
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        with self.changed:
-            self.waiting[threading.get_ident()] = ready
-            self._look()
-            while not ready():
-                if self.failure is not None or not self.changed.wait(WAIT_SECONDS):
-                    raise RuntimeError("a role stopped waiting: another failed")
-            del self.waiting[threading.get_ident()]
+        while True:
+            with self.changing:
+                if ready():
+                    return
+                woken = threading.Event()
+                self.waiting[threading.get_ident()] = ready, woken
+                self.wake()
+            if not woken.wait(WAIT_SECONDS) or self.failure is not None:
+                raise RuntimeError("a role stopped waiting: another failed")
 
-    def _look(self) -> None:
-        if len(self.waiting) == self.running > 0 and not any(ready() for ready in self.waiting.values()):
+    def wake(self) -> None:
+        """Wake the roles that wait no longer, those alone: there are many. If all wait, the launch has failed."""
+        woken = [thread for thread, (ready, _) in self.waiting.items() if ready()]
+        if not woken and len(self.waiting) == self.running > 0:
             self.failure = self.failure or RuntimeError("all roles wait")
-        self.changed.notify_all()
+        for thread in woken if self.failure is None else [*self.waiting]:
+            self.waiting.pop(thread)[1].set()
 
 
 class Cta:
@@ -85,14 +90,14 @@ class Barrier:
         self.count = self.pending = count
 
     def arrive(self, count=1, expected=0, came=0):
-        with here.cta.launch.changed:
+        with here.cta.launch.changing:
             self.bytes += expected - came
             self.pending -= count
             assert self.pending >= 0
             if self.pending == 0 and self.bytes == 0:
                 self.phase += 1
                 self.pending = self.count
-            here.cta.launch.changed.notify_all()
+            here.cta.launch.wake()
 
     def wait(self, parity):
         here.cta.launch.wait(lambda: self.phase % 2 != int(parity))
@@ -101,13 +106,13 @@ class Barrier:
 def arrive_at(number: int, threads: int, waits: bool) -> None:
     """PTX's bar.arrive and bar.sync."""
     cta = here.cta
-    with cta.launch.changed:
+    with cta.launch.changing:
         cta.arrived[number] = cta.arrived.get(number, 0) + 32 * here.warps
         assert cta.arrived[number] <= threads
         phase = cta.phase.setdefault(number, 0)
         if cta.arrived[number] == threads:
             cta.arrived[number], cta.phase[number] = 0, phase + 1
-        cta.launch.changed.notify_all()
+        cta.launch.wake()
     if waits:
         cta.launch.wait(lambda: cta.phase[number] > phase)
 
@@ -153,8 +158,8 @@ def warp_specialize(roles, warps, registers):
     cta = here.cta
     jobs = [functools.partial(function, *args) for function, args in roles]
     # The thread that comes here waits for its roles, and is none itself.
-    with cta.launch.changed:
+    with cta.launch.changing:
         cta.launch.running -= 1
     cta.launch.start(list(zip(jobs, itertools.repeat(cta), [4, *warps], strict=False)))
-    with cta.launch.changed:
+    with cta.launch.changing:
         cta.launch.running += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -124,14 +125,15 @@ class TensorDescriptor:
     def __init__(self, base, shape, strides, block_shape, layout) -> None:
         self.base, self.shape, self.strides = base, shape, strides
         self.block_shape, self.layout, self.dtype = block_shape, layout, BY_TORCH[base.dtype]
+        self.addresses = functools.cache(self._addresses)
 
-    def addresses(self, coords):
+    def _addresses(self, *coords):
         """Of a block's elements in the base's storage, and which of them are within the shape."""
         assert len(coords) == len(self.shape) == len(self.block_shape)
         pointer = Pointer(self.base)
         address, within = pointer.offset, torch.tensor(True)
         for axis, (first, size) in enumerate(zip(coords, self.block_shape, strict=True)):
-            place = (torch.arange(size) + int(first)).view([-1 if n == axis else 1 for n in range(len(coords))])
+            place = (torch.arange(size) + first).view([-1 if n == axis else 1 for n in range(len(coords))])
             within = within & (place >= 0) & (place < self.shape[axis])
             # Addresses wrap around, as those of 64 bits do.
             stride = (self.strides[axis] + 2**63) % 2**64 - 2**63
@@ -139,11 +141,11 @@ class TensorDescriptor:
         return pointer.flat, torch.where(within, address, 0), within.expand(address.shape)
 
     def read(self, coords):
-        flat, address, within = self.addresses(coords)
+        flat, address, within = self.addresses(*map(int, coords))
         return torch.where(within, flat[address], 0)
 
     def write(self, coords, x, accumulate=False):
-        flat, address, within = self.addresses(coords)
+        flat, address, within = self.addresses(*map(int, coords))
         flat.index_put_((address[within],), x.reshape(address.shape)[within], accumulate=accumulate)
 
 
