@@ -7,15 +7,18 @@ from typing import Any
 
 import torch
 
-from ..call import Call
+from ..call import Call, Wanted
 from ..launching import Launch
 from ..layouts import one_a_row, rows_like
 from .backward import backward_kernel
 from .backward_rows import finish_kernel, prepare_kernel
 from .launches import backward_launch, finish_launch, prepare_launch, row_buffers
+from .other_gradients import pair_gradients
+from .pair_gradient_launch import pair_gradient_launch
+from .pair_gradients import pair_gradient_kernel
 
 
-def backward_launches(call: Call, num_sms: int) -> Iterator[tuple[Any, Launch]]:
+def backward_launches(call: Call, wanted: Wanted, num_sms: int) -> Iterator[tuple[Any, Launch]]:
     """The kernels with their launches, for a call of tensors without data."""
     q, k, v = call.q, call.k, call.v
     buffers = row_buffers(call)
@@ -26,3 +29,6 @@ def backward_launches(call: Call, num_sms: int) -> Iterator[tuple[Any, Launch]]:
     yield backward_kernel, backward_launch(call, out, k, v, buffers, memory, workspace, num_sms)
     yield prepare_kernel, prepare_launch(call, out, out, lse, dlse, buffers, memory)
     yield finish_kernel, finish_launch(call, q, buffers, memory)
+    pairs = pair_gradients(call, buffers, wanted)
+    for number, target in pairs.new_targets(call.aux).items() if pairs else ():
+        yield pair_gradient_kernel, pair_gradient_launch(call, wanted, out, target, number, buffers, memory)

@@ -206,11 +206,12 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
 
 
 def compile_backward(call: Call) -> None:
-    """Compile the kernels of a call's backward in the background, but for those of `OtherGradients`."""
+    """Compile the kernels of a call's backward in the background, but for portable ones of `OtherGradients`."""
     from .. import launching
     from .ahead import backward_launches
 
-    launching.compile_ahead(backward_launches(call.without_data(), launching.num_sms(call.device)), call.device)
+    launches = backward_launches(call.without_data(), call.wanted, launching.num_sms(call.device))
+    launching.compile_ahead(launches, call.device)
 
 
 def _described(

@@ -11,12 +11,23 @@ from ..lib.reductions import sink_gradient
 
 if TYPE_CHECKING:
     from .launches import RowBuffers
+    from .pair_gradient_launch import PairGradients
 
 MAX_PAIR_HEAD_DIM = 128
 """Columns of tiles: above, those of a step do not fit into shared memory."""
 
 Others = tuple[Tensor | None, tuple[Tensor | None, ...]]
 """The gradients of sinks, and of captured tensors."""
+
+
+def pair_gradients(call: Call, buffers: RowBuffers, wanted: Wanted) -> PairGradients | None:
+    """The gradients that the kernel for Hopper computes; None if there are none."""
+    if not any(wanted.score_aux) or call.is_packed or buffers.head_dim > MAX_PAIR_HEAD_DIM:
+        return None
+    from .pair_gradient_launch import PairGradients
+
+    found = PairGradients(call, buffers, wanted)
+    return found if found.positions else None
 
 
 class OtherGradients:
@@ -28,15 +39,9 @@ class OtherGradients:
 
     def __init__(self, call: Call, buffers: RowBuffers, wanted: Wanted) -> None:
         self._wanted, self._is_packed, self._q_len, self._buffers = wanted, call.is_packed, call.q_len, buffers
-        self._captured = self._pairs = None
-        rest = wanted
-        if any(wanted.score_aux) and not call.is_packed and buffers.head_dim <= MAX_PAIR_HEAD_DIM:
-            from .pair_gradient_launch import PairGradients
-
-            self._pairs = PairGradients(call, buffers, wanted)
-            rest = wanted._replace(
-                score_aux=tuple(x and n not in self._pairs.positions for n, x in enumerate(wanted.score_aux))
-            )
+        self._pairs, self._captured = pair_gradients(call, buffers, wanted), None
+        of_pairs = self._pairs.positions if self._pairs else ()
+        rest = wanted._replace(score_aux=tuple([x and n not in of_pairs for n, x in enumerate(wanted.score_aux)]))
         if any(rest.score_aux):
             from ..triton.captured_gradients import AfterBackward
 

@@ -27,20 +27,24 @@ class PairGradients:
         self._options, self._buffers, self._wanted = call.options, buffers, wanted
         self._mods, self._pairs = bound_mods(call, wanted), pair_tensor(call)
         self._shape = (*with_batch(call.q)[0].shape[:3], call.k_len)
-        self._launchers = [(n, Launcher(pair_gradient_kernel)) for n in self._mods.computed_by("pair")]
+        self._launchers = {number: Launcher(pair_gradient_kernel) for number in self._mods.computed_by("pair")}
 
     @property
     def positions(self) -> frozenset[int]:
         """The numbers of the tensors."""
-        return frozenset(self._mods.terms[number].position for number, _ in self._launchers)
+        return frozenset(self._mods.terms[number].position for number in self._launchers)
+
+    def new_targets(self, aux: Aux) -> dict[int, Tensor]:
+        """By the number of a term, an uninitialised gradient (batch or 1, heads or 1, q_len, k_len)."""
+        lengths, terms = self._shape[2:], self._mods.terms
+        return {number: empty_buffer(terms[number], self._shape, lengths, 0, aux) for number in self._launchers}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, memory: Tensor, aux: Aux) -> dict[int, Tensor]:
         """By the numbers of tensors, after the backward, whose buffers ``memory`` holds."""
         lse2, delta, *_ = self._buffers.addresses(memory.data_ptr())
         found = {}
-        for number, launcher in self._launchers:
-            term = self._mods.terms[number]
-            target = empty_buffer(term, self._shape, self._shape[2:], 0, aux)
+        for number, target in self.new_targets(aux).items():
+            term, launcher = self._mods.terms[number], self._launchers[number]
             operands = (
                 *(q.data_ptr(), dout.data_ptr(), k.data_ptr(), v.data_ptr(), lse2, delta, target.data_ptr()),
                 self._mods.captured(aux, Tensor.data_ptr),

@@ -68,6 +68,10 @@ def call_of(dtype: str, d: int, feature: str = "causal", return_lse: bool = Fals
         slopes = torch.ones(1, 4, requires_grad=True)
         options = options._replace(scores=variants.alibi(slopes, 0).expression)
         aux = Aux(sinks=torch.zeros(4, requires_grad=True), score_aux=(slopes,))
+    if feature == "bias":
+        bias = torch.ones(1, 4, 200, 200, dtype=q.dtype, requires_grad=True)
+        options = options._replace(scores=variants.bias(bias).expression)
+        aux = Aux(score_aux=(bias,))
     return Call(q, k, v, options, aux, return_lse)
 
 

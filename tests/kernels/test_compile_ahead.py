@@ -113,6 +113,10 @@ def test_calls_of_the_function_itself(asked, needs_gradient):
                 {"dtype": "float16", "d": 80, "feature": "packed", "return_lse": True},
             )
         ],
+        (
+            *("sm90", {"dtype": "bfloat16", "d": 128, "feature": "bias"}),
+            ["backward_kernel", "finish_kernel", "pair_gradient_kernel", "prepare_kernel"],
+        ),
         ("triton", {"dtype": "float16", "d": 32, "feature": "slopes"}, ["dkdv_kernel", "dq_kernel"]),
         ("triton", {"dtype": "float32", "d": 32, "return_lse": True}, ["dkdv_kernel", "dq_kernel", "split_kernel"]),
         ("triton", {"dtype": "tf32", "d": 32, "feature": "packed"}, ["dkdv_kernel", "dq_kernel", "split_kernel"]),
