@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from cs336_systems.attention.call import Arguments, make_call
 from cs336_systems.kernels.call import NO_AUX, Aux, Call, Options
 from cs336_systems.kernels.language import interpreting
 from cs336_systems.kernels.sm90 import backend
 from cs336_systems.kernels.versions import why_not_gluon
-from cs336_systems.testing import starts_of
+from cs336_systems.testing import assert_within_budget, make_inputs, starts_of
+from cs336_systems.testing.evaluation import leaves_of
 
 from .emulator import emulated
 
@@ -87,6 +89,21 @@ def compute(inputs, options, aux=NO_AUX, *, calls=None, backend=backend, capture
     more = (x for x in gradients.score_aux if x is not None)
     found |= {name: next(more).detach().view_as(tensor) for name, tensor in captured.items()}
     return found if gradients.sinks is None else found | {"dsinks": gradients.sinks.detach()}
+
+
+def check_features(kernels, case, *, dtype=torch.bfloat16, learned=False):
+    """Hold a case, (shapes, settings, features of a device), to the budget; return its call.
+
+    learned: whether score changes captured what needs gradients.
+    """
+    backend, device = kernels
+    shapes, settings, features = case
+    inputs, given = make_inputs(shapes, dtype=dtype, device=device), features(device)
+    call = make_call(*inputs[:3], Arguments.of(**settings, **given))
+    captured = leaves_of({name: x for name, x in given.items() if name != "sinks"})[1] if learned else NOTHING
+    actual = compute(inputs, call.options, call.aux, backend=backend, captured=captured)
+    assert_within_budget(actual, inputs, **settings, features=given)
+    return call
 
 
 def packed_aux(lengths, device, integers=torch.int32):

@@ -10,9 +10,8 @@ from cs336_systems.attention.call import Arguments, make_call
 from cs336_systems.attention.mods import score_mod
 from cs336_systems.kernels.sm90.rule_arguments import pair_tensor
 from cs336_systems.testing import assert_within_budget, make_inputs
-from cs336_systems.testing.evaluation import leaves_of
 
-from .hopper import KERNELS, WITH_PORTABLE, compute, kernels  # noqa: F401 - a fixture
+from .hopper import KERNELS, WITH_PORTABLE, check_features, kernels  # noqa: F401 - a fixture
 from .test_hopper_rules import documents, listed, sizes
 
 each_kernel = pytest.mark.parametrize("kernels", KERNELS, indirect=True)
@@ -58,14 +57,8 @@ CASES = {
 @each_kernel
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_within_the_budget(kernels, name):  # noqa: F811
-    backend, device = kernels
-    shapes, settings, features = CASES[name]
     torch.manual_seed(len(name))
-    inputs, given = make_inputs(shapes, dtype=torch.bfloat16, device=device), features(device)
-    call = make_call(*inputs[:3], Arguments.of(**settings, **given))
-    assert pair_tensor(call) is not None
-    actual = compute(inputs, call.options, call.aux, backend=backend)
-    assert_within_budget(actual, inputs, **settings, features=given)
+    assert pair_tensor(check_features(kernels, CASES[name])) is not None
 
 
 def learned(device, *shape, dtype=torch.bfloat16):
@@ -98,13 +91,7 @@ LEARNED = {
 @pytest.mark.parametrize("kernels", WITH_PORTABLE, indirect=True)
 @pytest.mark.parametrize("name", LEARNED)
 def test_gradients(kernels, name):  # noqa: F811
-    backend, device = kernels
-    shapes, settings, features = LEARNED[name]
-    inputs, given = make_inputs(shapes, dtype=torch.bfloat16, device=device), features(device)
-    call = make_call(*inputs[:3], Arguments.of(**settings, **given))
-    _, captured = leaves_of(given)
-    actual = compute(inputs, call.options, call.aux, backend=backend, captured=captured)
-    assert_within_budget(actual, inputs, **settings, features=given)
+    check_features(kernels, LEARNED[name], learned=True)
 
 
 @each_kernel

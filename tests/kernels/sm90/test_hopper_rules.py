@@ -9,11 +9,18 @@ from cs336_systems.attention import variants
 from cs336_systems.attention.call import Arguments, make_call
 from cs336_systems.attention.mods import mask_mod, score_mod
 from cs336_systems.kernels.call import Call
-from cs336_systems.testing import Shapes, assert_packed_within_budget, assert_within_budget, make_inputs, make_packed
-from cs336_systems.testing.evaluation import leaves_of
+from cs336_systems.testing import Shapes, assert_packed_within_budget, make_inputs, make_packed
 
 from ...attention.helpers import blocks_of
-from .hopper import KERNELS, WITH_PORTABLE, compute, kernels, options_of, packed_aux  # noqa: F401 - a fixture
+from .hopper import (  # noqa: F401 - a fixture
+    KERNELS,
+    WITH_PORTABLE,
+    check_features,
+    compute,
+    kernels,
+    options_of,
+    packed_aux,
+)
 
 each_kernel = pytest.mark.parametrize("kernels", KERNELS, indirect=True)
 
@@ -143,13 +150,8 @@ CASES = {
 @each_kernel
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_within_the_budget(kernels, name):  # noqa: F811
-    backend, device = kernels
-    shapes, settings, features = CASES[name]
     torch.manual_seed(len(name))
-    inputs, given = make_inputs(shapes, dtype=torch.bfloat16, device=device), features(device)
-    call = make_call(*inputs[:3], Arguments.of(**settings, **given))
-    actual = compute(inputs, call.options, call.aux, backend=backend)
-    assert_within_budget(actual, inputs, **settings, features=given)
+    check_features(kernels, CASES[name])
 
 
 @each_kernel
@@ -219,14 +221,8 @@ CAPTURED = {
 @pytest.mark.parametrize("kernels", WITH_PORTABLE, indirect=True)
 @pytest.mark.parametrize("name", CAPTURED)
 def test_gradients_of_what_score_changes_captured(kernels, name):  # noqa: F811
-    """By portable kernels, from what these kernels' backward leaves."""
-    backend, device = kernels
-    shapes, settings, features = CAPTURED[name]
-    inputs, given = make_inputs(shapes, dtype=torch.float16, device=device), features(device)
-    call = make_call(*inputs[:3], Arguments.of(**settings, **given))
-    _, captured = leaves_of({name: x for name, x in given.items() if name != "sinks"})
-    actual = compute(inputs, call.options, call.aux, backend=backend, captured=captured)
-    assert_within_budget(actual, inputs, **settings, features=given)
+    """By portable kernels, from what these kernels' backward leaves, but for what has an element for each pair."""
+    check_features(kernels, CAPTURED[name], dtype=torch.float16, learned=True)
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning")
