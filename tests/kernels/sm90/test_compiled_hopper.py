@@ -122,7 +122,8 @@ def cases_of(name, dim):
         pytest.param("forward backward", {128}, "rules more_rules", marks=pytest.mark.slow),
         pytest.param("forward backward", {256}, "rules", marks=pytest.mark.slow),
         # Tiles of pairs leave little shared memory.
-        pytest.param("forward backward pair_gradient", {64, 128}, "pairs", marks=every_triton),
+        pytest.param("forward backward pair_gradient", {64}, "pairs", marks=pytest.mark.slow),
+        pytest.param("forward backward pair_gradient", {128}, "pairs", marks=every_triton),
         pytest.param("forward", {80, 192, 256}, "pairs", marks=pytest.mark.slow),
     ],
 )
