@@ -110,10 +110,10 @@ def by_device(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
     A table or a plot of several devices would not say which figure is whose.
     """
-    names = list(dict.fromkeys(rows["device"].fillna("unknown device"))) if "device" in rows else []
-    if len(names) < 2:
+    devices = rows["device"].fillna("unknown device") if "device" in rows else pd.Series()
+    if devices.nunique() < 2:
         return {"": rows}
-    return {name: rows[rows["device"].fillna("unknown device") == name] for name in names}
+    return {name: rows[devices == name] for name in devices.unique()}
 
 
 def _caption(path: Path) -> str:

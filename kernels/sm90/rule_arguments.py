@@ -28,7 +28,7 @@ def entries_share_pairs(call: Call) -> bool:
     return any({"row", "column"} <= axes and "batch" not in axes for axes in axes_with_elements(call))
 
 
-class PairTensor(NamedTuple):
+class PairArgument(NamedTuple):
     """A tensor that score changes read at each pair, such as a bias, of which TMA brings tiles.
 
     argument: its number among all that score changes captured. position: among the tensors. axes: of `mods.AXES`.
@@ -40,9 +40,9 @@ class PairTensor(NamedTuple):
 
     def of(self, aux: Aux) -> Tensor | None:
         """The tensor (batch or 1, heads or 1, rows, columns); None where TMA cannot read from its address."""
-        x = aux.score_aux[self.position]
-        if x.data_ptr() % ALIGNMENT:
+        if self.address(aux) is None:
             return None
+        x = aux.score_aux[self.position]
         for place, axis in enumerate(AXES[:2]):
             x = x if axis in self.axes else x.unsqueeze(place)
         return x
@@ -53,14 +53,14 @@ class PairTensor(NamedTuple):
         return None if address % ALIGNMENT else address
 
 
-def pair_tensor(call: Call) -> PairTensor | None:
+def pair_tensor(call: Call) -> PairArgument | None:
     """The first one with 16-bit numbers and strides that TMA takes; None without one. Decided by metadata alone."""
     if not call.options.scores:
         return None
     slots = [(code_of(name), slot) for name, captured in call.options.scores for slot in range(len(captured))]
     for argument, (item, (code, slot)) in enumerate(zip(bound_mods(call).score_args, slots, strict=True)):
         if isinstance(item, View) and _comes_in_tiles(call, code, slot, call.aux.score_aux[item.position]):
-            return PairTensor(argument, item.position, code.axes[slot])
+            return PairArgument(argument, item.position, code.axes[slot])
     return None
 
 

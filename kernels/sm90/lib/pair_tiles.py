@@ -1,4 +1,4 @@
-"""Tiles of a tensor with an element for each pair, such as a bias, which the producer loads beside k or q."""
+"""Tiles of a tensor with an element for each pair, such as a bias, which the producer loads with those of k or q."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
