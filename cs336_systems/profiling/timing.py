@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -123,9 +122,11 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     "Practical Nonparametric Statistics", section 3.2). Fewer than six values cannot hold it so surely: of these the
     pair is the least and the greatest, whose probability is 1 - 2^(1 - n).
     """
-    ordered, below, outside = sorted(values), 0, 0.5 ** len(values)
-    while outside + (more := math.comb(len(values), below + 1) * 0.5 ** len(values)) <= _OUTSIDE:
-        below, outside = below + 1, outside + more
+    ordered, count, below = sorted(values), len(values), 0
+    # Of 2^n outcomes, those of at most `below` values, and of one more. They are whole: a float cannot hold 2^1024.
+    outside, more = 1, count
+    while (outside + more) / 2**count <= _OUTSIDE:
+        below, outside, more = below + 1, outside + more, more * (count - below - 1) // (below + 2)
     return ordered[below], ordered[-1 - below]
 
 

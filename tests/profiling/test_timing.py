@@ -37,6 +37,7 @@ def test_an_interval_holds_the_median_as_often_as_it_says():
     assert [median_interval(range(n)) for n in (1, 5, 6, 8, 9, 20, 25)] == [
         *((0, 0), (0, 4), (0, 5), (0, 7), (1, 7), (5, 14), (7, 17))
     ]
+    assert median_interval(range(10_000)) == (4901, 5098)  # 1.96 standard deviations of 50 from the middle
     for rounds, least in ((6, 0.95), (9, 0.95), (25, 0.95)):
         samples = [[generator.expovariate(math.log(2)) for _ in range(rounds)] for _ in range(4000)]
         held = sum(low <= 1.0 <= high for low, high in map(median_interval, samples)) / len(samples)
