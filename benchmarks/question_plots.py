@@ -75,6 +75,13 @@ def attention(rows: pd.DataFrame, prefix: Path) -> None:
         plot_lines(path, rows[rows["pass"] == which], title=f"Attention, float32: {which}", **how)
 
 
+def causal(rows: pd.DataFrame, prefix: Path) -> None:
+    """Time of forward and backward together over the length, in bfloat16."""
+    rows = rows.query(f"{_OK} and dtype == 'bfloat16' and `pass` == 'both'").sort_values(["head_dim", "length"])
+    how: dict[str, Any] = {"x": "length", "y": "median_ms", "line": "provider", "panel": "head_dim", "y_label": "ms"}
+    plot_lines(_file(prefix, "both"), rows, title="Causal attention, bfloat16: forward and backward", **how)
+
+
 def compilation(rows: pd.DataFrame, prefix: Path) -> None:
     """How many times as fast compiled attention is."""
     if "speedup_over_naive" in rows:

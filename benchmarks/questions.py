@@ -6,27 +6,25 @@ Each has a page. What a person wrote as the answer, answers/NAME.md in the folde
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
 from benchmarks import question_plots
-from benchmarks.attention_report import means, memory_tables
+from benchmarks.attention_questions import attention, causal
+from benchmarks.attention_report import means
 from benchmarks.breakdown_tables import short_name
 from benchmarks.intervals import quotient
 from benchmarks.memory_tables import LARGEST, checkpointing, complete
 from benchmarks.models import FORWARD, FORWARD_BACKWARD, NOT_COMPILED, STEP, paired
-from benchmarks.tables import bullets, figures, markdown, number, with_columns
-from cs336_systems.profiling.report import ABSENT
+from benchmarks.tables import bullets, lines, number, with_columns
 
 Tables = dict[str, str]
 _MODEL = ["model", "batch", "length"]
-_USUAL_BATCH, _USUAL_LENGTHS = 4, 256
+_USUAL_BATCH = 4
 _TIMED = (f"== '{FORWARD}'", f"!= '{FORWARD}'", f"== '{STEP}'")
-_RIVALS = ("naive", "compiled", "flash", "torch-flash", "torch-cudnn", "torch-efficient", "tiled", "torch-math")
-_MOST_RIVALS = 5
 _BUSY = 0.9
 """A forward whose kernels take a smaller share of its time is one that waits for the host."""
 _DTYPES = ("float32", "bfloat16")
@@ -57,25 +55,6 @@ class Question:
     def asks_for(self, part: str) -> bool:
         """Whether the rows of a part are among those that answer it."""
         return re.fullmatch(self.parts, part) is not None
-
-
-def lines(frame: pd.DataFrame, index: Sequence[str], columns: Mapping[str, tuple[str, str]]) -> str:
-    """A table with a line for each ``index``; ``columns`` have for each title a query of the rows, and a column.
-
-    Columns without a cell are left out. Of several rows for one cell, the last counts.
-    """
-    cells = {}
-    # Whole numbers became floats where rows of other programs lack the column.
-    frame = frame.dropna(subset=[*index])
-    frame = frame.astype({name: int for name in index if pd.api.types.is_float_dtype(frame[name])})
-    for title, (query, column) in columns.items():
-        rows = with_columns(frame, [column]).query(query).drop_duplicates([*index], keep="last")
-        found = figures(rows, column).set_axis(pd.MultiIndex.from_frame(rows[[*index]]))
-        if (found != ABSENT).any():
-            cells[title] = found
-    order = pd.MultiIndex.from_frame(frame[[*index]].drop_duplicates())
-    table = pd.DataFrame(cells, order.unique()).dropna(how="all").fillna(ABSENT)
-    return markdown(table.reset_index()) if cells else ""
 
 
 def ordered(frame: pd.DataFrame, *columns: str) -> pd.DataFrame:
@@ -194,33 +173,6 @@ def memory(frame: pd.DataFrame) -> Tables:
     }
 
 
-def attention(frame: pd.DataFrame) -> Tables:
-    """Times of attention alone with rivals side by side; memory, measured and by formula; what does not fit."""
-    frame = frame[frame["mask"] == "full"].sort_values(["length", "head_dim"])
-    found, index = {}, ["length", "head_dim"]
-    for dtype in _DTYPES:
-        able = frame[(frame["status"] != "unsupported") & (frame["dtype"] == dtype)]
-        names = [name for name in _RIVALS if name in set(able["provider"])][:_MOST_RIVALS]
-        columns = {}
-        for which in ("forward", "backward"):
-            for name in names:
-                columns[f"{which}, {name}"] = (f"provider == '{name}' and `pass` == '{which}'", "median_ms")
-        found[f"Attention alone, {dtype}, without a mask, ms"] = lines(able, index, columns)
-        if dtype == "float32":
-            query = "provider == '{}' and `pass` == 'backward'"
-            columns = {f"held, {name}": (query.format(name), "held_mib") for name in names}
-            columns |= {f"peak, {name}": (query.format(name), "peak_mib") for name in names}
-            found["Memory in float32, MiB"] = lines(able, index, columns)
-            if "heads" in able:
-                found |= memory_tables(able[able["length"] >= _USUAL_LENGTHS])
-    failed = with_columns(frame[frame["status"].isin(["oom", "skipped"])], ["reason"])
-    # The sentences after these say how full the memory was.
-    failed["reason"] = failed["reason"].fillna("").map(lambda reason: ". ".join(reason.split(". ")[:2]))
-    shown = failed[[*index, "dtype", "provider", "pass", "status", "reason"]]
-    found["What has no figure"] = markdown(shown) if len(shown) else ""
-    return found
-
-
 def compilation(frame: pd.DataFrame) -> Tables:
     """Models eager and compiled, and naive attention eager and compiled."""
     models = frame[frame["compile"].notna()] if "compile" in frame else frame[:0]
@@ -277,6 +229,13 @@ QUESTIONS = (
         r"attention(-limit|-wide)?",
         attention,
         question_plots.attention,
+    ),
+    Question(
+        "attention-causal",
+        "What does FlashAttention gain where a causal mask hides half of the pairs?",
+        "attention-causal",
+        causal,
+        question_plots.causal,
     ),
     Question(
         "compilation",

@@ -87,6 +87,25 @@ def matrix(frame: pd.DataFrame, index: Sequence[str], columns: str, value: str) 
     return markdown(lines.reset_index())
 
 
+def lines(frame: pd.DataFrame, index: Sequence[str], columns: Mapping[str, tuple[str, str]]) -> str:
+    """A table with a line for each ``index``; ``columns`` have for each title a query of the rows, and a column.
+
+    Columns without a cell are left out. Of several rows for one cell, the last counts.
+    """
+    cells = {}
+    # Whole numbers became floats where rows of other programs lack the column.
+    frame = frame.dropna(subset=[*index])
+    frame = frame.astype({name: int for name in index if pd.api.types.is_float_dtype(frame[name])})
+    for title, (query, column) in columns.items():
+        rows = with_columns(frame, [column]).query(query).drop_duplicates([*index], keep="last")
+        found = figures(rows, column).set_axis(pd.MultiIndex.from_frame(rows[[*index]]))
+        if (found != ABSENT).any():
+            cells[title] = found
+    order = pd.MultiIndex.from_frame(frame[[*index]].drop_duplicates())
+    table = pd.DataFrame(cells, order.unique()).dropna(how="all").fillna(ABSENT)
+    return markdown(table.reset_index()) if cells else ""
+
+
 def page(title: str, environment: Environment, notes: Sequence[str], tables: str, frame: pd.DataFrame) -> str:
     """The text of tables.md: environment, how it was measured, the tables, warnings, and rows without a figure.
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from benchmarks.questions import QUESTIONS, lines
+from benchmarks.questions import QUESTIONS
 from benchmarks.report_presets import PRESETS, parts_of
+from benchmarks.tables import lines
 
 from .small_models import changed
 
@@ -141,6 +142,23 @@ def test_kernels_and_memory():
     steps = [{**row, "mode": "step"} for row in rows]
     table = BY_NAME["memory"].tables(pd.DataFrame(steps))["Activation checkpointing"]
     assert [line[3] for line in cells(table)] == ["recompute_every", "none", "2"]
+
+
+def test_causal_attention_sets_times_side_by_side_and_says_what_flash_gains():
+    columns = {"dtype": "bfloat16", "head_dim": 64, "length": 512, "status": "ok"}
+    rows = [
+        columns | {"provider": name, "pass": which, "median_ms": ms, "speedup_over_naive": 6.0 / ms}
+        for which in ("forward", "both")
+        for name, ms in (("naive", 6.0), ("flash", 2.0), ("sdpa", 3.0))
+    ]
+    tables = BY_NAME["attention-causal"].tables(pd.DataFrame(rows))
+    times, gains = (
+        cells(tables[title])
+        for title in ("Causal attention, bfloat16, ms", "flash, bfloat16: how many times as fast as naive")
+    )
+    assert times[0][2:] == [f"{which}, {name}" for which in ("forward", "both") for name in ("naive", "flash", "sdpa")]
+    assert times[1] == ["512", "64", "6.00", "2.00", "3.00", "6.00", "2.00", "3.00"]
+    assert gains == [["length", "head_dim", "forward", "both"], ["512", "64", "3.00", "3.00"]]
 
 
 def test_attention_shows_where_memory_ends():
