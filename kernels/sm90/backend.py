@@ -22,8 +22,8 @@ from .tiles import HEAD_DIMS, BackwardConfig, ForwardConfig, split_head_dim
 
 CAPABILITY = (9, 0)
 
-MIN_HEAD_DIM = 40
-"""Below, half of a tile's columns and more would be zeros."""
+MIN_HEAD_DIM, MIN_HEAD_DIM_BACKWARD = 24, 8
+"""Tiles have at least 64 columns. A forward of 16 takes the portable kernels less time, which fill up less."""
 
 HEAD_DIM_MULTIPLE = 8
 """Head dimensions are multiples of this, so that rows are multiples of `ALIGNMENT` bytes."""
@@ -54,7 +54,7 @@ def supports(call: Call) -> str | None:
 
 def supports_backward(call: Call, wanted: Wanted) -> str | None:
     """None, or why the backward kernels cannot. They may follow any backend's forward."""
-    return supports(call) or unsupported_backward(call)
+    return unsupported_device(call.device) or unsupported_call(call, MIN_HEAD_DIM_BACKWARD) or unsupported_backward(call)
 
 
 def unsupported_device(device: torch.device) -> str | None:
@@ -66,15 +66,15 @@ def unsupported_device(device: torch.device) -> str | None:
     return why_not_gluon()
 
 
-def unsupported_call(call: Call) -> str | None:
-    """None, or why the kernels cannot compute a call wherever it is."""
+def unsupported_call(call: Call, least: int = MIN_HEAD_DIM) -> str | None:
+    """None, or why the kernels cannot compute a call wherever it is, of at least ``least`` columns."""
     if call.dtype not in (torch.float16, torch.bfloat16):
         return f"needs float16 or bfloat16; got {call.dtype}"
     dims = call.head_dim, call.v_head_dim
-    in_range = MIN_HEAD_DIM <= call.head_dim <= HEAD_DIMS[-1] and all(dim % HEAD_DIM_MULTIPLE == 0 for dim in dims)
+    in_range = least <= call.head_dim <= HEAD_DIMS[-1] and all(dim % HEAD_DIM_MULTIPLE == 0 for dim in dims)
     if not in_range or split_head_dim(*dims) is None:
         return (
-            f"needs the same head dimension of q and v, a multiple of {HEAD_DIM_MULTIPLE} from {MIN_HEAD_DIM} to "
+            f"needs the same head dimension of q and v, a multiple of {HEAD_DIM_MULTIPLE} from {least} to "
             f"{HEAD_DIMS[-1]}, or 136 to 192 of q and 72 to 128 of v, or 72 to 96 of q and 40 to 64 of v; "
             f"got {dims[0]} of q and {dims[1]} of v"
         )

@@ -10,6 +10,7 @@ import torch
 from cs336_systems.kernels.call import NO_AUX, Call
 from cs336_systems.kernels.sm90 import backend
 from cs336_systems.kernels.sm90.tiles import HEAD_DIMS
+from cs336_systems.kernels.triton import backend as portable
 from cs336_systems.testing import (
     Shapes,
     make_inputs,
@@ -62,10 +63,24 @@ def check(inputs, **arguments):
 
 @dense_bands
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name != "many_rows"])
-@pytest.mark.parametrize("d", [*HEAD_DIMS, 40, 80, 96, 136, 192, 200])
+@pytest.mark.parametrize("d", [*HEAD_DIMS, 24, 40, 80, 96, 136, 192, 200])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_results_are_within_the_budget(dtype, d, shape, band):
     check(inputs_of(shape, d, dtype), **BANDS[band])
+
+
+@dense_bands
+@pytest.mark.parametrize("shape", ["grouped", "more_keys", "many_tiles"])
+@pytest.mark.parametrize("d", [8, 16])
+def test_the_backward_takes_narrower_heads_than_the_forward(d, shape, band):
+    inputs = inputs_of(shape, d)
+    q, k, v, dout, dlse = inputs
+    call = Call(q, k, v, options_of(d, **BANDS[band]), NO_AUX)
+    assert (backend.supports(call) is None, backend.supports_backward(call, call.wanted)) == (False, None)
+    out, lse = portable.plan_forward(call)(q, k, v, NO_AUX)
+    gradients = backend.plan_backward(call, out, dout, True, call.wanted)(q, k, v, out, lse, dout, dlse, NO_AUX)
+    actual = {"out": out, "lse": lse, "dq": gradients.q, "dk": gradients.k, "dv": gradients.v}
+    assert_right(actual, inputs, **BANDS[band])
 
 
 @pytest.mark.parametrize("d", HEAD_DIMS)

@@ -31,7 +31,7 @@ ALONE = torch.empty_strided((1, 1, 100, 64), (3, 5, 64, 1), dtype=torch.bfloat16
 @pytest.mark.parametrize(
     ("qkv", "options", "aux"),
     [
-        *[(tensors(4, 100, d), OPTIONS, NO_AUX) for d in (40, 64, 80, 128, 256)],
+        *[(tensors(4, 100, d), OPTIONS, NO_AUX) for d in (24, 64, 80, 128, 256)],
         *[(tensors(2, 4, 100, d), Options(0.1, 5, 0), NO_AUX) for d in (40, 64, 80, 128, 256)],
         (tensors(4, 100, 64), Options(0.1, None, 0, False), NO_AUX),
         (tensors(2, 4, 100, 80), Options(0.1, softcap=5.0), NO_AUX),
@@ -48,7 +48,12 @@ def test_supported_calls(qkv, options, aux):
     ("qkv", "options", "aux", "reason"),
     [
         (tensors(dtype=torch.float32), OPTIONS, NO_AUX, "needs float16 or bfloat16; got torch.float32"),
-        (tensors(2, 4, 9, 32), OPTIONS, NO_AUX, "got 32 of q and 32 of v"),
+        (
+            tensors(2, 4, 9, 16),
+            OPTIONS,
+            NO_AUX,
+            "from 24 to 256, or 136 to 192 of q and 72 to 128 of v, or 72 to 96 of q and 40 to 64 of v; got 16 of q and 16 of v",
+        ),
         (tensors(2, 4, 9, 44), OPTIONS, NO_AUX, "got 44 of q"),
         (tensors(2, 4, 9, 264), OPTIONS, NO_AUX, "got 264 of q"),
         (tensors(), Options(0.0), NO_AUX, "needs a positive scale; got 0.0"),
