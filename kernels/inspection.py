@@ -30,6 +30,8 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.bool: "*i1",
+    torch.uint8: "*u8",
+    torch.int8: "*i8",
 }
 
 MATRIX_INSTRUCTIONS = r"mma\.sync|wgmma\.mma_async|tcgen05\.mma"

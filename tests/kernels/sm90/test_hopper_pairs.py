@@ -1,4 +1,4 @@
-"""Tensors that score changes read at each pair, whose tiles the kernels for Hopper bring by TMA."""
+"""Tensors that rules read at each pair, whose tiles the kernels for Hopper bring by TMA."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from cs336_systems.attention import variants
 from cs336_systems.attention.call import Arguments, make_call
-from cs336_systems.attention.mods import score_mod
+from cs336_systems.attention.mods import mask_mod, score_mod
 from cs336_systems.kernels.sm90.rule_arguments import pair_tensor
 from cs336_systems.testing import assert_within_budget, make_inputs
 
@@ -33,6 +33,50 @@ def gated(device, *shape):
     return score_mod(lambda s, b, h, q, k: s * gate[h, q, k].sigmoid())
 
 
+def seen(device, *shape):
+    """A dense mask of half of the pairs, some of whose rows see nothing."""
+    mask = torch.rand(shape, device=device) < 0.5
+    mask[..., 3::50, :] = False
+    return mask
+
+
+def expanded(device):
+    """One whose entries and heads have stride 0, read together with a distance."""
+    mask = seen(device, 1, 1, 200, 336).expand(2, 4, -1, -1)
+    return mask_mod(lambda b, h, q, k: (k <= q + 100) & mask[b, h, q, k])
+
+
+def hidden(device, *shape):
+    """The pairs that a tensor hides, but for the diagonal."""
+    mask = seen(device, *shape)
+    return mask_mod(lambda b, h, q, k: ~mask[b, h, q, k] | (q == k))
+
+
+def above(device, limit, dtype, *shape):
+    """Numbers, which their sign bit decides about."""
+    levels = torch.randint(0, 256, shape, device=device).to(torch.uint8).view(dtype)
+    return mask_mod(lambda b, h, q, k: levels[h, q, k] > limit)
+
+
+def near(device, *shape):
+    """Numbers of 16 bits that a mask reads."""
+    distances = tiles(device, *shape)
+    return mask_mod(lambda b, h, q, k: distances[q, k].abs() < 0.7)
+
+
+def dense_listed(device, *shape):
+    mask = seen(device, *shape)
+    mask[..., :128, 128:256] = False
+    mask[..., 128:256, :128] = True
+    return listed(mask_mod(lambda b, h, q, k: mask[b, h, q, k]), *shape[-2:], batch=2)
+
+
+def switched(device, *shape):
+    """A score change of bools."""
+    mask = seen(device, *shape)
+    return score_mod(lambda s, b, h, q, k: torch.where(mask[h, q, k], s * 0.5, s + 1.0))
+
+
 CASES = {
     "entries_and_heads": (sizes(130, 208), {"causal": True}, lambda on: {"bias": tiles(on, 2, 2, 130, 208)}),
     "heads": (sizes(200, d=128, heads=(4, 2)), {}, lambda on: {"bias": tiles(on, 4, 200, 200)}),
@@ -51,6 +95,32 @@ CASES = {
         },
     ),
     "dropout": (sizes(130, 208), {}, lambda on: {"bias": tiles(on, 2, 130, 208), "dropout_p": 0.3, "seed": 1}),
+    "mask": (sizes(130, 208), {}, lambda on: {"mask": seen(on, 2, 2, 130, 208)}),
+    "mask_of_entries": (
+        sizes(200, 336, d=128, heads=(4, 2)), {"causal": True}, lambda on: {"mask": seen(on, 2, 1, 200, 336)},
+    ),
+    "mask_of_heads": (sizes(300, 272, d=80, heads=(4, 1)), {}, lambda on: {"mask": seen(on, 4, 300, 272)}),
+    "mask_of_all": (sizes(100, 96, d=96), {"window": (60, 20)}, lambda on: {"mask": seen(on, 100, 160)[:, 48:144]}),
+    "mask_expanded": (sizes(200, 336, d=128, heads=(4, 4)), {}, lambda on: {"mask": expanded(on)}),
+    "mask_hides": (sizes(130, 208), {"causal": True}, lambda on: {"mask": hidden(on, 2, 1, 130, 208)}),
+    "mask_192": (sizes(130, 208, d=192, dv=128), {}, lambda on: {"mask": seen(on, 2, 1, 130, 208)}),
+    "mask_256": (sizes(130, 208, d=256), {"causal": True}, lambda on: {"mask": seen(on, 2, 1, 130, 208)}),
+    "mask_of_uint8": (sizes(130, 208), {}, lambda on: {"mask": above(on, 100, torch.uint8, 2, 130, 208)}),
+    "mask_of_int8": (sizes(130, 208, d=128), {}, lambda on: {"mask": above(on, -9, torch.int8, 2, 130, 208)}),
+    "mask_of_numbers": (sizes(130, 208, d=128), {}, lambda on: {"mask": near(on, 130, 208)}),
+    "mask_listed": (sizes(400, 304, d=128), {}, lambda on: {"mask": dense_listed(on, 2, 1, 400, 304)}),
+    "mask_and_bias": (
+        sizes(200, 208), {"causal": True},
+        lambda on: {"mask": seen(on, 2, 1, 200, 208), "bias": tiles(on, 2, 200, 208)},
+    ),
+    "mask_and_others": (
+        sizes(200, 208, d=128), {"softcap": 5.0},
+        lambda on: {
+            "mask": variants.document(documents(on, 208)) & hidden(on, 2, 2, 200, 208), "dropout_p": 0.3, "seed": 1,
+            "alibi_slopes": torch.rand(2, device=on), "bias": tiles(on, 2, 200, 208, dtype=torch.float32),
+        },
+    ),
+    "switched": (sizes(128, 256), {}, lambda on: {"scores": switched(on, 2, 128, 256)}),
 }  # fmt: skip
 
 
@@ -121,12 +191,12 @@ def test_which_tensors_come_in_tiles():
 
     bias = tiles("cpu", 2, 2, 130, 208)
     slopes = torch.rand(2)
-    assert found(bias=bias) == (0, 0, ("batch", "head", "row", "column"))
+    assert found(bias=bias) == (0, False, 0, ("batch", "head", "row", "column"))
     both = found(bias=bias[0], alibi_slopes=slopes)
     assert both is not None
     assert both.position == 1
     of_all = bias[0, 0]
-    assert found(scores=score_mod(lambda s, b, h, q, k: s + of_all[q, k])) == (0, 0, ("row", "column"))
+    assert found(scores=score_mod(lambda s, b, h, q, k: s + of_all[q, k])) == (0, False, 0, ("row", "column"))
     assert found(bias=bias.float()) is None, "float32 takes more memory"
     assert found(bias=bias[..., :1]) is None, "no element for each pair"
     assert found(bias=bias[:, :, :1]) is None

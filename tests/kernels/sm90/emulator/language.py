@@ -107,7 +107,7 @@ def allocate(dtype, shape, layout):
     if layout == "mbarriers":
         return Barriers(shape[0])
     # What is read before it is written is noticed.
-    garbage = math.nan if dtype.is_floating() else 0x5A5A5A
+    garbage = math.nan if dtype.is_floating() else 0x5A5A5A & torch.iinfo(dtype.of).max
     return Shared(torch.full(shape, garbage, dtype=dtype.of))
 
 
