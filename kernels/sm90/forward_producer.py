@@ -133,9 +133,7 @@ def load_tile(tensors, memory, tile_map, heads_per_kv, command, index, turn, n, 
     K_BYTES: gl.constexpr = (tensors.HEAD_DIM + tensors.K_TAIL) * 2
     V_BYTES: gl.constexpr = (tensors.HEAD_DIM + tensors.V_TAIL) * 2
     CONSUMERS: gl.constexpr = memory.overflow.CONSUMERS
-    PAIR_BYTES: gl.constexpr = pair_bytes(
-        tensors.pairs.ARGUMENT, tensors.pairs.desc.dtype, CONSUMERS * WG_ROWS, TILE_K
-    )  # fmt: skip
+    PAIR_BYTES: gl.constexpr = pair_bytes(tensors.pairs.ARGUMENT, tensors.pairs.desc.dtype, CONSUMERS * WG_ROWS, TILE_K)
     tile, seq = tile_map.tile_at(index)
     memory.scheduler.push(turn, command, tile, seq)
     kv_head = tile.head // heads_per_kv

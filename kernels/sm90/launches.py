@@ -166,7 +166,7 @@ def pair_operand(call: Call, rows: int, columns: int) -> TensorDescriptor | None
 
 
 def rule_operands(call: Call, config: ForwardConfig | BackwardConfig, lists: Tensor | None, *tile: int) -> list[Any]:
-    """What a first launch takes of a call's rules: what they captured, tiles of pairs (rows, columns), and ``lists``."""
+    """What a first launch takes of a call's rules: what they captured, tiles of pairs (*tile), and ``lists``."""
     captured, blocks = bound_mods(call).operands(call.aux, lists, itself)
     pairs = pair_operand(call, *tile) if config.has_pairs else None
     return [captured, pairs, blocks, dropout_operand(call.options, call.aux, itself)]

@@ -74,7 +74,8 @@ def load_scores(qk, pair_tensor, tiles, batch, head, heads_per_kv, row, column):
     """Load the tiles of q and k of a batch entry and head, and what is read at their pairs."""
     ROWS: gl.constexpr = qk.rows.shape[-2]
     KEYS: gl.constexpr = qk.keys.shape[-2]
-    qk.load(batch, head, head // heads_per_kv, row, column, pair_bytes(pair_tensor.ARGUMENT, pair_tensor.desc.dtype, ROWS, KEYS))
+    PAIR_BYTES: gl.constexpr = pair_bytes(pair_tensor.ARGUMENT, pair_tensor.desc.dtype, ROWS, KEYS)
+    qk.load(batch, head, head // heads_per_kv, row, column, PAIR_BYTES)
     if pair_tensor.ARGUMENT is not None:
         pair_tensor.load(batch, head, row, column, qk.full, tiles.buffer(0, 0))
 

@@ -69,10 +69,10 @@ class Mods:
 
     @gluon.jit
     def reading(self, tile, ARGUMENT: gl.constexpr):
-        """The same with a tile, in registers, in place of a captured tensor: those of MASK come before those of SCORE."""
+        """The same with a tile, in registers, in place of what was captured, by MASK and then by SCORE, at a number."""
         of_mask = self.captured[0]
         of_scores = self.captured[1]
-        if ARGUMENT < len(of_mask):
+        if len(of_mask) > ARGUMENT:
             of_mask = replaced(of_mask, ARGUMENT, tile)
         else:
             of_scores = replaced(of_scores, ARGUMENT - len(of_mask), tile)

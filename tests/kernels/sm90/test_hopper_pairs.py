@@ -8,7 +8,7 @@ import torch
 from cs336_systems.attention import variants
 from cs336_systems.attention.call import Arguments, make_call
 from cs336_systems.attention.mods import mask_mod, score_mod
-from cs336_systems.kernels.sm90.rule_arguments import pair_tensor
+from cs336_systems.kernels.sm90.rule_arguments import entries_share_pairs, pair_tensor
 from cs336_systems.testing import assert_within_budget, make_inputs
 
 from .hopper import KERNELS, WITH_PORTABLE, check_features, kernels  # noqa: F401 - a fixture
@@ -155,6 +155,10 @@ LEARNED = {
         lambda on: {"bias": learned(on, 2, 128, 256, dtype=torch.float32), "scores": learned_gate(on, 2, 128, 256)},
     ),
     "far_keys": (sizes(300, 72), {"causal": True}, lambda on: {"bias": learned(on, 2, 300, 72)}),
+    "masked": (
+        sizes(130, 208, heads=(4, 2)), {},
+        lambda on: {"bias": learned(on, 4, 130, 208, dtype=torch.float32), "mask": seen(on, 2, 1, 130, 208)},
+    ),
 }  # fmt: skip
 
 
@@ -165,22 +169,24 @@ def test_gradients(kernels, name):  # noqa: F811
 
 
 @each_kernel
-def test_a_tensor_may_begin_anywhere(kernels):  # noqa: F811
+@pytest.mark.parametrize("name", ["bias", "mask"])
+def test_a_tensor_may_begin_anywhere(kernels, name):  # noqa: F811
     """A plan's later calls may have one that TMA cannot read, and one that it can."""
     backend, device = kernels
     inputs = make_inputs(sizes(130, 208), dtype=torch.bfloat16, device=device)
-    memory = tiles(device, 2 * 130 * 208 + 8)
-    biases = [memory[first : first + 2 * 130 * 208].view(2, 130, 208) for first in (0, 1, 8, 3)]
-    calls = [make_call(*inputs[:3], Arguments.of(bias=bias)) for bias in biases]
+    memory = tiles(device, 2 * 130 * 208 + 16)
+    memory = memory if name == "bias" else memory > 0
+    captured = [memory[first : first + 2 * 130 * 208].view(2, 130, 208) for first in (0, 1, 16, 3)]
+    calls = [make_call(*inputs[:3], Arguments.of(**{name: x})) for x in captured]
     q, k, v, dout, dlse = inputs
     forward = backend.plan_forward(calls[0])
     out, lse = forward(q, k, v, calls[0].aux)
     backward = backend.plan_backward(calls[0], out, dout, True, calls[0].wanted)
-    for bias, call in zip(biases, calls, strict=True):
+    for x, call in zip(captured, calls, strict=True):
         out, lse = forward(q, k, v, call.aux)
         dq, dk, dv, *_ = backward(q, k, v, out, lse, dout, dlse, call.aux)
         actual = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
-        assert_within_budget(actual, inputs, features={"bias": bias})
+        assert_within_budget(actual, inputs, features={name: x})
 
 
 def test_which_tensors_come_in_tiles():
@@ -204,6 +210,19 @@ def test_which_tensors_come_in_tiles():
     assert found(bias=tiles("cpu", 2, 208, 130).mT) is None, "columns that are not contiguous"
     assert found(alibi_slopes=slopes) is None
     assert found() is None
+    mask = bias > 0
+    assert found(mask=mask) == (0, True, 0, ("batch", "head", "row", "column"))
+    assert found(mask=variants.document(documents("cpu", 208)) & mask_mod(lambda b, h, q, k: mask[b, h, q, k])) == (
+        2, True, 2, ("batch", "head", "row", "column"),
+    )  # fmt: skip
+    assert found(mask=mask, bias=bias) == (1, False, 0, ("batch", "head", "row", "column")), "score changes come first"
+    assert found(mask=mask, bias=bias.float()) == found(mask=mask)
+    assert found(mask=mask[:1].expand(2, -1, -1, -1)) is not None
+    for entries, shared in ((mask, False), (mask[:1].expand(2, -1, -1, -1), True), (mask[0], True)):
+        assert entries_share_pairs(make_call(q, k, v, Arguments.of(mask=entries))) == shared
+    assert found(mask=mask[..., :1]) is None
+    assert found(mask=seen("cpu", 2, 1, 130, 216)[..., :208]) is None, "strides that are no multiples of 16 bytes"
+    assert found(mask=mask_mod(lambda b, h, q, k: mask[b, 0, k - 78, q] | (q > k))) is None, "not read at the pair"
     # Beyond q and k there are zeros, of which such score changes would make infinities.
     assert found(scores=score_mod(lambda s, b, h, q, k: s / bias[b, h, q, k])) is None
     assert found(scores=score_mod(lambda s, b, h, q, k: s + bias[b, h, q, k].abs().log())) is None
