@@ -31,7 +31,6 @@ POINTERS = {
     torch.int64: "*i64",
     torch.bool: "*i1",
     torch.uint8: "*u8",
-    torch.int8: "*i8",
 }
 
 MATRIX_INSTRUCTIONS = r"mma\.sync|wgmma\.mma_async|tcgen05\.mma"

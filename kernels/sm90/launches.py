@@ -39,7 +39,7 @@ UNBOUNDED = 0x7FFF0000
 SECTION_BYTES = 24 << 20
 """Two tensors of the heads of a section fit into the L2 cache together if they have this many bytes."""
 
-DTYPES = {getattr(torch, name): getattr(gl, name) for name in ("float16", "bfloat16", "float32", "uint8", "int8")}
+DTYPES = {getattr(torch, name): getattr(gl, name) for name in ("float16", "bfloat16", "float32", "uint8")}
 
 
 class RowBuffers(NamedTuple):
@@ -93,7 +93,7 @@ def forward_tiles(call: Call) -> tuple[SplitHeadDim, ForwardConfig, int]:
     """How heads are held, the configuration, and the number of tiles of a forward."""
     split = split_head_dim(call.head_dim, call.v_head_dim)
     assert split is not None
-    about = {"is_packed": call.is_packed, "has_rules": call.has_rules, "pair_bytes": pair_bytes(call)}
+    about: Any = {"is_packed": call.is_packed, "has_rules": call.has_rules, "pair_bytes": pair_bytes(call)}
     config = forward_config(split, call.band, call.k_len, **about)
     per_head = tiles_per_head(call.q_len, config.consumers * ROWS, num_sequences(call))
     return split, config, call.q.shape[:-2].numel() * per_head

@@ -144,7 +144,7 @@ def pair_gradient_kernel(
             s = scores.softcap(warpgroup_mma_wait(1, [s]))
             rules = mods
             if tiles.ARGUMENT is not None:
-                rules = mods.reading(as_matrix(tiles.buffer(0, 0), WG_ROWS, TILE_K).load(layout), tiles.ARGUMENT)
+                rules = mods.reading(tiles.load(0, 0, WG_ROWS, TILE_K), tiles.ARGUMENT)
             barrier()
             if next_batch < end_batch:
                 load_scores(qk, pair_tensor, tiles, next_batch, next_head, heads_per_kv, first_row, first_column)

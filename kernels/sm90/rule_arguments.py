@@ -15,8 +15,8 @@ from ..layouts import ALIGNMENT, has_tma_strides
 from ..mods import AXES, code_of
 
 NOTHING_WANTED = Wanted()
-DTYPES = (torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.int8)
-"""Of tensors whose tiles fit into shared memory."""
+DTYPES = (torch.float16, torch.bfloat16, torch.bool)
+"""Of tensors that come in tiles."""
 
 
 def bound_mods(call: Call, wanted: Wanted = NOTHING_WANTED) -> BoundMods:

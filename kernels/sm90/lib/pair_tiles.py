@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ...versions import async_load
+from .mma import accumulator, as_matrix
 from .pipeline import new_buffers
 from .struct import struct
 
@@ -47,6 +48,18 @@ class PairTiles:
     def buffer(self, stage, consumer):
         """The tile of a stage and a consumer."""
         return self.buffers.index(stage * self.CONSUMERS + consumer)
+
+    @gluon.jit
+    def load(self, stage, consumer, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+        """The same in the registers that a product of these rows and columns has; not 0 stands for True."""
+        tile = as_matrix(self.buffer(stage, consumer), ROWS, COLUMNS).load(accumulator(COLUMNS))
+        if tile.dtype == gl.uint8:
+            # Neighbours in a row, which came together. LLVM would gather the bits of compared bytes in one integer.
+            tile = gl.inline_asm_elementwise(
+                "{.reg .b32 both; cvt.u32.u16 both, $2; and.b32 $0, both, 0xff; and.b32 $1, both, 0xff00;}",
+                "=r,=r,h", [tile], dtype=gl.int32, is_pure=True, pack=2,
+            )  # fmt: skip
+        return tile
 
 
 @gluon.constexpr_function
