@@ -190,6 +190,18 @@ def _prefix_tree(sizes: Sizes) -> Feature:
     )
 
 
+def _dense_mask(sizes: Sizes) -> Feature:
+    """Half of the pairs, at random, for all heads and entries."""
+    seen = torch.rand(sizes.length, sizes.length, device=sizes.device) < 0.5
+    seen.fill_diagonal_(True)
+    return Feature(
+        {"mask": seen},
+        mask=lambda query, key: (query >= key) & seen[query, key],
+        pattern=True,
+        refusals=_refused("fa4"),
+    )
+
+
 def _packed(sizes: Sizes) -> Feature:
     lengths = sequence_lengths(sizes)
     return Feature(mask=_same(_ids(lengths, sizes.device)), sequences=tuple(lengths), packed=True)
@@ -259,6 +271,7 @@ FEATURES: dict[str, Callable[[Sizes], Feature]] = {
     "dilated": _dilated,
     "prefix": _prefix,
     "prefix_tree": _prefix_tree,
+    "dense_mask": _dense_mask,
     "packed": _packed,
     "softcap": _softcap,
     "alibi": _alibi,

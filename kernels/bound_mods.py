@@ -124,8 +124,8 @@ def axes_with_elements(call: Call) -> list[set[str]]:
     """The axes along which each tensor that a call's rules captured has several elements that they read."""
     captured = (*call.aux.mask_aux, *call.aux.score_aux)
     leaves = (*rules.leaves(call.options.mask), *call.options.scores)
-    sizes = [zip(axes, x.shape, strict=False) for axes, x in rules.axes_read(leaves, captured)]
-    return [{axis for axis, size in each if size > 1} for each in sizes]
+    steps = [zip(axes, x.shape, x.stride(), strict=False) for axes, x in rules.axes_read(leaves, captured)]
+    return [{axis for axis, size, stride in each if size > 1 and stride != 0} for each in steps]
 
 
 def itself(tensor: Tensor) -> Tensor:

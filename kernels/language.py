@@ -72,7 +72,7 @@ def at(view, index):
 
     view: the tensor's address and strides, each in a tuple; one of another length for an axis of size 1, which is read
     at 0 whatever the index. Indices must be inside of the tensor. Floating-point elements come in float32.
-    Or the elements themselves, where the kernel has loaded them.
+    Or the elements themselves, where the kernel has loaded them: any number but 0 may stand for True.
     """
     if isinstance(view, tl.tensor):
         element = view

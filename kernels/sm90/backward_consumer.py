@@ -46,11 +46,11 @@ def pairs_of(keys, first_row, seq, tile, head, layout: gl.constexpr, ROWS: gl.co
 
 
 @gluon.jit
-def with_pairs(mods, memory, n, CONSUMER: gl.constexpr, KEYS: gl.constexpr, TILE_Q: gl.constexpr):
+def with_pairs(mods, memory, n, CONSUMER: gl.constexpr, TILE_Q: gl.constexpr):
     """The rules for the n-th tile of q: what they read of a `PairTensor` is in shared memory."""
     if memory.pairs.ARGUMENT is not None:
-        tile = as_matrix(memory.pairs.buffers.index(memory.q.stage(n)), TILE_Q, KEYS)
-        tile = tile.slice(CONSUMER * WG_ROWS, WG_ROWS, dim=1).permute((1, 0)).load(accumulator(TILE_Q))
+        buffer = memory.pairs.buffer(memory.q.stage(n), CONSUMER)
+        tile = as_matrix(buffer, TILE_Q, WG_ROWS).permute((1, 0)).load(accumulator(TILE_Q))
         mods = mods.reading(tile, memory.pairs.ARGUMENT)
     return mods
 
@@ -127,12 +127,13 @@ def step(
     if not EARLY:
         lse2 = memory.lse2.index(stage).load(layout)
     pairs = pairs_of(keys, inner * TILE_Q, seq, tile, head, layout, TILE_Q)
-    changed, slope = with_pairs(mods, memory, n, CONSUMER, KEYS, TILE_Q).differentiate(s, pairs)
+    rules = with_pairs(mods, memory, n, CONSUMER, TILE_Q)
+    changed, slope = rules.differentiate(s, pairs)
     p = probabilities(changed * scores.scale - lse2)
     if EARLY:
         delta = memory.delta.index(stage).load(layout)
     if MASKED:
-        p = gl.where(mods.hide(visible(keys, inner * TILE_Q, seq, layout, TILE_Q), pairs), p, 0.0)
+        p = gl.where(rules.hide(visible(keys, inner * TILE_Q, seq, layout, TILE_Q), pairs), p, 0.0)
     if waits_for_never(TILE_Q, scores.SOFTCAP, mods.SCORE):
         p_operand = unpack_operand(pack_pairs(mods.dropout.drop(p, bits, True), dtype, True), dtype, wide, TILE_Q)
         # Without a branch, ptxas moves the wait for dP above the exponentials.

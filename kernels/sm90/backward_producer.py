@@ -39,8 +39,8 @@ class SharedMemory:
     k, v: the CTA's tile of keys; v in a buffer for each 64 of them. k arrives with its first q, v with its first dout.
     k_empty, v_empty: mbarriers: consumers do not read them any more, nor need v's buffers to store gradients.
     never: an mbarrier at which nobody arrives, if steps wait for its last phase, which is complete; else k_empty.
-    q, dout: pipelines. lse2 and delta, of their rows, lie in the same stages; so does, with a tile of q, that of its
-    pairs with all keys (`PairTensor`).
+    q, dout: pipelines. lse2 and delta, of their rows, lie in the same stages; so do, with a tile of q, those of its
+    pairs with each 64 keys (`PairTensor`).
     ds: two tiles (keys, rows of q) of dS. p_or_dq: two tiles of P if consumers share keys, else a half of a dQ tile for
     each consumer warp group.
     """
@@ -94,7 +94,7 @@ def new_memory(tensors, dq, STAGES: gl.constexpr, NEVER: gl.constexpr, VARLEN: g
         p_or_dq = gl.allocate_shared_memory(dtype, [2, KEYS, TILE_Q], layout)
     else:
         p_or_dq = new_buffers(dq, 2)
-    pairs = tensors.pairs.new_tiles(STAGES, k)
+    pairs = tensors.pairs.new_tiles(STAGES, KEYS // WG_ROWS, k)
     return SharedMemory(scheduler, k, v, k_empty, v_empty, never, q, dout, lse2, delta, ds, p_or_dq, pairs)
 
 
@@ -156,7 +156,7 @@ def load_step(tensors, memory, seq, tile, heads_per_kv, member, row, turn, n, fi
     TILE_Q: gl.constexpr = seq.INNER_TILE
     HEAD_DIM: gl.constexpr = tensors.q.block_shape[-1]
     BYTES: gl.constexpr = TILE_Q * HEAD_DIM * 2 + TILE_Q * 4
-    Q_BYTES: gl.constexpr = BYTES + pair_bytes(tensors.pairs.ARGUMENT, TILE_Q, KEYS)
+    Q_BYTES: gl.constexpr = BYTES + pair_bytes(tensors.pairs.ARGUMENT, tensors.pairs.desc.dtype, TILE_Q, KEYS)
     head = tile.head * heads_per_kv + member
     batch_head = tile.batch_head * heads_per_kv + member
     coords = seq.inner_coords(tile.batch, head, row, 0)
@@ -169,7 +169,9 @@ def load_step(tensors, memory, seq, tile, heads_per_kv, member, row, turn, n, fi
     async_load(tensors.q, coords, full, memory.q.buffer(n))
     async_load(tensors.lse2, row_coords, full, memory.lse2.index(stage))
     if tensors.pairs.ARGUMENT is not None:
-        tensors.pairs.load(tile.batch, head, row, tile.start, full, memory.pairs.buffers.index(stage))
+        for piece in gl.static_range(KEYS // WG_ROWS):
+            key = tile.start + piece * WG_ROWS
+            tensors.pairs.load(tile.batch, head, row, key, full, memory.pairs.buffer(stage, piece))
     if n == first:
         mbarrier.wait(memory.k_empty, (turn - 1) & 1, pred=turn > 0)
         k_coords = seq.outer_coords(tile.batch, tile.head, tile.start, 0)

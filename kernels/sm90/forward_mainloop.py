@@ -76,8 +76,7 @@ def pairs_of(rows, first_column, seq, tile, layout: gl.constexpr, LAST: gl.const
 def with_pairs(mods, memory, n, CONSUMER: gl.constexpr, TILE_K: gl.constexpr):
     """The rules for the n-th tile of k: what they read of a `PairTensor` is in shared memory."""
     if memory.pairs.ARGUMENT is not None:
-        buffer = memory.pairs.buffers.index(memory.k.stage(n) * memory.overflow.CONSUMERS + CONSUMER)
-        tile = as_matrix(buffer, WG_ROWS, TILE_K).load(accumulator(TILE_K))
+        tile = memory.pairs.load(memory.k.stage(n), CONSUMER, WG_ROWS, TILE_K)
         mods = mods.reading(tile, memory.pairs.ARGUMENT)
     return mods
 

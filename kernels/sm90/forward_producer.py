@@ -93,7 +93,7 @@ def new_memory(
     if tensors.K_TAIL > 0:
         q_tail = new_buffers(tensors.q_tail, CONSUMERS)
         k_tail = new_buffers(tensors.k_tail, STAGES)
-    pairs = tensors.pairs.new_tiles(STAGES * CONSUMERS, k.buffers)
+    pairs = tensors.pairs.new_tiles(STAGES, CONSUMERS, k.buffers)
     return SharedMemory(q, k, v, out, scheduler, overflow, q_tail, k_tail, v_tail, out_tail, pairs)
 
 
@@ -133,7 +133,7 @@ def load_tile(tensors, memory, tile_map, heads_per_kv, command, index, turn, n, 
     K_BYTES: gl.constexpr = (tensors.HEAD_DIM + tensors.K_TAIL) * 2
     V_BYTES: gl.constexpr = (tensors.HEAD_DIM + tensors.V_TAIL) * 2
     CONSUMERS: gl.constexpr = memory.overflow.CONSUMERS
-    PAIR_BYTES: gl.constexpr = pair_bytes(tensors.pairs.ARGUMENT, CONSUMERS * WG_ROWS, TILE_K)
+    PAIR_BYTES: gl.constexpr = pair_bytes(tensors.pairs.ARGUMENT, tensors.pairs.desc.dtype, CONSUMERS * WG_ROWS, TILE_K)
     tile, seq = tile_map.tile_at(index)
     memory.scheduler.push(turn, command, tile, seq)
     kv_head = tile.head // heads_per_kv
@@ -151,7 +151,7 @@ def load_tile(tensors, memory, tile_map, heads_per_kv, command, index, turn, n, 
         if tensors.pairs.ARGUMENT is not None:
             for consumer in gl.static_range(CONSUMERS):
                 row = tile.start + consumer * WG_ROWS
-                buffer = memory.pairs.buffers.index(memory.k.stage(n) * CONSUMERS + consumer)
+                buffer = memory.pairs.buffer(memory.k.stage(n), consumer)
                 tensors.pairs.load(tile.batch, tile.head, row, inner * TILE_K, memory.k.full_barrier(n), buffer)
         if position == tile.end - 1:
             # After the first k, whose buffer is free before q's is.

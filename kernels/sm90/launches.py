@@ -20,7 +20,7 @@ from .backward_producer import DQ_ROW
 from .lib.mma import WG_ROWS
 from .lib.mods import in_gluon
 from .lib.varlen import BOUND, PADDING
-from .rule_arguments import bound_mods, entries_share_pairs, pair_tensor
+from .rule_arguments import bound_mods, entries_share_pairs, pair_bytes, pair_tensor
 from .tiles import (
     BackwardConfig,
     ForwardConfig,
@@ -39,7 +39,7 @@ UNBOUNDED = 0x7FFF0000
 SECTION_BYTES = 24 << 20
 """Two tensors of the heads of a section fit into the L2 cache together if they have this many bytes."""
 
-DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+DTYPES = {getattr(torch, name): getattr(gl, name) for name in ("float16", "bfloat16", "float32", "uint8")}
 
 
 class RowBuffers(NamedTuple):
@@ -93,7 +93,7 @@ def forward_tiles(call: Call) -> tuple[SplitHeadDim, ForwardConfig, int]:
     """How heads are held, the configuration, and the number of tiles of a forward."""
     split = split_head_dim(call.head_dim, call.v_head_dim)
     assert split is not None
-    about = {"is_packed": call.is_packed, "has_rules": call.has_rules, "has_pairs": pair_tensor(call) is not None}
+    about: Any = {"is_packed": call.is_packed, "has_rules": call.has_rules, "pair_bytes": pair_bytes(call)}
     config = forward_config(split, call.band, call.k_len, **about)
     per_head = tiles_per_head(call.q_len, config.consumers * ROWS, num_sequences(call))
     return split, config, call.q.shape[:-2].numel() * per_head
@@ -155,20 +155,20 @@ def score_scales(options: Options) -> tuple[float, float, float]:
 
 def backward_tiles(call: Call) -> BackwardConfig:
     """The configuration of a backward."""
-    return backward_config(padded_head_dim(call.head_dim), has_pairs=pair_tensor(call) is not None)
+    return backward_config(padded_head_dim(call.head_dim), pair_bytes=pair_bytes(call))
 
 
 def pair_operand(call: Call, rows: int, columns: int) -> TensorDescriptor | None:
-    """The descriptor of tiles of the tensor that score changes read at each pair; None without one."""
+    """The descriptor of tiles of the `pair_tensor`; None without one."""
     pairs = pair_tensor(call)
     tensor = None if pairs is None else pairs.of(call.aux)
     return None if tensor is None else tma_descriptor(tensor, rows, columns, is_packed=False)
 
 
-def rule_operands(call: Call, config: ForwardConfig | BackwardConfig, lists: Tensor | None, rows: int) -> list[Any]:
-    """What a first launch takes of a call's rules: what they captured, tiles of pairs (rows, tile_k), and ``lists``."""
+def rule_operands(call: Call, config: ForwardConfig | BackwardConfig, lists: Tensor | None, *tile: int) -> list[Any]:
+    """What a first launch takes of a call's rules: what they captured, tiles of pairs (*tile), and ``lists``."""
     captured, blocks = bound_mods(call).operands(call.aux, lists, itself)
-    pairs = pair_operand(call, rows, config.tile_k) if config.has_pairs else None
+    pairs = pair_operand(call, *tile) if config.has_pairs else None
     return [captured, pairs, blocks, dropout_operand(call.options, call.aux, itself)]
 
 
@@ -208,7 +208,7 @@ def forward_launch(call: Call, out: Tensor, lse: Tensor, workspace: Tensor, num_
             *(tma_descriptor(x, rows, head_dim, is_packed=packed) for x, rows, _ in tiled),
             *(tma_descriptor(x, rows, tail, is_packed=packed) if tail else None for x, rows, tail in tiled),
             *(lse, workspace, call.aux.cu_seqlens_q, call.aux.cu_seqlens_k),
-            *rule_operands(call, config, call.aux.block_rows, ROWS),
+            *rule_operands(call, config, call.aux.block_rows, ROWS, config.tile_k),
             call.aux.sinks,
         ),
         (
@@ -253,7 +253,7 @@ def backward_launch(
             *(float32_descriptor(x, 1, config.tile_q) for x in (lse2, delta)),
             *(tma_descriptor(x, ROWS, columns, is_packed=call.is_packed) for x in (dk, dv)),
             *(*accumulated, workspace, call.aux.cu_seqlens_q, call.aux.cu_seqlens_k),
-            *rule_operands(call, config, call.aux.block_columns, config.tile_q),
+            *rule_operands(call, config, call.aux.block_columns, config.tile_q, ROWS),
         ),
         (
             *(batch * heads, heads, q.shape[1] // heads, call.q_len, call.k_len, buffers.rows),

@@ -74,9 +74,10 @@ def load_scores(qk, pair_tensor, tiles, batch, head, heads_per_kv, row, column):
     """Load the tiles of q and k of a batch entry and head, and what is read at their pairs."""
     ROWS: gl.constexpr = qk.rows.shape[-2]
     KEYS: gl.constexpr = qk.keys.shape[-2]
-    qk.load(batch, head, head // heads_per_kv, row, column, pair_bytes(pair_tensor.ARGUMENT, ROWS, KEYS))
+    PAIR_BYTES: gl.constexpr = pair_bytes(pair_tensor.ARGUMENT, pair_tensor.desc.dtype, ROWS, KEYS)
+    qk.load(batch, head, head // heads_per_kv, row, column, PAIR_BYTES)
     if pair_tensor.ARGUMENT is not None:
-        pair_tensor.load(batch, head, row, column, qk.full, tiles.buffers.index(0))
+        pair_tensor.load(batch, head, row, column, qk.full, tiles.buffer(0, 0))
 
 
 @gluon.jit(do_not_specialize=DYNAMIC)
@@ -105,7 +106,7 @@ def pair_gradient_kernel(
     pair_tensor = new_pair_tensor(pairs, PAIR_ARGUMENT, q)
     qk = new_operands(q, k)
     gradients = new_operands(dout, v)
-    tiles = pair_tensor.new_tiles(1, qk.rows)
+    tiles = pair_tensor.new_tiles(1, 1, qk.rows)
     fence_async_shared()
     barrier()
 
@@ -143,13 +144,13 @@ def pair_gradient_kernel(
             s = scores.softcap(warpgroup_mma_wait(1, [s]))
             rules = mods
             if tiles.ARGUMENT is not None:
-                rules = mods.reading(as_matrix(tiles.buffers.index(0), WG_ROWS, TILE_K).load(layout), tiles.ARGUMENT)
+                rules = mods.reading(tiles.load(0, 0, WG_ROWS, TILE_K), tiles.ARGUMENT)
             barrier()
             if next_batch < end_batch:
                 load_scores(qk, pair_tensor, tiles, next_batch, next_head, heads_per_kv, first_row, first_column)
             here = pairs_of(rows, first_column, seq, seq.tile(batch, head, first_row), layout, True)
             changed, terms = rules.terms(s, here)
-            p = gl.where(mods.hide(seen, here), probabilities(changed * scores.scale - row_lse2[:, None]), 0.0)
+            p = gl.where(rules.hide(seen, here), probabilities(changed * scores.scale - row_lse2[:, None]), 0.0)
             dp = mods.dropout.scale(mods.dropout.drop(warpgroup_mma_wait(0, [dp]), bits, False))
             barrier()
             if next_batch < end_batch:

@@ -101,7 +101,7 @@ FORWARD_VARLEN = {
     (128, 64): ForwardConfig(64, 2, 2, 224, 56, 168, True),
     (256, 0): ForwardConfig(64, 2, 2, 232, 40, 168, False),
 }
-FORWARD_PAIRS = {
+_FORWARD_PAIRS = {
     # By head_dim and k_tail. Tiles of pairs take the memory of a stage, or of separate output buffers.
     (64, 0): ForwardConfig(64, 1, 2, 136, 24, 80, True, 3, has_pairs=True),
     (64, 16): ForwardConfig(64, 1, 2, 136, 24, 80, False, 3, has_pairs=True),
@@ -109,14 +109,27 @@ FORWARD_PAIRS = {
     (128, 64): ForwardConfig(64, 2, 2, 240, 24, 168, True, has_pairs=True),
     (256, 0): ForwardConfig(64, 2, 2, 240, 24, 168, False, has_pairs=True),
 }
+FORWARD_PAIRS = {
+    # By the bytes of an element, where one is read at each pair. Tiles of bytes take half of that memory.
+    0: {},
+    1: _FORWARD_PAIRS | {
+        (64, 32): ForwardConfig(64, 1, 2, 136, 24, 80, False, 3, has_pairs=True),
+        (128, 0): ForwardConfig(128, 2, 2, 240, 24, 168, True, has_pairs=True),
+    },
+    2: _FORWARD_PAIRS,
+}  # fmt: skip
 BACKWARD = {
     64: BackwardConfig(128, 128, 64, 2, 240, 24, 168, True),
     128: BackwardConfig(128, 64, 64, 2, 240, 24, 168),
     256: BackwardConfig(64, 64, 128, 2, 240, 24, 168),
 }
 BACKWARD_PAIRS = {
-    64: BackwardConfig(128, 64, 32, 2, 240, 24, 168, has_pairs=True),
-    128: BackwardConfig(128, 64, 64, 2, 240, 24, 168, has_pairs=True),
+    0: {},
+    1: {head_dim: BACKWARD[head_dim]._replace(has_pairs=True) for head_dim in (64, 128)},
+    2: {
+        64: BackwardConfig(128, 64, 32, 2, 240, 24, 168, has_pairs=True),
+        128: BackwardConfig(128, 64, 64, 2, 240, 24, 168, has_pairs=True),
+    },
 }
 HEAD_DIMS = (64, 128, 256)
 """Columns that tiles have; for head dimensions between, TMA fills them up with zeros."""
@@ -128,12 +141,12 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def forward_config(
-    split: SplitHeadDim, band: Band, k_len: int, *, is_packed: bool, has_rules: bool, has_pairs: bool
+    split: SplitHeadDim, band: Band, k_len: int, *, is_packed: bool, has_rules: bool, pair_bytes: int
 ) -> ForwardConfig:
-    """The configuration of a forward call. has_pairs: whether score changes read a tensor at each pair."""
+    """The configuration of a forward call. pair_bytes: see `FORWARD_PAIRS`."""
     head_dim, k_tail, _ = split
-    if has_pairs and (head_dim, k_tail) in FORWARD_PAIRS:
-        return FORWARD_PAIRS[head_dim, k_tail]
+    if (head_dim, k_tail) in FORWARD_PAIRS[pair_bytes]:
+        return FORWARD_PAIRS[pair_bytes][head_dim, k_tail]
     if is_packed:
         return FORWARD_VARLEN[head_dim, k_tail]
     # Lists of blocks have 128 rows each.
@@ -141,9 +154,9 @@ def forward_config(
     return FORWARD_SPLIT[head_dim, k_tail, uneven_or_few] if k_tail else FORWARD[head_dim, uneven_or_few]
 
 
-def backward_config(head_dim: int, *, has_pairs: bool) -> BackwardConfig:
+def backward_config(head_dim: int, *, pair_bytes: int) -> BackwardConfig:
     """The configuration of a backward call whose tiles have ``head_dim`` columns."""
-    return (BACKWARD_PAIRS if has_pairs and head_dim in BACKWARD_PAIRS else BACKWARD)[head_dim]
+    return BACKWARD_PAIRS[pair_bytes].get(head_dim, BACKWARD[head_dim])
 
 
 def split_head_dim(head_dim: int, v_head_dim: int) -> SplitHeadDim | None:

@@ -107,6 +107,7 @@ BY_MASK = [
     "dilated",
     "prefix",
     "prefix_tree",
+    "dense_mask",
 ]
 
 

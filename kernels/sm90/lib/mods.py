@@ -69,10 +69,14 @@ class Mods:
 
     @gluon.jit
     def reading(self, tile, ARGUMENT: gl.constexpr):
-        """The same with a tile, in registers, in place of a tensor that score changes captured."""
+        """The same with a tile, in registers, in place of what was captured, by MASK and then by SCORE, at a number."""
+        of_mask = self.captured[0]
         of_scores = self.captured[1]
-        of_scores = of_scores[:ARGUMENT] + (tile,) + of_scores[ARGUMENT + 1 :]  # noqa: RUF005 - unknown to Triton
-        return Mods((self.captured[0], of_scores), self.natural, self.dropout, self.MASK, self.SCORE)
+        if len(of_mask) > ARGUMENT:
+            of_mask = replaced(of_mask, ARGUMENT, tile)
+        else:
+            of_scores = replaced(of_scores, ARGUMENT - len(of_mask), tile)
+        return Mods((of_mask, of_scores), self.natural, self.dropout, self.MASK, self.SCORE)
 
     @gluon.jit
     def hide(self, seen, pairs):
@@ -80,6 +84,12 @@ class Mods:
         if self.MASK is not None:
             seen = seen & self.MASK(pairs.batch, pairs.head, pairs.rows, pairs.columns, self.captured[0])
         return seen
+
+
+@gluon.jit
+def replaced(items, PLACE: gl.constexpr, item):
+    """A tuple with another item at a place."""
+    return items[:PLACE] + (item,) + items[PLACE + 1 :]  # noqa: RUF005 - unknown to Triton
 
 
 @struct

@@ -59,6 +59,9 @@ def rules_of(name: str | None, length: int) -> tuple[dict[str, Any], dict[str, A
         mask = variants.document(ids)
         listed = {"block_rows": lists, "block_columns": lists} if name == "document_listed" else {}
         return {"mask": mask.expression}, {"mask_aux": mask.tensors, **listed}
+    if name == "dense_mask":
+        mask = variants.visible_where(empty(2, 1, length, length, dtype=torch.bool))
+        return {"mask": mask.expression}, {"mask_aux": mask.tensors}
     scores = {
         "alibi": lambda: variants.alibi(empty(1, 8), 0),
         "bias": lambda: variants.bias(empty(1, 8, length, length, dtype=torch.bfloat16)),

@@ -104,7 +104,7 @@ def cases_of(name, dim):
     rules = [causal | {"rules": "document_listed"}, causal | {"rules": "bent"}, unmasked | {"rules": "dropout"}]
     more_rules = [unmasked | {"rules": "alibi"}]
     more_rules += [causal | {"rules": kind} for kind in ("relative_bias", "sinks") if name == "forward"]
-    pairs = [causal | {"rules": "bias"}]
+    pairs = [causal | {"rules": kind} for kind in ("bias", "dense_mask") if kind == "bias" or name != "pair_gradient"]
     return {"plain": [causal], "others": others, "rules": rules, "more_rules": more_rules, "pairs": pairs}
 
 
@@ -124,7 +124,7 @@ def cases_of(name, dim):
         # Tiles of pairs leave little shared memory.
         pytest.param("forward backward pair_gradient", {64}, "pairs", marks=pytest.mark.slow),
         pytest.param("forward backward pair_gradient", {128}, "pairs", marks=every_triton),
-        pytest.param("forward", {80, 192, 256}, "pairs", marks=pytest.mark.slow),
+        pytest.param("forward", {80, 96, 192, 256}, "pairs", marks=pytest.mark.slow),
     ],
 )
 def test_kernels_compile(compiled_by, passes, dims, cases):

@@ -40,6 +40,10 @@ def assembly(text, constraints, args, dtype, is_pure=True, pack=1):
         return Value((x << 1 | x >> 31).int())
     if text.startswith("prmt.b32"):
         return chosen_bytes(*[x.x.long() & WORD for x in args])
+    if text.startswith("{.reg .b32 both;"):
+        x = args[0].x.int()
+        x[:, 1::2] <<= 8
+        return Value(x)
     if text.startswith("rcp.approx"):
         return Value(1.0 / args[0].x)
     if text.startswith("bar."):
@@ -107,7 +111,7 @@ def allocate(dtype, shape, layout):
     if layout == "mbarriers":
         return Barriers(shape[0])
     # What is read before it is written is noticed.
-    garbage = math.nan if dtype.is_floating() else 0x5A5A5A
+    garbage = math.nan if dtype.is_floating() else 0x5A5A5A & torch.iinfo(dtype.of).max
     return Shared(torch.full(shape, garbage, dtype=dtype.of))
 
 

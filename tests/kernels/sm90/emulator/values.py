@@ -21,12 +21,17 @@ class Dtype:
     def is_floating(self):
         return self.of.is_floating_point
 
+    @property
+    def primitive_bitwidth(self):
+        return 8 * self.of.itemsize
+
 
 DTYPES = {
     name: Dtype(of)
     for name, of in {
         "float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64,
-        "int1": torch.bool, "int8": torch.int8, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64,
+        "int1": torch.bool, "uint8": torch.uint8,
+        "int8": torch.int8, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64,
     }.items()
 }  # fmt: skip
 UNSIGNED = DTYPES["uint32"] = Dtype(torch.int64)
