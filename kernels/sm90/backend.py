@@ -22,7 +22,7 @@ from .tiles import HEAD_DIMS, BackwardConfig, ForwardConfig, split_head_dim
 
 CAPABILITY = (9, 0)
 
-MIN_HEAD_DIM, MIN_HEAD_DIM_BACKWARD = 24, 8
+MIN_HEAD_DIM, MIN_IN_BACKWARD = 24, 8
 """Tiles have at least 64 columns. A forward of 16 takes the portable kernels less time, which fill up less."""
 
 HEAD_DIM_MULTIPLE = 8
@@ -54,7 +54,7 @@ def supports(call: Call) -> str | None:
 
 def supports_backward(call: Call, wanted: Wanted) -> str | None:
     """None, or why the backward kernels cannot. They may follow any backend's forward."""
-    return unsupported_device(call.device) or unsupported_call(call, MIN_HEAD_DIM_BACKWARD) or unsupported_backward(call)
+    return unsupported_device(call.device) or unsupported_call(call, MIN_IN_BACKWARD) or unsupported_backward(call)
 
 
 def unsupported_device(device: torch.device) -> str | None:
