@@ -1,7 +1,7 @@
 """The language that masks and score changes are written in: one function, for Triton's kernels and for torch's tensors.
 
 `jit` functions compute element by element: with operators, with what `tl` has for elements (where, minimum, maximum,
-abs, exp, exp2, log, log2, sqrt, sin, cos, floor), and with `at`, `tanh` and so on from here. Triton compiles
+abs, exp, exp2, log, log2, sqrt, sin, cos, erf, floor), and with `at`, `tanh` and so on from here. Triton compiles
 them into its kernels. `in_torch` runs the same source on torch's tensors, where autograd differentiates it; that needs
 no Triton.
 """
@@ -153,7 +153,7 @@ class _TorchLanguage:
         self.float32 = self.float64 = wide
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("where", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "floor", "ceil"):
+        if name in ("where", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "erf", "floor", "ceil"):
             return _of_tensors(getattr(torch, name))
         if name in ("abs", "minimum", "maximum"):
             return _of_tensors(getattr(torch, name))

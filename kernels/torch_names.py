@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -198,6 +199,22 @@ def constant_when_traced(function: Function) -> Function:
         return torch.compiler.assume_constant_result(function)
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@constant_when_traced
+def traced_functions() -> tuple[str, ...]:
+    """The autograd Functions whose forwards torch.compile is tracing, by name, the innermost first.
+
+    Dynamo shows what a forward does as if no Function did it, so its own frames are asked; there is no public name.
+    """
+    frame: Any = sys._getframe()
+    names: list[str] = []
+    while frame is not None:
+        tracing: Any = frame.f_locals.get("self") if frame.f_code.co_name == "call_apply" else None
+        if type(tracing).__name__ == "AutogradFunctionVariable":
+            names.append(tracing.fn_cls.__name__)
+        frame = frame.f_back
+    return tuple(names)
 
 
 def recompiled(most: int) -> AbstractContextManager[object] | None:

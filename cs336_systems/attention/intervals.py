@@ -52,6 +52,7 @@ class Interval:
         return UNKNOWN
 
     __truediv__ = __rtruediv__ = __rfloordiv__ = __mod__ = __rmod__ = __xor__ = __rxor__ = _unknown
+    __lshift__ = __rlshift__ = __rrshift__ = _unknown
 
     def __add__(self, other: Any) -> Interval:
         if self.numbers is not None and isinstance(other, int) and other == 0:
@@ -81,8 +82,8 @@ class Interval:
         by_number = isinstance(other, int) and 0 < other <= _LARGEST
         return Interval(self.low // other, self.high // other) if by_number and _can_be_added(self) else UNKNOWN
 
-    def __rshift__(self, other: int) -> Interval:
-        return self // 2**other
+    def __rshift__(self, other: Any) -> Interval:
+        return self // 2**other if isinstance(other, int) and other >= 0 else UNKNOWN
 
     def __lt__(self, other: Any) -> Interval:
         other = _interval(other)
@@ -132,9 +133,9 @@ class Captured:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.shape = tensor, tensor.shape
 
-    def __getitem__(self, places: tuple[Interval | int, ...]) -> Interval:
+    def __getitem__(self, places: tuple[Interval | Tensor | int, ...]) -> Interval:
         """The bounds of the elements at these indices; unknown where they differ along rows and along columns."""
-        index = [place if isinstance(place, int) else place.numbers for place in places]
+        index = [place.numbers if isinstance(place, Interval) else place for place in places]
         along = [x for x in index if isinstance(x, Tensor) and x.shape[-1] > 1]
         has_order = not (self.tensor.is_floating_point() or self.tensor.is_complex())
         if not has_order or len(along) > 1 or any(x is None for x in index):

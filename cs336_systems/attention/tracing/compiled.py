@@ -19,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from ...kernels.mods import PLACES, SCORE
 from ...kernels.rules import Leaf
-from ...kernels.torch_names import constant_of
+from ...kernels.torch_names import constant_of, traced_functions
 from .graph import Node
+from .record import OF_A_FUNCTION
 from .replayed import names_of, rule
 from .tables import Table
 
@@ -46,6 +47,7 @@ class _Tape(TorchFunctionMode):
         self.nodes: list[Node] = []
         self.tensors: list[Tensor] = []
         self._elements: list[tuple[Tensor, Node]] = []
+        self._functions = len(traced_functions())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords: dict[str, Any] = kwargs or {}
@@ -144,6 +146,9 @@ class _Tape(TorchFunctionMode):
     def _operation(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
         """What a function of torch or Python makes of elements and other values."""
         name, out_of_place = names_of(function)
+        functions = traced_functions()
+        if len(functions) > self._functions:
+            raise _refused(OF_A_FUNCTION.format(functions[0]))
         if out_of_place:
             if not _is_element(arguments[0]):
                 raise _refused(f"changes a captured tensor by {name}")

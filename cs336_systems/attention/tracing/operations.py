@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .graph import SAME, Node
 
@@ -23,6 +24,7 @@ TEMPLATES = {
     "cos": "tl.cos({0})",
     "floor": "tl.floor({0})",
     "ceil": "tl.ceil({0})",
+    "erf": "tl.erf({0})",
     "tanh": "tanh({0})",
     "sigmoid": "sigmoid({0})",
     "reciprocal": "(1.0 / {0})",
@@ -49,6 +51,10 @@ TEMPLATES = {
     "bitwise_and": "({0} & {1})",
     "bitwise_or": "({0} | {1})",
     "bitwise_xor": "({0} ^ {1})",
+    "__lshift__": "({0} << {1})",
+    "__rshift__": "({0} >> {1})",
+    "bitwise_left_shift": "({0} << {1})",
+    "bitwise_right_shift": "({0} >> {1})",
     "logical_and": "(({0} != 0) & ({1} != 0))",
     "logical_or": "(({0} != 0) | ({1} != 0))",
     "logical_xor": "(({0} != 0) ^ ({1} != 0))",
@@ -61,14 +67,25 @@ TEMPLATES = {
 """By torch's name, an expression of the operands; `expression` has those that depend on more."""
 KNOWN = SAME | TEMPLATES.keys() | {"bitwise_not", "clamp", "clamp_max", "clamp_min", "_to_copy", "pow"}
 """The operators that a mod and its derivative may use."""
+MADE_OF: dict[str, Callable[..., Tensor]] = {
+    "gelu": lambda x, approximate="none": (
+        0.5 * x * (1 + torch.erf(x * 0.5**0.5))
+        if approximate == "none"
+        else 0.5 * x * (1 + torch.tanh((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3)))
+    ),
+    "leaky_relu": lambda x, slope=0.01: torch.where(x > 0, x, slope * x),
+    "silu": lambda x: x * torch.sigmoid(x),
+}
+"""What other operators are made of: those of `KNOWN`."""
 _COMPARES = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 _OF_FLOATS = frozenset(
     (
-        *("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "reciprocal", "div"),
+        *("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "erf", "tanh", "sigmoid", "reciprocal", "div"),
         *("add", "sub", "rsub", "mul", "minimum", "maximum"),
     )
 )
 _NATURAL = frozenset(("add", "mul", "floor_divide", "remainder", "minimum", "maximum"))
+_WIDENING = frozenset(("mul", "__lshift__", "bitwise_left_shift"))
 _MOST_FACTORS = 8
 STAND_INS = 1_000_003
 """Integers from here on may stand for others: see `variants.recorded`. Far from any that a mod says."""
@@ -94,7 +111,7 @@ def expression(node: Node, name_of: Callable[[Any, bool], str]) -> str:
         for place, value in enumerate(node.arguments)
         if value is not None and not isinstance(value, (torch.dtype, list, tuple))
     ]
-    if name == "mul" and node.is_integer:
+    if name in _WIDENING and node.is_integer:
         # 32 bits hold positions, and sums of two of them, but no product.
         wide = next(place for place, x in enumerate(node.arguments) if isinstance(x, Node) and x.kind != "number")
         operands[wide] += ".to(tl.int64)"

@@ -10,15 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from ...kernels.torch_names import RecordingMode, untransformed
 from .graph import Graph, Node, in_order
-from .operations import KNOWN
+from .operations import KNOWN, MADE_OF
 
 _OURS = os.path.dirname(os.path.dirname(__file__))
 _TORCH = os.path.dirname(torch.__file__)
 _REPLAYED = os.path.join(os.path.dirname(__file__), "replayed.py")
+
+
+OF_A_FUNCTION = "calls {}, an autograd Function, whose backward kernels do not have"
 
 
 def refuse(what: str) -> ValueError:
@@ -49,6 +53,13 @@ class Recorder(RecordingMode):
         """Let a tensor without axes stand for a node."""
         self._known[id(tensor)] = tensor, node  # kept, so that its id stays its own
         return tensor
+
+    def stand_in(self, node: Node) -> Tensor:
+        """A tensor that stands for a node. Any value would do; integers are not divided by 0."""
+        if node.is_integer:
+            return self.stand_for(torch.ones((), dtype=node.dtype, device="cpu"), node)
+        leaf = torch.ones((), dtype=node.dtype, device="cpu", requires_grad=True)
+        return self.stand_for(leaf, node).clone()  # a leaf could not be changed in place
 
     def knows(self, value: Any) -> bool:
         """Whether a value is a tensor that stands for a node."""
@@ -84,10 +95,15 @@ class Recorder(RecordingMode):
             return result
         if name in ("_local_scalar_dense", "is_nonzero", "equal"):
             raise refuse("branches on a value, or takes it out of its tensor; use torch.where")
-        if name.endswith("_") and not self.knows(args[0]):
+        if func.namespace not in ("aten", "prims"):
+            raise refuse(f"uses {name} of {func.namespace}, and kernels know torch's operators alone")
+        if _is_in_place(name) and not self.knows(args[0]):
             raise refuse(f"changes a captured tensor by {name}")
         for tensor in tensors:
             self.node_of(tensor)  # refuses those that have axes
+        if name in MADE_OF:
+            with self:
+                return MADE_OF[name](*args, **keywords)
         result = func(*args, **keywords)
         if not isinstance(result, Tensor) or result.ndim:
             raise refuse(f"uses {name}, which does not make one element")
@@ -97,7 +113,7 @@ class Recorder(RecordingMode):
     def _made_by(self, func: Any, name: str, result: Tensor, args: Any, keywords: dict[str, Any]) -> Node:
         if name in ("full_like", "zeros_like", "ones_like", "new_zeros", "new_ones", "new_full", "zero_", "fill_"):
             return self.graph.number(result.item())
-        if name.endswith("_"):
+        if _is_in_place(name):
             # The tensor stands for the new node from here on.
             name = name.removesuffix("_")
             func = getattr(getattr(torch.ops.aten, name, None), str(func).rpartition(".")[2], func)
@@ -106,6 +122,10 @@ class Recorder(RecordingMode):
         nodes = tuple(self.node_of(value) if isinstance(value, Tensor) else value for value in args)
         named = tuple((key, self.node_of(x) if isinstance(x, Tensor) else x) for key, x in keywords.items())
         return self.graph.operation(func, result.dtype, nodes, named)
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
 
 
 class IndexedByPairs(TorchFunctionMode):
@@ -143,17 +163,16 @@ class IndexedByPairs(TorchFunctionMode):
             else:
                 raise refuse(f"indexes by {type(index).__name__}; an index must be an integer for one pair")
         if len(nodes) == tensor.ndim:
-            element = torch.ones((), dtype=tensor.dtype, device="cpu")
-            return recorder.stand_for(element, recorder.graph.read(tensor, nodes))
+            return recorder.stand_in(recorder.graph.read(tensor, nodes))
         rest = torch.zeros(tensor.shape[len(nodes) :], dtype=tensor.dtype, device="meta")
         self._begun[id(rest)] = rest, tensor, nodes
         return rest
 
 
 @contextlib.contextmanager
-def _plainly(with_gradients: bool) -> Iterator[None]:
+def _plainly() -> Iterator[None]:
     """Where neither inference mode nor a transform of torch.func changes what operators are, or get."""
-    with torch.inference_mode(False), torch.set_grad_enabled(with_gradients), untransformed():
+    with torch.inference_mode(False), torch.enable_grad(), untransformed():
         yield
 
 
@@ -166,15 +185,14 @@ def record_by(run: Callable[[IndexedByPairs, list[Tensor]], Any], places: tuple[
     """Record what a function computes of tensors without axes that stand for the places; raises as `record` does."""
     graph = Graph()
     recorder = Recorder(graph)
-    with _plainly(torch.is_grad_enabled()), IndexedByPairs(recorder) as indexed, recorder:
-        arguments = []
-        for name in places:
-            node = graph.place(name)
-            # Any value would do; integers are not divided by 0.
-            arguments.append(recorder.stand_for(torch.ones((), dtype=node.dtype, device="cpu"), node))
-        result = run(indexed, arguments)
+    # With gradients, so that autograd's graph shows Functions.
+    with _plainly(), IndexedByPairs(recorder) as indexed, recorder:
+        result = run(indexed, [recorder.stand_in(graph.place(name)) for name in places])
         if not isinstance(result, (Tensor, bool, int, float)):
             raise TypeError(f"a mod must return a tensor; got {type(result).__name__}")
+        for function in _users_first(getattr(result, "grad_fn", None)):
+            if isinstance(function, BackwardCFunction):
+                raise refuse(OF_A_FUNCTION.format(type(function).__name__.removesuffix("Backward")))
         return graph, recorder.node_of(result)
 
 
@@ -184,7 +202,7 @@ def slopes(graph: Graph, result: Node, by: tuple[Node, ...]) -> list[Node | None
     autograd finds them, and is recorded as it does.
     """
     recorder, values = Recorder(graph), dict[Node, Any]()
-    with _plainly(True), recorder:
+    with _plainly(), recorder:
         for node in in_order(result):
             if node.kind == "number":
                 values[node] = recorder.stand_for(torch.tensor(node.value, dtype=node.dtype, device="cpu"), node)
@@ -228,7 +246,7 @@ def _gradients(result: Tensor) -> dict[Tensor, Tensor]:
 
 def _users_first(function: Any) -> list[Any]:
     """A function of autograd's graph and those that it leads to, each after all that lead to it; without leaves."""
-    order, seen, waiting = list[Any](), set[Any](), [(function, False)]
+    order, seen, waiting = list[Any](), set[Any](), [(function, False)] if function is not None else []
     while waiting:
         function, is_done = waiting.pop()
         if is_done:

@@ -205,7 +205,7 @@ def _is_one(node: Node) -> bool:
     return node.kind == "number" and node.value == 1
 
 
-_AT_MOST_ONE = frozenset(("tanh", "sigmoid", "sin", "cos", "sgn", "sign", "eq", "ne", "lt", "le", "gt", "ge"))
+_AT_MOST_ONE = frozenset(("erf", "tanh", "sigmoid", "sin", "cos", "sgn", "sign", "eq", "ne", "lt", "le", "gt", "ge"))
 _LIKE_FIRST = frozenset(("neg", "abs", "_to_copy", "threshold_backward"))
 _LARGEST_OF = {"where": (1, 2), "masked_fill": (0, 2), "minimum": (0, 1), "maximum": (0, 1)}
 

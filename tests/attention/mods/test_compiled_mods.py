@@ -268,7 +268,21 @@ def branches(score, b, h, q_idx, kv_idx):
 
 
 def by_an_unknown_operator(score, b, h, q_idx, kv_idx):
-    return torch.erf(score)
+    return torch.lgamma(score)
+
+
+class Floored(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.floor(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def by_a_function(score, b, h, q_idx, kv_idx):
+    return Floored.apply(score)
 
 
 def hidden(score, b, h, q_idx, kv_idx):
@@ -286,8 +300,9 @@ def put_together(score, b, h, q_idx, kv_idx):
 WHOLE = torch.randn(3)
 REFUSED = {
     branches: "ata-dependent branching",
-    by_an_unknown_operator: "it uses erf, which kernels do not have for elements",
+    by_an_unknown_operator: "it uses lgamma, which kernels do not have for elements",
     whole: r"it takes a captured tensor of shape \(3,\) whole",
+    by_a_function: "it calls Floored, an autograd Function",
     put_together: "it puts elements together",
     lambda score, b, h, q_idx, kv_idx: score > 0: "must return a floating-point tensor; got torch.bool",
     lambda score, b, h, q_idx, kv_idx: None: "a mod must return a tensor; got NoneType",

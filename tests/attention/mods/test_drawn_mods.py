@@ -44,6 +44,7 @@ UNARY = {
     "decay": lambda x: torch.exp(-x.abs()),
     "square": lambda x: x * x / 3,
     "sine": torch.sin,
+    "gelu": torch.nn.functional.gelu,
 }
 BINARY = {
     "add": operator.add,

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from cs336_systems.attention import attention, attention_varlen, dispatch, mods
 from cs336_systems.attention.mods import mask_mod, score_mod
@@ -58,6 +59,7 @@ MASKS = {
     "products": lambda b, h, q, k: (q * 2**27 + k) % 5 != (k * 2**28 - q) % 3,
     "by_distance": lambda b, h, q, k: NEAR[q - k + LENGTH - 1] & (q // PARTS[b] >= k // PARTS[b]),
     "of_the_first_entry": lambda b, h, q, k: PADDED[0, k] ^ (q < k),
+    "shifted": lambda b, h, q, k: ((q << 27) >> 3) % 5 >= ((k - 9) >> 1) % 4,
 }
 SCORES = {
     "alibi": lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs(),
@@ -78,6 +80,9 @@ SCORES = {
     "longer_than_the_call": lambda s, b, h, q, k: s + LONG[k],
     "powers": lambda s, b, h, q, k: s - 2 ** (-2.0 * (h + 1)) * (q - k).abs() + 0.5 ** (q % 3) + (q - k + 0.5) ** -2,
     "of_floats": lambda s, b, h, q, k: s + (q / 7) % 2.5 - (k / 3) // 2 + torch.div(q, 4, rounding_mode="floor"),
+    "activations": lambda s, b, h, q, k: (
+        F.gelu(s) + F.gelu(s + ROWS[q], approximate="tanh") + F.silu(ROWS[k] - s) + F.leaky_relu(s, 0.2) + torch.erf(s)
+    ),
     "masked": lambda s, b, h, q, k: s.masked_fill(q - k > 30, float("-inf")) + torch.where(h < 2, ROWS[q], 0.25),
 }
 
@@ -457,6 +462,32 @@ def test_packed_sequences_count_from_where_they_begin(impl):
         torch.testing.assert_close(out[first:stop], alone[0].transpose(0, 1))
 
 
+class Rounded(torch.autograd.Function):
+    """Has another backward than what its forward computes."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.floor(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    "mod", [lambda s, b, h, q, k: Rounded.apply(s), lambda s, b, h, q, k: s + Rounded.apply(SLOPES[h])]
+)
+def test_a_function_with_a_backward_of_its_own_is_refused(mod, grad):
+    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match="calls Rounded, an autograd Function"):
+        score_mod(mod)
+
+
+@torch.library.custom_op("mods_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
 REFUSED = {
     "branches": (lambda b, h, q, k: q >= k if q > 3 else k > q, "branches on a value"),
     "takes_out": (lambda b, h, q, k: q >= k.item(), "branches on a value"),
@@ -469,6 +500,7 @@ REFUSED = {
     "slices": (lambda b, h, q, k: IDS[b, :] == q, "indexes by slice"),
     "too_many": (lambda b, h, q, k: IDS[b, q, k] == q, "more indices than the 2 axes"),
     "writes": (lambda b, h, q, k: IDS.add_(q) > 0, "changes a captured tensor by add_"),
+    "of_a_library": (lambda b, h, q, k: torch.ops.mods_tests.doubled(q) > k, "uses doubled of mods_tests"),
     "several": (lambda b, h, q, k: torch.stack([q, k]).any(), "uses stack|uses cat|does not make one element"),
 }
 

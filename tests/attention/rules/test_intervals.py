@@ -53,6 +53,8 @@ def draw(kind):
         "by_distance": lambda b, h, q, k: distances[k - q + 529] == 1,
         "elsewhere": lambda b, h, q, k: x[(2 * q).clamp(max=699)] == x[k],
         "functions": lambda b, h, q, k: (q - k).abs() <= torch.where(flags[q], 100, torch.minimum(x[k], x[q])),
+        "of_one_row": lambda b, h, q, k: flags[7] | (x[3] > y[k]),
+        "shifted": lambda b, h, q, k: (q >> 7) >= (k << 1),
         "constant": lambda b, h, q, k: of_heads[h] > 150,
         "all": lambda b, h, q, k: q == q,
         "number": lambda b, h, q, k: torch.tensor(False),
@@ -74,7 +76,7 @@ KINDS = [
         "dense",
         "by_distance",
     ),
-    *("elsewhere", "functions", "constant", "all", "number"),
+    *("elsewhere", "functions", "of_one_row", "shifted", "constant", "all", "number"),
 ]
 
 
