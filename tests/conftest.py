@@ -59,6 +59,10 @@ if not HAS_CUDA:
     # there are few. On a GPU they may hold memory that another test needs.
     gc.set_threshold(100_000, 50, 100)
 
+# To remember what operators of torch's own do to tensors without data takes longer than to ask them again: a quarter of
+# the time in which torch traces. It is read when torch._dynamo is imported, here and in the programs that tests run.
+os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
+
 # An example can take seconds, to interpret or to compile, and one in CI must fail for everybody or for nobody.
 hypothesis.settings.register_profile("here", deadline=None, max_examples=20, print_blob=True)
 # To find the smallest example that fails takes minutes; the blob that is printed reproduces one.
