@@ -59,8 +59,8 @@ if not HAS_CUDA:
     # there are few. On a GPU they may hold memory that another test needs.
     gc.set_threshold(100_000, 50, 100)
 
-# To remember what operators of torch's own do to tensors without data takes longer than to ask them again: a quarter of
-# the time in which torch traces. It is read when torch._dynamo is imported, here and in the programs that tests run.
+# Where lengths are symbols, to remember what torch's own operators do to tensors without data takes longer than to ask
+# them again: a tenth of the time in which torch traces, or more. It is read when torch._dynamo is imported.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
 # An example can take seconds, to interpret or to compile, and one in CI must fail for everybody or for nobody.
