@@ -66,7 +66,9 @@ DYNAMIC = [
     *[(impl, "causal") for impl in ("flash", "tiled", "naive")],
     *[("flash", name) for name in ("by_distance", "everything")],
     ("auto", "top_left"),
-    *[(impl, name) for impl in EVERY for name in FAR_WINDOWS],
+    *[(impl, name) for impl in ("flash", "tiled") for name in FAR_WINDOWS],
+    # Far sides are made near ones before an implementation sees them; naive's graph takes longest.
+    ("naive", "far_sides"),
 ]
 
 

@@ -8,6 +8,7 @@ printed, and its errors.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -54,6 +55,8 @@ def _main(program: str, arguments: list[str]) -> int:
 if __name__ == "__main__":
     assert cs336_systems.attention
     triton_key()
+    # A fork ends before garbage matters; to look for cycles is a tenth of the time in which it compiles.
+    gc.disable()
     for line in sys.stdin:
         number, *question = json.loads(line)
         print(json.dumps([number, *run(*question)]), flush=True)

@@ -98,14 +98,24 @@ def cases_of(name, dim):
     if dim in TAILS:
         others = [*[unmasked] * (dim in (96, 192)), *[packed] * (dim in (80, 192))]
     elif dim == 128:
-        others += [window, causal | {"dtype": "float16"}, *[window | {"deterministic": True}] * (name == "backward")]
+        # float16 changes products, packing where rows lie, and determinism waits: the limits are the same together.
+        others = [unmasked, causal | {"softcap": 5.0}, packed | {"dtype": "float16"}, window]
+        if name == "backward":
+            others[-1] |= {"deterministic": True}
     elif (name, dim) == ("forward", 64):
         others.append(unmasked | {"length": SHORT_LENGTH})
-    rules = [causal | {"rules": "document_listed"}, causal | {"rules": "bent"}, unmasked | {"rules": "dropout"}]
+    rules = [causal | {"rules": "document_listed"}, causal | {"rules": "bent"}]
     more_rules = [unmasked | {"rules": "alibi"}]
     more_rules += [causal | {"rules": kind} for kind in ("relative_bias", "sinks") if name == "forward"]
     pairs = [causal | {"rules": kind} for kind in ("bias", "dense_mask") if kind == "bias" or name != "pair_gradient"]
-    return {"plain": [causal], "others": others, "rules": rules, "more_rules": more_rules, "pairs": pairs}
+    return {
+        "plain": [causal],
+        "others": others,
+        "rules": rules,
+        "dropout": [unmasked | {"rules": "dropout"}],
+        "more_rules": more_rules,
+        "pairs": pairs,
+    }
 
 
 @for_a_known_triton
@@ -119,8 +129,11 @@ def cases_of(name, dim):
         *[pytest.param(name, {256}, "plain others", marks=pytest.mark.slow) for name in ("forward", "backward")],
         *[pytest.param("forward", {dim}, "plain others", marks=pytest.mark.slow) for dim in sorted(TAILS)],
         pytest.param("forward backward", {64}, "rules", marks=every_triton),
-        pytest.param("forward backward", {128}, "rules more_rules", marks=pytest.mark.slow),
-        pytest.param("forward backward", {256}, "rules", marks=pytest.mark.slow),
+        pytest.param("backward", {64}, "dropout", marks=every_triton),
+        pytest.param("forward", {64}, "dropout", marks=pytest.mark.slow),
+        pytest.param("forward backward", {128}, "rules", marks=pytest.mark.slow),
+        pytest.param("forward backward", {128}, "dropout more_rules", marks=pytest.mark.slow),
+        pytest.param("forward backward", {256}, "rules dropout", marks=pytest.mark.slow),
         # Tiles of pairs leave little shared memory.
         pytest.param("forward backward pair_gradient", {64}, "pairs", marks=pytest.mark.slow),
         pytest.param("forward backward pair_gradient", {128}, "pairs", marks=every_triton),
