@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import time
 import traceback
@@ -63,7 +64,7 @@ def run_group(measure: Measure[CaseT], case: CaseT, processes: int, mode: str, o
     """
     log = file_of(options.out, "logs", case, "txt")
     log.unlink(missing_ok=True)
-    same = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(processes)}
+    same = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0]), "WORLD_SIZE": str(processes)}
     each = [same | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
     jobs = [(measure, case, mode, options, variables if mode != NONE else {}, log) for variables in each]
     columns: Row = {}
@@ -102,11 +103,16 @@ def _take_part(
     return row if layout.is_main else {}
 
 
-def _free_port() -> int:
-    """A port of this machine on which nothing listens."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """Different ports of this machine on which nothing listens, of those that no outgoing connection is given."""
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(range(10_000, 32_768), 10_000):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            ports.append(port)
+        if len(ports) == count:
+            break
+    return ports
 
 
 @dataclass(frozen=True)

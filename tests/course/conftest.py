@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.process_groups import free_ports
 from cs336_systems.parallel import start
 
 from ..parallel.conftest import place
-from ..parallel.processes import free_ports
 
 __all__ = ["place"]
 

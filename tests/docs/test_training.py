@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.process_groups import free_ports
 from cs336_systems.parallel import MODES
 from cs336_systems.training import __main__ as command
 
-from ..parallel.processes import free_ports
 from .pages import examples, flags, flags_of_training
 
 ROOT = Path(__file__).parents[2]

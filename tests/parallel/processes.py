@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import socket
 import warnings
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import multiprocessing
 
+from benchmarks.process_groups import free_ports
 from cs336_systems.parallel import Layout, start
 
 MOST_GROUPS = 12
@@ -28,15 +28,6 @@ def spawn(function: Callable[..., None], count: int, *arguments: object) -> None
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "cs336_systems.training"])
     given = function, count, free_ports(MOST_GROUPS), arguments
     multiprocessing.start_processes(_begin, given, nprocs=count, start_method="forkserver")
-
-
-def free_ports(count: int) -> list[int]:
-    """Different ports of this machine on which nothing listens."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def _begin(rank: int, function: Callable[..., None], count: int, ports: list[int], arguments: tuple[object]) -> None:

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.process_groups import free_ports
 from cs336_systems.training import Trainer, load_run
 from cs336_systems.training import checkpoint as checkpoint_module
 from cs336_systems.training.__main__ import begin
 from cs336_systems.training.checkpoint import checkpoints, newest
 from cs336_systems.training.data import prepare
 
-from ..parallel.processes import free_ports, layout_of, spawn
+from ..parallel.processes import layout_of, spawn
 from .conftest import rows_of
 
 ROOT = Path(__file__).parents[2]
