@@ -65,6 +65,16 @@ def neighbourhood(b, h, q_idx, kv_idx, *, radius):
     return ((x - kv_idx // WIDTH).abs() <= radius) & ((y - kv_idx % WIDTH).abs() <= radius)
 
 
+def images(intervals: torch.Tensor, size: int) -> MaskMod:
+    """Images of ``size`` keys are seen by intervals of queries."""
+
+    def mask(b, h, q_idx, kv_idx):
+        interval = intervals[kv_idx // size]
+        return (q_idx >= interval[0]) & (q_idx < interval[1])
+
+    return mask
+
+
 def global_tokens(count: int) -> MaskMod:
     return lambda b, h, q_idx, kv_idx: (q_idx < count) | (kv_idx < count)
 
@@ -91,6 +101,26 @@ MASKS: dict[str, Callable[..., Any]] = {
     "padded": Padded(LENGTHS),
     "a_head_of_two": lambda b, h, q_idx, kv_idx: torch.where(h % 2 == 0, q_idx >= kv_idx, q_idx <= kv_idx),
 }
+
+
+def chosen_blocks(chosen: torch.Tensor) -> MaskMod:
+    """Each block of 16 queries sees a few blocks of 16 keys."""
+
+    def mask(b, h, q_idx, kv_idx):
+        return (chosen[b, h, q_idx // 16] == (kv_idx // 16).unsqueeze(-1)).any(dim=-1)
+
+    return mask
+
+
+def morton(b, h, q_idx, kv_idx):
+    """The squares of 4 x 4 pixels, whose bits are interleaved."""
+    x, y = ((idx & 1) | ((idx >> 1) & 2) for idx in (q_idx, kv_idx))
+    return (q_idx >> 4 == kv_idx >> 4) | ((x << 1) >= y + 3)
+
+
+MASKS["chosen_blocks"] = chosen_blocks(torch.randint(0, 9, (BATCH, HEADS, 9, 3)))
+MASKS["morton"] = morton
+MASKS["images"] = images(torch.tensor([[0, 7], [5, 70], [70, 144]]), 48)
 
 
 def alibi(heads: int) -> ScoreMod:
@@ -122,7 +152,22 @@ def checkerboard(score, b, h, q_idx, kv_idx):
     return torch.where(torch.abs(kv_idx - q_idx) % 2 == 0, score * 2.0, score)
 
 
+def rotary(rows: torch.Tensor, columns: torch.Tensor) -> ScoreMod:
+    """What a second, narrower product adds to each score."""
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + 0.3 * torch.dot(rows[b, h, q_idx], columns[b, h // 4, kv_idx])
+
+    return score_mod
+
+
+def activated(score, b, h, q_idx, kv_idx):
+    return torch.log(torch.nn.functional.silu(score) + torch.nn.functional.gelu(score) + 1.5)
+
+
 SCORES: dict[str, ScoreMod] = {
+    "rotary": rotary(torch.randn(BATCH, HEADS, LENGTH, 5), torch.randn(BATCH, 1, LENGTH, 5)),
+    "activated": activated,
     "alibi": alibi(HEADS),
     "softcap": softcap(1.5),
     "hidden": within(packed([40, 104], causal), alibi(HEADS)),

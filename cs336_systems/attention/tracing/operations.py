@@ -77,6 +77,19 @@ MADE_OF: dict[str, Callable[..., Tensor]] = {
     "silu": lambda x: x * torch.sigmoid(x),
 }
 """What other operators are made of: those of `KNOWN`."""
+RESHAPED = frozenset(("alias", "clone", "detach", "expand", "reshape", "squeeze", "unsqueeze", "view", "_unsafe_view"))
+"""What changes no element of a row."""
+FOLDED = {
+    "all": torch.ops.aten.bitwise_and.Tensor,
+    "amax": torch.ops.aten.maximum.default,
+    "amin": torch.ops.aten.minimum.default,
+    "any": torch.ops.aten.bitwise_or.Tensor,
+    "dot": torch.ops.aten.add.Tensor,
+    "max": torch.ops.aten.maximum.default,
+    "min": torch.ops.aten.minimum.default,
+    "sum": torch.ops.aten.add.Tensor,
+}
+"""What makes one element of a row, by the operator that makes it of two."""
 _COMPARES = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 _OF_FLOATS = frozenset(
     (

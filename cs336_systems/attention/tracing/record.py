@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,119 +11,13 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from ...kernels.torch_names import RecordingMode, untransformed
+from ...kernels.torch_names import untransformed
 from .graph import Graph, Node, in_order
-from .operations import KNOWN, MADE_OF
+from .recorder import Recorder, refuse
 
-_OURS = os.path.dirname(os.path.dirname(__file__))
-_TORCH = os.path.dirname(torch.__file__)
-_REPLAYED = os.path.join(os.path.dirname(__file__), "replayed.py")
-
-
+MOST_IN_A_ROW = 64
+"""Elements of a captured tensor that a mod may take without an index: each is read by itself."""
 OF_A_FUNCTION = "calls {}, an autograd Function, whose backward kernels do not have"
-
-
-def refuse(what: str) -> ValueError:
-    """The exception for a mod that does this, with the line that does it.
-
-    No TypeError: of an operator such as + Python would hide it.
-    """
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
-        # Within torch.compile the mod's line has run before: Dynamo says which one that was.
-        frame = None if frame.f_code.co_filename == _REPLAYED else frame.f_back  # type: ignore[assignment]
-    where = "" if frame is None else f" ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
-    return ValueError(f"a mod must compute one element from one pair, by torch's operators; it {what}{where}")
-
-
-class Recorder(RecordingMode):
-    """Knows the nodes of tensors; what an operator makes of such tensors is a new node.
-
-    What is computed from captured tensors alone is computed, and its results are captured.
-    """
-
-    def __init__(self, graph: Graph) -> None:
-        super().__init__()
-        self.graph = graph
-        self._known: dict[int, tuple[Tensor, Node]] = {}
-
-    def stand_for(self, tensor: Tensor, node: Node) -> Tensor:
-        """Let a tensor without axes stand for a node."""
-        self._known[id(tensor)] = tensor, node  # kept, so that its id stays its own
-        return tensor
-
-    def stand_in(self, node: Node) -> Tensor:
-        """A tensor that stands for a node. Any value would do; integers are not divided by 0."""
-        if node.is_integer:
-            return self.stand_for(torch.ones((), dtype=node.dtype, device="cpu"), node)
-        leaf = torch.ones((), dtype=node.dtype, device="cpu", requires_grad=True)
-        return self.stand_for(leaf, node).clone()  # a leaf could not be changed in place
-
-    def knows(self, value: Any) -> bool:
-        """Whether a value is a tensor that stands for a node."""
-        return isinstance(value, Tensor) and id(value) in self._known
-
-    def node_of(self, value: Any) -> Node:
-        """The node of a tensor without axes, or of a number: a captured one is a read."""
-        if not isinstance(value, Tensor):
-            return self.graph.number(value)
-        if id(value) in self._known:
-            return self._known[id(value)][1]
-        if value.ndim:
-            raise refuse(
-                f"takes a captured tensor of shape {tuple(value.shape)} whole; index it by b, h, q_idx, kv_idx"
-            )
-        if value.device.type == "cpu" and not value.requires_grad:
-            self.graph.computes = True
-            return self.graph.number(value.item())
-        return self.graph.read(value, ())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        keywords = kwargs or {}
-        given = [*args, *keywords.values()]
-        given += [item for value in given if isinstance(value, (list, tuple)) for item in value]
-        tensors = [value for value in given if isinstance(value, Tensor)]
-        name = func.overloadpacket.__name__
-        if not any(map(self.knows, tensors)):
-            result = func(*args, **keywords)
-            if (not tensors or name == "lift_fresh") and isinstance(result, Tensor) and result.ndim == 0:
-                self.stand_for(result, self.graph.number(result.item()))
-            else:
-                self.graph.computes = True
-            return result
-        if name in ("_local_scalar_dense", "is_nonzero", "equal"):
-            raise refuse("branches on a value, or takes it out of its tensor; use torch.where")
-        if func.namespace not in ("aten", "prims"):
-            raise refuse(f"uses {name} of {func.namespace}, and kernels know torch's operators alone")
-        if _is_in_place(name) and not self.knows(args[0]):
-            raise refuse(f"changes a captured tensor by {name}")
-        for tensor in tensors:
-            self.node_of(tensor)  # refuses those that have axes
-        if name in MADE_OF:
-            with self:
-                return MADE_OF[name](*args, **keywords)
-        result = func(*args, **keywords)
-        if not isinstance(result, Tensor) or result.ndim:
-            raise refuse(f"uses {name}, which does not make one element")
-        self.stand_for(result, self._made_by(func, name, result, args, keywords))
-        return result
-
-    def _made_by(self, func: Any, name: str, result: Tensor, args: Any, keywords: dict[str, Any]) -> Node:
-        if name in ("full_like", "zeros_like", "ones_like", "new_zeros", "new_ones", "new_full", "zero_", "fill_"):
-            return self.graph.number(result.item())
-        if _is_in_place(name):
-            # The tensor stands for the new node from here on.
-            name = name.removesuffix("_")
-            func = getattr(getattr(torch.ops.aten, name, None), str(func).rpartition(".")[2], func)
-        if name not in KNOWN:
-            raise refuse(f"uses {name}, which kernels do not have for elements")
-        nodes = tuple(self.node_of(value) if isinstance(value, Tensor) else value for value in args)
-        named = tuple((key, self.node_of(x) if isinstance(x, Tensor) else x) for key, x in keywords.items())
-        return self.graph.operation(func, result.dtype, nodes, named)
-
-
-def _is_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__")
 
 
 class IndexedByPairs(TorchFunctionMode):
@@ -141,9 +33,20 @@ class IndexedByPairs(TorchFunctionMode):
             indices = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(map(self.recorder.knows, indices)) or id(args[0]) in self._begun:
                 return self.read(args[0], indices)
-        elif any(id(value) in self._begun for value in args):
-            raise refuse("uses a captured tensor that has an index for some of its axes only")
+        args = tuple(self._row(value) if id(value) in self._begun else value for value in args)
         return func(*args, **(kwargs or {}))
+
+    def _row(self, begun: Tensor) -> Tensor:
+        """A captured tensor whose last axis alone has no index, as all elements along it."""
+        rest, tensor, nodes = self._begun[id(begun)]
+        if rest.ndim > 1 or not 0 < len(rest) <= MOST_IN_A_ROW:
+            raise refuse(
+                "uses a captured tensor that has an index for some of its axes only: one axis may have none, of at most "
+                f"{MOST_IN_A_ROW} elements; got {tuple(rest.shape)}"
+            )
+        graph = self.recorder.graph
+        reads = [graph.read(tensor, (*nodes, graph.number(place))) for place in range(len(rest))]
+        return self.recorder.stand_in(*reads, shape=(len(rest),))
 
     def read(self, tensor: Any, indices: tuple[Any, ...]) -> Tensor:
         """An element of a captured tensor, or what stands for it until its other axes have an index."""

@@ -43,7 +43,9 @@ TURNED = leaf(LENGTH, LENGTH, HEADS)
 ENDS = (torch.arange(LENGTH) % 5 / 4 - 0.5).requires_grad_()
 ALL = [SLOPES, TABLE, BIAS, SCALAR, ROWS, LONG, LEARNED, ENDS]
 WIDE = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
-ALL += [TURNED, WIDE]
+TRIPLES = leaf(BATCH, HEADS, LENGTH, 3)
+CHOSEN = torch.randint(0, 6, (BATCH, LENGTH, 3), generator=torch.Generator().manual_seed(2))
+ALL += [TURNED, WIDE, TRIPLES]
 
 MASKS = {
     "documents": lambda b, h, q, k: (q >= k) & (IDS[b, q] == IDS[b, k]),
@@ -59,6 +61,7 @@ MASKS = {
     "products": lambda b, h, q, k: (q * 2**27 + k) % 5 != (k * 2**28 - q) % 3,
     "by_distance": lambda b, h, q, k: NEAR[q - k + LENGTH - 1] & (q // PARTS[b] >= k // PARTS[b]),
     "of_the_first_entry": lambda b, h, q, k: PADDED[0, k] ^ (q < k),
+    "of_a_row": lambda b, h, q, k: (CHOSEN[b, q] == (k // 8).unsqueeze(-1)).any(dim=-1) | (CHOSEN[b, k].amax(-1) > 4),
     "shifted": lambda b, h, q, k: ((q << 27) >> 3) % 5 >= ((k - 9) >> 1) % 4,
 }
 SCORES = {
@@ -102,6 +105,10 @@ BY_TABLES = {
     "of_columns": lambda s, b, h, q, k: torch.tanh(s * LEARNED[1, IDS[b, k] + 2]),
     "of_pairs": lambda s, b, h, q, k: s + LEARNED[h, IDS[b, q] + IDS[b, k]] * ROWS[torch.maximum(q, k)],
     "of_a_table": lambda s, b, h, q, k: s + ROWS[(SLOPES[h] * 4 + q / 2).abs().to(torch.int64) % LENGTH],
+    "a_product_of_rows": lambda s, b, h, q, k: s + (0.5 * TRIPLES[b, h, q] * TRIPLES[b, 0, k]).sum(-1),
+    "a_sum_of_a_row": lambda s, b, h, q, k: (
+        s * torch.tanh(TRIPLES[b, h, q] - TRIPLES[0, h, k, 1].unsqueeze(-1)).sum(dim=-1)
+    ),
     "a_diagonal": lambda s, b, h, q, k: s + TURNED[q, q, h],
 }
 """Read at indices that are no axes, or one twice."""
@@ -496,7 +503,16 @@ REFUSED = {
         "uses special_bessel_j0, which kernels do not",
     ),
     "whole": (lambda b, h, q, k: q < SLOPES, r"takes a captured tensor of shape \(4,\) whole"),
-    "half_indexed": (lambda b, h, q, k: IDS[b] == q, "that has an index for some of its axes only"),
+    "half_indexed": (
+        lambda b, h, q, k: TURNED[k].sum() > 0,
+        r"that has an index for some of its axes only.*got \(45, 4\)",
+    ),
+    "a_row": (lambda b, h, q, k: IDS[b] == q, "makes a row of 45 elements, of which a pair has none"),
+    "sums_bools": (
+        lambda b, h, q, k: (CHOSEN[b, q] == k).sum() > 1,
+        r"uses sum on torch\.bool, which makes torch\.int64",
+    ),
+    "sorts": (lambda b, h, q, k: CHOSEN[b, q].sort().values[0] > k, "uses sort"),
     "slices": (lambda b, h, q, k: IDS[b, :] == q, "indexes by slice"),
     "too_many": (lambda b, h, q, k: IDS[b, q, k] == q, "more indices than the 2 axes"),
     "writes": (lambda b, h, q, k: IDS.add_(q) > 0, "changes a captured tensor by add_"),
