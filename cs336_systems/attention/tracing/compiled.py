@@ -80,7 +80,7 @@ class _Tape(TorchFunctionMode):
             for known, node in reversed(self._elements):
                 if known is value:
                     if node.kind == "part":
-                        raise _refused("uses a row of a captured tensor: make the mask or the score change before torch.compile")
+                        raise _refused("uses a row of a captured tensor; make the mask or the score change before")
                     return node
             raise _refused("does what torch.compile does not show; make the mask or the score change before")
         if isinstance(value, (int, float)):

@@ -41,7 +41,7 @@ class IndexedByPairs(TorchFunctionMode):
         rest, tensor, nodes = self._begun[id(begun)]
         if rest.ndim > 1 or not 0 < len(rest) <= MOST_IN_A_ROW:
             raise refuse(
-                "uses a captured tensor that has an index for some of its axes only: one axis may have none, of at most "
+                "uses a captured tensor that has an index for some of its axes only: one may have none, of at most "
                 f"{MOST_IN_A_ROW} elements; got {tuple(rest.shape)}"
             )
         graph = self.recorder.graph
