@@ -15,7 +15,7 @@ from cs336_systems.attention.variants import window
 from cs336_systems.compat.flex_attention import create_block_mask, flex_attention
 
 from ..helpers import COMPILES, EVERY, compiled_once, named, one_graph, slow
-from .test_mods import ALL, BY_TABLES, MASKS, SCORES, assert_close, by_torch, tensors
+from .test_mods import ALL, BY_TABLES, MASKS, SCORES, Rounded, assert_close, by_torch, tensors
 
 pytestmark = COMPILES
 HEADS = 4
@@ -273,18 +273,8 @@ def by_an_unknown_operator(score, b, h, q_idx, kv_idx):
     return torch.lgamma(score)
 
 
-class Floored(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return torch.floor(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
 def by_a_function(score, b, h, q_idx, kv_idx):
-    return Floored.apply(score)
+    return Rounded.apply(score)
 
 
 def hidden(score, b, h, q_idx, kv_idx):
@@ -299,12 +289,13 @@ def put_together(score, b, h, q_idx, kv_idx):
     return torch.stack([score, score])[0]
 
 
-WHOLE = torch.randn(3)
+WHOLE, WHOLE_ROWS = torch.randn(3), torch.randn(2, 13, 5)
 REFUSED = {
     branches: "ata-dependent branching",
     by_an_unknown_operator: "it uses lgamma, which kernels do not have for elements",
     whole: r"it takes a captured tensor of shape \(3,\) whole",
-    by_a_function: "it calls Floored, an autograd Function",
+    lambda score, b, h, q_idx, kv_idx: score + (WHOLE_ROWS[b, kv_idx] * 2).sum(): "it uses a row of a captured tensor",
+    by_a_function: "it calls Rounded, an autograd Function",
     put_together: "it puts elements together",
     lambda score, b, h, q_idx, kv_idx: score > 0: "must return a floating-point tensor; got torch.bool",
     lambda score, b, h, q_idx, kv_idx: None: "a mod must return a tensor; got NoneType",

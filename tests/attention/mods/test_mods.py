@@ -61,7 +61,6 @@ MASKS = {
     "products": lambda b, h, q, k: (q * 2**27 + k) % 5 != (k * 2**28 - q) % 3,
     "by_distance": lambda b, h, q, k: NEAR[q - k + LENGTH - 1] & (q // PARTS[b] >= k // PARTS[b]),
     "of_the_first_entry": lambda b, h, q, k: PADDED[0, k] ^ (q < k),
-    "of_a_row": lambda b, h, q, k: (CHOSEN[b, q] == (k // 8).unsqueeze(-1)).any(dim=-1) | (CHOSEN[b, k].amax(-1) > 4),
     "shifted": lambda b, h, q, k: ((q << 27) >> 3) % 5 >= ((k - 9) >> 1) % 4,
 }
 SCORES = {
@@ -105,13 +104,19 @@ BY_TABLES = {
     "of_columns": lambda s, b, h, q, k: torch.tanh(s * LEARNED[1, IDS[b, k] + 2]),
     "of_pairs": lambda s, b, h, q, k: s + LEARNED[h, IDS[b, q] + IDS[b, k]] * ROWS[torch.maximum(q, k)],
     "of_a_table": lambda s, b, h, q, k: s + ROWS[(SLOPES[h] * 4 + q / 2).abs().to(torch.int64) % LENGTH],
+    "a_diagonal": lambda s, b, h, q, k: s + TURNED[q, q, h],
+}
+"""Read at indices that are no axes, or one twice."""
+MASKS_BY_ROWS = {
+    "of_a_row": lambda b, h, q, k: (CHOSEN[b, q] == (k // 8).unsqueeze(-1)).any(dim=-1) | (CHOSEN[b, k].amax(-1) > 4),
+}
+BY_ROWS = {
     "a_product_of_rows": lambda s, b, h, q, k: s + (0.5 * TRIPLES[b, h, q] * TRIPLES[b, 0, k]).sum(-1),
     "a_sum_of_a_row": lambda s, b, h, q, k: (
         s * torch.tanh(TRIPLES[b, h, q] - TRIPLES[0, h, k, 1].unsqueeze(-1)).sum(dim=-1)
     ),
-    "a_diagonal": lambda s, b, h, q, k: s + TURNED[q, q, h],
 }
-"""Read at indices that are no axes, or one twice."""
+"""They read all elements along the last axis of a captured tensor."""
 
 
 def tensors():
@@ -140,16 +145,17 @@ def assert_close(found, expected):
 
 
 @each_implementation
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", [*MASKS, *MASKS_BY_ROWS])
 def test_masks(impl, name):
     q, k, v = tensors()
-    assert_close([attention(q, k, v, mask=MASKS[name], impl=impl)], [by_torch(q, k, v, mask=MASKS[name])])
+    mask = {**MASKS, **MASKS_BY_ROWS}[name]
+    assert_close([attention(q, k, v, mask=mask, impl=impl)], [by_torch(q, k, v, mask=mask)])
 
 
 @each_implementation
-@pytest.mark.parametrize("name", [*SCORES, *BY_TABLES])
+@pytest.mark.parametrize("name", [*SCORES, *BY_TABLES, *BY_ROWS])
 def test_score_changes_and_all_gradients(impl, name):
-    mod = {**SCORES, **BY_TABLES}[name]
+    mod = {**SCORES, **BY_TABLES, **BY_ROWS}[name]
     inputs = [*tensors(), *ALL]
     expected = by_torch(*inputs[:3], mask=MASKS["window"], score=mod)
     dout = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
