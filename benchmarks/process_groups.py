@@ -104,15 +104,14 @@ def _take_part(
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports of this machine on which nothing listens, of those that no outgoing connection is given."""
-    ports: list[int] = []
-    for port in random.SystemRandom().sample(range(10_000, 32_768), 10_000):
+    """Different ports of this machine on which nothing listens, below those of outgoing connections on Linux."""
+    ports: set[int] = set()
+    while len(ports) < count:
+        port = random.SystemRandom().randrange(10_000, 32_768)
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", port))
-            ports.append(port)
-        if len(ports) == count:
-            break
-    return ports
+            ports.add(port)
+    return list(ports)
 
 
 @dataclass(frozen=True)

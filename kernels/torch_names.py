@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -203,18 +203,11 @@ def constant_when_traced(function: Function) -> Function:
 
 @constant_when_traced
 def traced_functions() -> tuple[str, ...]:
-    """The autograd Functions whose forwards torch.compile is tracing, by name, the innermost first.
-
-    Dynamo shows what a forward does as if no Function did it, so its own frames are asked; there is no public name.
-    """
-    frame: Any = sys._getframe()
-    names: list[str] = []
-    while frame is not None:
-        tracing: Any = frame.f_locals.get("self") if frame.f_code.co_name == "call_apply" else None
-        if type(tracing).__name__ == "AutogradFunctionVariable":
-            names.append(tracing.fn_cls.__name__)
-        frame = frame.f_back
-    return tuple(names)
+    """The autograd Functions whose forwards torch.compile is tracing, by name, the innermost first."""
+    # Dynamo inlines a forward as if no Function called it, so its own frames are asked. There is no public name.
+    applying = [frame for frame, _ in traceback.walk_stack(None) if frame.f_code.co_name == "call_apply"]
+    tracers: list[Any] = [frame.f_locals.get("self") for frame in applying]
+    return tuple(x.fn_cls.__name__ for x in tracers if type(x).__name__ == "AutogradFunctionVariable")
 
 
 def recompiled(most: int) -> AbstractContextManager[object] | None:

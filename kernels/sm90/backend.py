@@ -23,7 +23,7 @@ from .tiles import HEAD_DIMS, BackwardConfig, ForwardConfig, split_head_dim
 CAPABILITY = (9, 0)
 
 MIN_HEAD_DIM, MIN_IN_BACKWARD = 24, 8
-"""Tiles have at least 64 columns. A forward of 16 takes the portable kernels less time, which fill up less."""
+"""Narrower heads are padded to 64 columns. The portable forward of 16 columns, which are not padded, is faster."""
 
 HEAD_DIM_MULTIPLE = 8
 """Head dimensions are multiples of this, so that rows are multiples of `ALIGNMENT` bytes."""

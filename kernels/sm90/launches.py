@@ -20,7 +20,7 @@ from .backward_producer import DQ_ROW
 from .lib.mma import WG_ROWS
 from .lib.mods import in_gluon
 from .lib.varlen import BOUND, PADDING
-from .rule_arguments import bound_mods, entries_share_pairs, pair_bytes, pair_tensor
+from .rule_arguments import bound_mods, entries_share_pairs, pair_itemsize, pair_tensor
 from .tiles import (
     BackwardConfig,
     ForwardConfig,
@@ -93,7 +93,7 @@ def forward_tiles(call: Call) -> tuple[SplitHeadDim, ForwardConfig, int]:
     """How heads are held, the configuration, and the number of tiles of a forward."""
     split = split_head_dim(call.head_dim, call.v_head_dim)
     assert split is not None
-    about: Any = {"is_packed": call.is_packed, "has_rules": call.has_rules, "pair_bytes": pair_bytes(call)}
+    about: Any = {"is_packed": call.is_packed, "has_rules": call.has_rules, "pair_itemsize": pair_itemsize(call)}
     config = forward_config(split, call.band, call.k_len, **about)
     per_head = tiles_per_head(call.q_len, config.consumers * ROWS, num_sequences(call))
     return split, config, call.q.shape[:-2].numel() * per_head
@@ -155,7 +155,7 @@ def score_scales(options: Options) -> tuple[float, float, float]:
 
 def backward_tiles(call: Call) -> BackwardConfig:
     """The configuration of a backward."""
-    return backward_config(padded_head_dim(call.head_dim), pair_bytes=pair_bytes(call))
+    return backward_config(padded_head_dim(call.head_dim), pair_itemsize=pair_itemsize(call))
 
 
 def pair_operand(call: Call, rows: int, columns: int) -> TensorDescriptor | None:

@@ -74,7 +74,7 @@ class PairArgument(NamedTuple):
         return x
 
 
-def pair_bytes(call: Call) -> int:
+def pair_itemsize(call: Call) -> int:
     """The bytes of an element of the `pair_tensor`; 0 without one."""
     pairs = pair_tensor(call)
     return 0 if pairs is None else pairs.captured(call.aux).element_size()

@@ -141,12 +141,12 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def forward_config(
-    split: SplitHeadDim, band: Band, k_len: int, *, is_packed: bool, has_rules: bool, pair_bytes: int
+    split: SplitHeadDim, band: Band, k_len: int, *, is_packed: bool, has_rules: bool, pair_itemsize: int
 ) -> ForwardConfig:
-    """The configuration of a forward call. pair_bytes: see `FORWARD_PAIRS`."""
+    """The configuration of a forward call. pair_itemsize: see `FORWARD_PAIRS`."""
     head_dim, k_tail, _ = split
-    if (head_dim, k_tail) in FORWARD_PAIRS[pair_bytes]:
-        return FORWARD_PAIRS[pair_bytes][head_dim, k_tail]
+    if (head_dim, k_tail) in FORWARD_PAIRS[pair_itemsize]:
+        return FORWARD_PAIRS[pair_itemsize][head_dim, k_tail]
     if is_packed:
         return FORWARD_VARLEN[head_dim, k_tail]
     # Lists of blocks have 128 rows each.
@@ -154,9 +154,9 @@ def forward_config(
     return FORWARD_SPLIT[head_dim, k_tail, uneven_or_few] if k_tail else FORWARD[head_dim, uneven_or_few]
 
 
-def backward_config(head_dim: int, *, pair_bytes: int) -> BackwardConfig:
+def backward_config(head_dim: int, *, pair_itemsize: int) -> BackwardConfig:
     """The configuration of a backward call whose tiles have ``head_dim`` columns."""
-    return BACKWARD_PAIRS[pair_bytes].get(head_dim, BACKWARD[head_dim])
+    return BACKWARD_PAIRS[pair_itemsize].get(head_dim, BACKWARD[head_dim])
 
 
 def split_head_dim(head_dim: int, v_head_dim: int) -> SplitHeadDim | None:

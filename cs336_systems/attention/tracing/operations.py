@@ -77,7 +77,7 @@ MADE_OF: dict[str, Callable[..., Tensor]] = {
     "silu": lambda x: x * torch.sigmoid(x),
 }
 """What other operators are made of: those of `KNOWN`."""
-RESHAPED = frozenset(("alias", "clone", "detach", "expand", "reshape", "squeeze", "unsqueeze", "view", "_unsafe_view"))
+RESHAPED = SAME - {"sum", "sum_to_size"} | {"unsqueeze"}
 """What changes no element of a row."""
 FOLDED = {
     "all": torch.ops.aten.bitwise_and.Tensor,

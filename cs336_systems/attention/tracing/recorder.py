@@ -133,16 +133,18 @@ class Recorder(RecordingMode):
             return (functools.reduce(lambda x, y: self.graph.operation(FOLDED[name], result.dtype, (x, y), ()), nodes),)
         if name not in KNOWN or name in SAME:
             raise refuse(f"uses {name} on a row of a captured tensor")
-        rows, named = [self.elements(x) for x in args], {key: self.elements(x) for key, x in keywords.items()}
-        return tuple(
-            self.graph.operation(
-                func,
-                result.dtype,
-                tuple(x[i % len(x)] for x in rows),
-                tuple((k, x[i % len(x)]) for k, x in named.items()),
-            )
-            for i in range(result.numel())
-        )
+        return self._of_elements(func, result, args, keywords)
+
+    def _of_elements(self, func: Any, result: Tensor, args: Any, keywords: dict[str, Any]) -> tuple[Node, ...]:
+        """The operation for each element of the result; what is no row is the same for all."""
+        given, named = [self.elements(x) for x in args], {key: self.elements(x) for key, x in keywords.items()}
+
+        def operation(place: int) -> Node:
+            arguments = tuple(x[place % len(x)] for x in given)
+            options = tuple((key, x[place % len(x)]) for key, x in named.items())
+            return self.graph.operation(func, result.dtype, arguments, options)
+
+        return tuple(map(operation, range(result.numel())))
 
     def _made_by(self, func: Any, name: str, result: Tensor, args: Any, keywords: dict[str, Any]) -> Node:
         if name in ("full_like", "zeros_like", "ones_like", "new_zeros", "new_ones", "new_full", "zero_", "fill_"):
@@ -153,9 +155,7 @@ class Recorder(RecordingMode):
             func = getattr(getattr(torch.ops.aten, name, None), str(func).rpartition(".")[2], func)
         if name not in KNOWN:
             raise refuse(f"uses {name}, which kernels do not have for elements")
-        nodes = tuple(self.node_of(value) if isinstance(value, Tensor) else value for value in args)
-        named = tuple((key, self.node_of(x) if isinstance(x, Tensor) else x) for key, x in keywords.items())
-        return self.graph.operation(func, result.dtype, nodes, named)
+        return self._of_elements(func, result, args, keywords)[0]
 
 
 def _is_in_place(name: str) -> bool:

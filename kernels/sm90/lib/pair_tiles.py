@@ -1,4 +1,4 @@
-"""Tiles of a tensor with an element for each pair, as of a bias or a mask, which come with those of k or q."""
+"""Tiles of a tensor with an element for each pair, such as a bias or a dense mask. They arrive with tiles of k or q."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
