@@ -18,12 +18,14 @@ from ..call import NO_AUX, Aux, Call, Gradients, Options, Wanted
 from ..layouts import ALIGNMENT, has_tma_strides, one_a_row
 from ..torch_names import raw_stream
 from .other_gradients import OtherGradients
-from .tiles import HEAD_DIMS, BackwardConfig, ForwardConfig, split_head_dim
+from .tiles import HEAD_DIMS, WIDE, BackwardConfig, ForwardConfig, split_head_dim
 
 CAPABILITY = (9, 0)
 
 MIN_HEAD_DIM, MIN_IN_BACKWARD = 24, 8
 """Narrower heads are padded to 64 columns. The portable forward of 16 columns, which are not padded, is faster."""
+
+MAX_HEAD_DIM = WIDE.head_dim + WIDE.k_tail
 
 HEAD_DIM_MULTIPLE = 8
 """Head dimensions are multiples of this, so that rows are multiples of `ALIGNMENT` bytes."""
@@ -71,12 +73,12 @@ def unsupported_call(call: Call, least: int = MIN_HEAD_DIM) -> str | None:
     if call.dtype not in (torch.float16, torch.bfloat16):
         return f"needs float16 or bfloat16; got {call.dtype}"
     dims = call.head_dim, call.v_head_dim
-    in_range = least <= call.head_dim <= HEAD_DIMS[-1] and all(dim % HEAD_DIM_MULTIPLE == 0 for dim in dims)
+    in_range = call.head_dim >= least and all(dim % HEAD_DIM_MULTIPLE == 0 for dim in dims)
     if not in_range or split_head_dim(*dims) is None:
         return (
             f"needs the same head dimension of q and v, a multiple of {HEAD_DIM_MULTIPLE} from {least} to "
-            f"{HEAD_DIMS[-1]}, or 136 to 192 of q and 72 to 128 of v, or 72 to 96 of q and 40 to 64 of v; "
-            f"got {dims[0]} of q and {dims[1]} of v"
+            f"{MAX_HEAD_DIM}, or of q 72 to 96 and of v 40 to 64, or 136 to 192 and 72 to 128, or "
+            f"{HEAD_DIMS[-1] + HEAD_DIM_MULTIPLE} to {MAX_HEAD_DIM} and fewer; got {dims[0]} of q and {dims[1]} of v"
         )
     if not 0.0 < call.options.scale < math.inf:
         return f"needs a positive scale; got {call.options.scale}"
@@ -93,6 +95,8 @@ def unsupported_call(call: Call, least: int = MIN_HEAD_DIM) -> str | None:
 
 def unsupported_backward(call: Call) -> str | None:
     """None, or why the kernels cannot compute the gradients of a call whose values they can."""
+    if call.head_dim > HEAD_DIMS[-1]:
+        return f"needs head dimensions up to {HEAD_DIMS[-1]}; got {call.head_dim}"
     if not call.options.deterministic:
         return None
     is_listed = call.aux.block_columns is not None
@@ -132,23 +136,27 @@ def plan_forward(call: Call) -> Forward:
     options, device, num_sms = call.options, call.device, launching.num_sms(call.device)
     split, config, num_tiles = forward_tiles(call)
     new_out = launching.output_like(call.q, call.v_head_dim)
-    lse_shape = one_a_row(call.q).shape
-    launch, is_packed = launching.Launcher(forward_kernel), call.is_packed
+    lse_shape, is_packed = one_a_row(call.q).shape, call.is_packed
+    columns = range(0, call.v_head_dim, split.head_dim + split.v_tail)
+    launches = [(launching.Launcher(forward_kernel), slice(first, first + columns.step)) for first in columns]
     operands = _mods_of(call, config)
 
     def run(q: Tensor, k: Tensor, v: Tensor, aux: Aux = NO_AUX) -> tuple[Tensor, Tensor]:
         out = new_out(q)
         lse = torch.empty(*lse_shape, dtype=torch.float32, device=device)  # a tuple takes longer to parse
         workspace = workspace_for(device, num_tiles)
-        tensors = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
-        tails = NO_TAILS
-        if split.k_tail:
-            tails = tensors if split.v_tail else (*tensors[:2], None, None)
         starts = _starts(aux) if is_packed else NO_STARTS
         sinks = None if aux.sinks is None else aux.sinks.data_ptr()
         of_rules = operands(aux, aux.block_rows)
-        addresses = *tensors, *tails, lse.data_ptr(), workspace.data_ptr(), *starts, *of_rules, sinks
-        launch(addresses, _described, forward_launch, options, q, k, v, aux, out, lse, workspace, num_sms)
+        rest = lse.data_ptr(), workspace.data_ptr(), *starts, *of_rules, sinks
+        for launch, columns in launches:
+            some_v, some_out = (v, out) if len(launches) == 1 else (v[..., columns], out[..., columns])
+            tensors = q.data_ptr(), k.data_ptr(), some_v.data_ptr(), some_out.data_ptr()
+            tails = NO_TAILS
+            if split.k_tail:
+                tails = tensors if split.v_tail else (*tensors[:2], None, None)
+            described = options, q, k, some_v, aux, some_out, lse, workspace, num_sms
+            launch((*tensors, *tails, *rest), _described, forward_launch, *described)
         return out, lse
 
     return run

@@ -90,6 +90,9 @@ FORWARD_SPLIT = {
     # These fill shared memory with 64 rows of k.
     (128, 64, True): ForwardConfig(64, 2, 2, 240, 24, 168, True),
     (128, 64, False): ForwardConfig(64, 2, 2, 240, 24, 168, True),
+    # And these with 32.
+    (256, 256, True): ForwardConfig(32, 2, 2, 240, 24, 168, False),
+    (256, 256, False): ForwardConfig(32, 2, 2, 240, 24, 168, False),
 }
 FORWARD_VARLEN = {
     # By head_dim and k_tail, for packed sequences. Their producer needs more registers, which the consumers give up;
@@ -100,6 +103,7 @@ FORWARD_VARLEN = {
     (128, 0): ForwardConfig(128, 2, 2, 224, 56, 168, True),
     (128, 64): ForwardConfig(64, 2, 2, 224, 56, 168, True),
     (256, 0): ForwardConfig(64, 2, 2, 232, 40, 168, False),
+    (256, 256): ForwardConfig(32, 2, 2, 232, 40, 168, False),
 }
 _FORWARD_PAIRS = {
     # By head_dim and k_tail. Tiles of pairs take the memory of a stage, or of separate output buffers.
@@ -134,6 +138,9 @@ BACKWARD_PAIRS = {
 HEAD_DIMS = (64, 128, 256)
 """Columns that tiles have; for head dimensions between, TMA fills them up with zeros."""
 
+WIDE = SplitHeadDim(256, 256, 0)
+"""How q and k of more columns than a tile has are held."""
+
 
 def padded_head_dim(head_dim: int) -> int:
     """Columns of the tiles of a head dimension."""
@@ -161,6 +168,9 @@ def backward_config(head_dim: int, *, pair_itemsize: int) -> BackwardConfig:
 
 def split_head_dim(head_dim: int, v_head_dim: int) -> SplitHeadDim | None:
     """How the forward holds heads of these dimensions; None if it does not."""
+    if HEAD_DIMS[-1] < max(head_dim, v_head_dim):
+        # Of out, a launch computes as many columns as the first tile of q and k has.
+        return WIDE if v_head_dim <= head_dim <= WIDE.head_dim + WIDE.k_tail else None
     for columns, tail, _ in sorted(FORWARD_SPLIT):
         if columns < head_dim <= columns + tail:
             if v_head_dim == head_dim:

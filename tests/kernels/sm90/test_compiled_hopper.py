@@ -20,6 +20,7 @@ SPILLED = {
     ("forward", 128): 120,
     ("forward", 192): 130,
     ("forward", 256): 250,
+    ("forward", 512): 340,  # of packed sequences; else 288
     ("backward", 64): 1200,
     ("backward", 128): 800,
     ("backward", 256): 700,

@@ -48,9 +48,9 @@ def test_supported_calls(qkv, options, aux):
     ("qkv", "options", "aux", "reason"),
     [
         (tensors(dtype=torch.float32), OPTIONS, NO_AUX, "needs float16 or bfloat16; got torch.float32"),
-        (tensors(2, 4, 9, 16), OPTIONS, NO_AUX, "40 to 64 of v; got 16 of q and 16 of v"),
+        (tensors(2, 4, 9, 16), OPTIONS, NO_AUX, "of v 40 to 64, or 136 to 192 and 72 to 128, or 264 to 512 and fewer; got 16 of q and 16 of v"),
         (tensors(2, 4, 9, 44), OPTIONS, NO_AUX, "got 44 of q"),
-        (tensors(2, 4, 9, 264), OPTIONS, NO_AUX, "got 264 of q"),
+        (tensors(2, 4, 9, 520), OPTIONS, NO_AUX, "got 520 of q"),
         (tensors(), Options(0.0), NO_AUX, "needs a positive scale; got 0.0"),
         (tensors(), Options(-1.0), NO_AUX, "got -1.0"),
         (tensors(), OPTIONS, Aux(cache_lengths=STARTS), "computes no cache_lengths"),
@@ -79,8 +79,13 @@ def test_unsupported_calls(qkv, options, aux, reason):
         ((192, 192), (128, 64, 64)),
         ((192, 128), (128, 64, 0)),
         ((200, 200), (256, 0, 0)),
+        ((264, 264), (256, 256, 0)),
+        ((512, 512), (256, 256, 0)),
+        ((320, 64), (256, 256, 0)),
         ((64, 128), None),
         ((192, 64), None),
+        ((256, 264), None),
+        ((520, 512), None),
     ],
 )
 def test_split_head_dims(dims, split):
@@ -180,6 +185,15 @@ def test_forward_launches(calls, d, dv, ctas, is_packed):
             elements = bound * wrap + 97 * strides[0] + (bound - 7 + row) * strides[2]
             assert (elements * 2) % 2**64 == (90 + row) * strides[0] * 2
         assert all(0 < stride * 2 < 2**40 and stride * 2 % 16 == 0 for stride in descriptor.strides[:-1])
+
+
+def test_a_launch_computes_256_columns_of_a_wider_output(calls):
+    call = call_of(512, 400)
+    out, _ = backend.plan_forward(call)(call.q, call.k, call.v, call.aux)
+    for (_, addresses, launch), columns in zip(calls, (slice(256), slice(256, 400)), strict=True):
+        expected = call.q, call.k, call.v[..., columns], out[..., columns]
+        assert addresses[:4] == tuple(x.data_ptr() for x in expected)
+        assert [x.shape[-1] for x in launch.tensors[:4]] == [x.shape[-1] for x in expected]
 
 
 @pytest.mark.parametrize("with_dlse", [False, True])
