@@ -26,7 +26,7 @@ except ImportError:  # Triton has no wheel for this platform: the functions run 
     triton = tl = None
 
 __all__ = [
-    "NUMBERS", "at", "far_float", "floor_divide", "in_torch", "inside", "interpreting", "jit", "near_float",
+    "NUMBERS", "at", "compared", "far_float", "floor_divide", "in_torch", "inside", "interpreting", "jit", "near_float",
     "remainder", "sigmoid", "tanh", "tl", "written",
 ]  # fmt: skip
 
@@ -100,6 +100,12 @@ def near_float(number, difference):
 def far_float(number, difference):
     """An integer of any size as float32: ``number``, because ``difference`` may be rounded."""
     return number
+
+
+@jit
+def compared(x):
+    """An integer that is about to be compared. Kernels for Hopper put another function in its place."""
+    return x
 
 
 @jit

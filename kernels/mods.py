@@ -17,6 +17,7 @@ import torch
 
 from .language import (
     at,
+    compared,
     far_float,
     floor_divide,
     in_torch,
@@ -40,6 +41,7 @@ PLACES = {"mask": AXES, "score": (SCORE, *AXES)}
 LANGUAGE = {
     "as_float": near_float,
     "at": at,
+    "compared": compared,
     "floor_divide": floor_divide,
     "inside": inside,
     "remainder": remainder,

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..versions import async_store, barrier, reinterpret
 from .lib import named_barriers
 from .lib.mma import WG_ROWS, accumulator, as_matrix, opaque_zero, pack_pairs, unpack_operand
-from .lib.mods import Pairs, clamped
+from .lib.mods import Pairs, clamped, opaque
 from .lib.scheduler import STOP
 
 
@@ -31,9 +31,9 @@ def visible(keys, first_row, seq, layout: gl.constexpr, ROWS: gl.constexpr):
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))[None, :]
     seen = (keys < seq.outer_len)[:, None]
     if seq.LEFT:
-        seen = seen & ((keys - (first_row - seq.left))[:, None] - rows % 8 <= rows // 8 * 8)
+        seen = seen & (opaque((keys - (first_row - seq.left))[:, None] - rows % 8) <= rows // 8 * 8)
     if seq.RIGHT:
-        seen = seen & ((keys - (first_row - seq.right))[:, None] - rows % 8 >= rows // 8 * 8)
+        seen = seen & (opaque((keys - (first_row - seq.right))[:, None] - rows % 8) >= rows // 8 * 8)
     return seen
 
 
@@ -133,7 +133,8 @@ def step(
     if EARLY:
         delta = memory.delta.index(stage).load(layout)
     if MASKED:
-        p = gl.where(rules.hide(visible(keys, inner * TILE_Q, seq, layout, TILE_Q), pairs), p, 0.0)
+        p = rules.hide(p, pairs, "0f00000000")
+        p = gl.where(visible(keys, inner * TILE_Q, seq, layout, TILE_Q), p, 0.0)
     if waits_for_never(TILE_Q, scores.SOFTCAP, mods.SCORE):
         p_operand = unpack_operand(pack_pairs(mods.dropout.drop(p, bits, True), dtype, True), dtype, wide, TILE_Q)
         # Without a branch, ptxas moves the wait for dP above the exponentials.

@@ -54,7 +54,8 @@ def wide_step(
     changed, slope = mods.differentiate(s, pairs)
     p = probabilities(changed * scores.scale - lse2)
     if MASKED:
-        p = gl.where(mods.hide(visible(keys, first_row, seq, layout, ROWS), pairs), p, 0.0)
+        p = mods.hide(p, pairs, "0f00000000")
+        p = gl.where(visible(keys, first_row, seq, layout, ROWS), p, 0.0)
     p_tile = memory.p_or_dq.index(n & 1)
     p_tile.slice(CONSUMER * ROWS, ROWS, dim=1).store(mods.dropout.drop(p, bits, True).to(dtype))
     if scores.SOFTCAP:

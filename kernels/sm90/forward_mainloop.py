@@ -88,7 +88,8 @@ def changed_scores(s, scores, mods, rows, inner, seq, tile, MASKED: gl.constexpr
     pairs = pairs_of(rows, inner * seq.INNER_TILE, seq, tile, layout, LAST)
     s = mods.change(scores.softcap(s), pairs)
     if MASKED:
-        s = gl.where(mods.hide(visible(rows, inner * seq.INNER_TILE, seq, layout), pairs), s, float("-inf"))
+        s = mods.hide(s, pairs, "0fFF800000")
+        s = gl.where(visible(rows, inner * seq.INNER_TILE, seq, layout), s, float("-inf"))
     return s
 
 

@@ -150,7 +150,8 @@ def pair_gradient_kernel(
                 load_scores(qk, pair_tensor, tiles, next_batch, next_head, heads_per_kv, first_row, first_column)
             here = pairs_of(rows, first_column, seq, seq.tile(batch, head, first_row), layout, True)
             changed, terms = rules.terms(s, here)
-            p = gl.where(rules.hide(seen, here), probabilities(changed * scores.scale - row_lse2[:, None]), 0.0)
+            p = probabilities(changed * scores.scale - row_lse2[:, None])
+            p = gl.where(seen, rules.hide(p, here, "0f00000000"), 0.0)
             dp = mods.dropout.scale(mods.dropout.drop(warpgroup_mma_wait(0, [dp]), bits, False))
             barrier()
             if next_batch < end_batch:

@@ -90,7 +90,7 @@ FOLDED = {
     "sum": torch.ops.aten.add.Tensor,
 }
 """What makes one element of a row, by the operator that makes it of two."""
-_COMPARES = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 _OF_FLOATS = frozenset(
     (
         *("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "erf", "tanh", "sigmoid", "reciprocal", "div"),
@@ -116,7 +116,7 @@ def expression(node: Node, name_of: Callable[[Any, bool], str]) -> str:
     # Integers become floats as torch promotes them. Of a choice, both sides have the dtype of the result.
     as_float = not node.is_integer and (name in _OF_FLOATS or name == "masked_fill")
     chosen = (1, 2) if name == "where" else ()
-    compared = name in _COMPARES and any(not each.is_integer for each in node.inputs)
+    compared = name in COMPARISONS and any(not each.is_integer for each in node.inputs)
     operands = [
         name_of(value, as_float or compared or (place in chosen and not node.is_integer))
         if not (name == "masked_fill" and place == 1)

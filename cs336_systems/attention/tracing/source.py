@@ -11,7 +11,7 @@ from torch import Tensor
 from ...kernels.mods import AXES, DISTANCE, PLACES, SCORE, GradientSource, ModSource
 from ...kernels.rules import Leaf
 from .graph import Graph, Node, in_order, linear
-from .operations import TEMPLATES, expression
+from .operations import COMPARISONS, TEMPLATES, expression
 from .record import slopes
 from .tables import Table, table_of
 
@@ -90,6 +90,11 @@ class _Writer:
             whole, parts = f"{names[value]}.to(tl.float32)", _in_parts(value, names)
             return whole if parts == whole or parts is None else f"as_float({whole}, {parts})"
 
+        def compared(value: object, as_float: bool) -> str:
+            text = name(value, as_float)
+            is_known = not isinstance(value, Node) or value.kind == "number"
+            return text if as_float or is_known or not value.is_integer else f"compared({text})"
+
         for node in in_order(result, [read for read, slot in self.slots.items() if slot.axes is not None]):
             if node.kind == "place":
                 names[node] = node.value
@@ -97,7 +102,7 @@ class _Writer:
                 names[node] = f"v{len(lines)}"
                 lines.append(f"{names[node]} = {self._read(node, names)}")
             elif node.kind == "operation":
-                text = expression(node, name)
+                text = expression(node, compared if node.name in COMPARISONS else name)
                 names[node] = f"v{len(lines)}"
                 lines.append(f"{names[node]} = {text}")
         return (*lines, f"return {name(result, self.places[0] == SCORE)}")

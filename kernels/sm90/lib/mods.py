@@ -7,6 +7,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...language import compared
 from .dropout import Dropout
 from .struct import struct
 
@@ -23,9 +24,17 @@ def _twin(python):
         value = scope.get(name)
         if value is tl:
             scope[name] = gl
+        elif value is compared:
+            scope[name] = opaque
         elif hasattr(value, "fn"):
             scope[name] = in_gluon(value)
     return gluon.jit(types.FunctionType(python.__code__, scope, python.__name__))
+
+
+@gluon.jit
+def opaque(x):
+    """int32 x, unknown to LLVM, which would gather the results of many comparisons in one integer and take it apart."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @struct
@@ -79,11 +88,15 @@ class Mods:
         return Mods((of_mask, of_scores), self.natural, self.dropout, self.MASK, self.SCORE)
 
     @gluon.jit
-    def hide(self, seen, pairs):
-        """Which of the pairs that are seen MASK leaves."""
+    def hide(self, x, pairs, HIDDEN: gl.constexpr):
+        """float32 x where MASK leaves a pair, and elsewhere what HIDDEN writes in PTX: without a bool that LLVM sees."""
         if self.MASK is not None:
-            seen = seen & self.MASK(pairs.batch, pairs.head, pairs.rows, pairs.columns, self.captured[0])
-        return seen
+            seen = self.MASK(pairs.batch, pairs.head, pairs.rows, pairs.columns, self.captured[0])
+            x = gl.inline_asm_elementwise(
+                "{.reg .pred seen; setp.ne.b32 seen, $2, 0; selp.f32 $0, $1, " + HIDDEN + ", seen;}", "=f,f,r",
+                [x, seen.to(gl.int32)], dtype=gl.float32, is_pure=True, pack=1,
+            )  # fmt: skip
+        return x
 
 
 @gluon.jit

@@ -48,7 +48,12 @@ def test_supported_calls(qkv, options, aux):
     ("qkv", "options", "aux", "reason"),
     [
         (tensors(dtype=torch.float32), OPTIONS, NO_AUX, "needs float16 or bfloat16; got torch.float32"),
-        (tensors(2, 4, 9, 16), OPTIONS, NO_AUX, "of v 40 to 64, or 136 to 192 and 72 to 128, or 264 to 512 and fewer; got 16 of q and 16 of v"),
+        (
+            tensors(2, 4, 9, 16),
+            OPTIONS,
+            NO_AUX,
+            "of v 40 to 64, or 136 to 192 and 72 to 128, or 264 to 512 and fewer; got 16 of q and 16 of v",
+        ),
         (tensors(2, 4, 9, 44), OPTIONS, NO_AUX, "got 44 of q"),
         (tensors(2, 4, 9, 520), OPTIONS, NO_AUX, "got 520 of q"),
         (tensors(), Options(0.0), NO_AUX, "needs a positive scale; got 0.0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 import types
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -44,6 +45,11 @@ def assembly(text, constraints, args, dtype, is_pure=True, pack=1):
         x = args[0].x.int()
         x[:, 1::2] <<= 8
         return Value(x)
+    if text.startswith("mov.b32 $0, $1;"):
+        return args[0]
+    if text.startswith("{.reg .pred seen;"):
+        hidden = struct.unpack(">f", bytes.fromhex(text.split("0f")[1][:8]))[0]
+        return Value(torch.where(args[1].x != 0, args[0].x, hidden))
     if text.startswith("rcp.approx"):
         return Value(1.0 / args[0].x)
     if text.startswith("bar."):
