@@ -66,6 +66,11 @@ def written(name: str, parameters: str, lines: Sequence[str], names: Mapping[str
     return jit(function)
 
 
+def is_written(function: Callable[..., Any]) -> bool:
+    """Whether a Python function was made by `written`."""
+    return function.__code__.co_filename in linecache.cache and function.__code__.co_filename.startswith("<")
+
+
 @jit
 def at(view, index):
     """The element of a captured tensor at ``index``, a tuple with one number or tile for each of its axes.
@@ -126,13 +131,22 @@ def sigmoid(x):
 def floor_divide(x, y):
     """The quotient of integers, rounded down, as Python's and torch's // is; Triton's rounds towards 0."""
     quotient = x // y
-    return quotient - ((quotient * y != x) & ((x < 0) != (y < 0))).to(tl.int32)
+    return quotient + has_other_sign(x - quotient * y, y)
 
 
 @jit
 def remainder(x, y):
     """What is left of integers by `floor_divide`: it has the sign of y."""
-    return x - floor_divide(x, y) * y
+    left = x - x // y * y
+    return left + (has_other_sign(left, y) & y)
+
+
+@jit
+def has_other_sign(x, y):
+    """-1 where an integer x is below 0 and y above, or the other way round; else 0. Bits alone, because a comparison
+    of each pair takes more (`sm90.lib.mods.compared`)."""
+    is_negative = tl.cast(y, x.dtype) >> (x.dtype.primitive_bitwidth - 1)
+    return ((x ^ is_negative) - is_negative) >> (x.dtype.primitive_bitwidth - 1)
 
 
 @jit

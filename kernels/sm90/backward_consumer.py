@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..versions import async_store, barrier, reinterpret
 from .lib import named_barriers
 from .lib.mma import WG_ROWS, accumulator, as_matrix, opaque_zero, pack_pairs, unpack_operand
-from .lib.mods import Pairs, clamped
+from .lib.mods import Pairs, clamped, combined, compared
 from .lib.scheduler import STOP
 
 
@@ -29,11 +29,11 @@ def visible(keys, first_row, seq, layout: gl.constexpr, ROWS: gl.constexpr):
     Rows are compared in two parts: a thread's are few numbers below 8, and multiples of 8 known when compiled.
     """
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))[None, :]
-    seen = (keys < seq.outer_len)[:, None]
+    seen = compared(keys, "lt", seq.outer_len)[:, None]
     if seq.LEFT:
-        seen = seen & ((keys - (first_row - seq.left))[:, None] - rows % 8 <= rows // 8 * 8)
+        seen = combined(seen, "and", compared((keys - (first_row - seq.left))[:, None] - rows % 8, "le", rows // 8 * 8))
     if seq.RIGHT:
-        seen = seen & ((keys - (first_row - seq.right))[:, None] - rows % 8 >= rows // 8 * 8)
+        seen = combined(seen, "and", compared((keys - (first_row - seq.right))[:, None] - rows % 8, "ge", rows // 8 * 8))
     return seen
 
 

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from .lib.mma import WG_ROWS, accumulator, as_matrix, pack_pairs, unpack_operand
-from .lib.mods import Pairs, clamped
+from .lib.mods import Pairs, clamped, combined, compared
 from .lib.softmax import first_update
 
 
@@ -57,9 +57,10 @@ def visible(rows, first_column, seq, layout: gl.constexpr):
     last = gl.full([WG_ROWS], 0, gl.int32, gl.SliceLayout(1, layout)) + (seq.inner_len - 1)
     if seq.RIGHT:
         last = gl.minimum(rows + seq.right, last)
-    seen = (last - first_column)[:, None] - columns % 8 >= columns // 8 * 8
+    seen = compared((last - first_column)[:, None] - columns % 8, "ge", columns // 8 * 8)
     if seq.LEFT:
-        seen = seen & ((rows + (seq.left - first_column))[:, None] - columns % 8 <= columns // 8 * 8)
+        after = compared((rows + (seq.left - first_column))[:, None] - columns % 8, "le", columns // 8 * 8)
+        seen = combined(seen, "and", after)
     return seen
 
 

@@ -1,14 +1,21 @@
 """A call's rules in the kernels for Hopper, and its dropout; see `cs336_systems.kernels.rules`."""
 
+import ast
 import functools
+import inspect
 import types
 
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...language import is_written, written
 from .dropout import Dropout
 from .struct import struct
+
+COMPARISONS = {ast.Eq: "eq", ast.NotEq: "ne", ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge"}
+LOGIC = {ast.BitAnd: "and", ast.BitOr: "or", ast.BitXor: "xor"}
+"""PTX's names of operators."""
 
 
 def in_gluon(function):
@@ -25,7 +32,72 @@ def _twin(python):
             scope[name] = gl
         elif hasattr(value, "fn"):
             scope[name] = in_gluon(value)
-    return gluon.jit(types.FunctionType(python.__code__, scope, python.__name__))
+    if not is_written(python):
+        return gluon.jit(types.FunctionType(python.__code__, scope, python.__name__))
+    [function] = _Predicates().visit(ast.parse(inspect.getsource(python))).body
+    lines = [line for statement in function.body for line in ast.unparse(statement).splitlines()]
+    names = scope | {"compared": compared, "combined": combined}
+    return gluon.jit(written(function.name, ast.unparse(function.args), lines, names).fn)
+
+
+class _Predicates(ast.NodeTransformer):
+    """Writes ``compared(x, "lt", y)`` for ``x < y`` and ``combined(x, "and", y)`` for ``x & y``."""
+
+    def visit_Compare(self, node):
+        self.generic_visit(node)
+        return _call("compared", node.left, COMPARISONS[type(node.ops[0])], node.comparators[0])
+
+    def visit_BinOp(self, node):
+        self.generic_visit(node)
+        name = LOGIC.get(type(node.op))
+        return node if name is None else _call("combined", node.left, name, node.right)
+
+
+def _call(function, left, operator, right):
+    return ast.Call(ast.Name(function, ast.Load()), [left, ast.Constant(operator), right], [])
+
+
+@gluon.jit
+def compared(x, OPERATOR: gl.constexpr, y):
+    """A comparison, of integers of 32 bits by PTX.
+
+    LLVM compares all pairs of a thread as one vector, gathers the bits in an integer and takes it apart.
+    """
+    x, y = gl.to_tensor(x), gl.to_tensor(y)
+    if x.dtype == gl.int32 and y.dtype == gl.int32:
+        found = gl.inline_asm_elementwise(
+            "setp." + OPERATOR + ".s32 $0, $1, $2;", "=b,r,r", [x, y], dtype=gl.int1, is_pure=True, pack=1
+        )
+    elif OPERATOR == "eq":
+        found = x == y
+    elif OPERATOR == "ne":
+        found = x != y
+    elif OPERATOR == "lt":
+        found = x < y
+    elif OPERATOR == "le":
+        found = x <= y
+    elif OPERATOR == "gt":
+        found = x > y
+    else:
+        found = x >= y
+    return found
+
+
+@gluon.jit
+def combined(x, OPERATOR: gl.constexpr, y):
+    """The same of ``&``, ``|`` and ``^``, of bools by PTX."""
+    x, y = gl.to_tensor(x), gl.to_tensor(y)
+    if x.dtype == gl.int1 and y.dtype == gl.int1:
+        found = gl.inline_asm_elementwise(
+            OPERATOR + ".pred $0, $1, $2;", "=b,b,b", [x, y], dtype=gl.int1, is_pure=True, pack=1
+        )
+    elif OPERATOR == "and":
+        found = x & y
+    elif OPERATOR == "or":
+        found = x | y
+    else:
+        found = x ^ y
+    return found
 
 
 @struct
@@ -82,7 +154,8 @@ class Mods:
     def hide(self, seen, pairs):
         """Which of the pairs that are seen MASK leaves."""
         if self.MASK is not None:
-            seen = seen & self.MASK(pairs.batch, pairs.head, pairs.rows, pairs.columns, self.captured[0])
+            mask = self.MASK(pairs.batch, pairs.head, pairs.rows, pairs.columns, self.captured[0])
+            seen = combined(seen, "and", mask.to(gl.int1))
         return seen
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import types
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -44,6 +45,9 @@ def assembly(text, constraints, args, dtype, is_pure=True, pack=1):
         x = args[0].x.int()
         x[:, 1::2] <<= 8
         return Value(x)
+    if text.startswith("setp.") or ".pred" in text:
+        name = text.removeprefix("setp.").split(".")[0]
+        return Value(getattr(operator, name if text.startswith("setp.") else f"__{name}__")(*[x.x for x in args]))
     if text.startswith("rcp.approx"):
         return Value(1.0 / args[0].x)
     if text.startswith("bar."):
