@@ -31,9 +31,11 @@ def visible(keys, first_row, seq, layout: gl.constexpr, ROWS: gl.constexpr):
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))[None, :]
     seen = compared(keys, "lt", seq.outer_len)[:, None]
     if seq.LEFT:
-        seen = combined(seen, "and", compared((keys - (first_row - seq.left))[:, None] - rows % 8, "le", rows // 8 * 8))
+        before = compared((keys - (first_row - seq.left))[:, None] - rows % 8, "le", rows // 8 * 8)
+        seen = combined(seen, "and", before)
     if seq.RIGHT:
-        seen = combined(seen, "and", compared((keys - (first_row - seq.right))[:, None] - rows % 8, "ge", rows // 8 * 8))
+        after = compared((keys - (first_row - seq.right))[:, None] - rows % 8, "ge", rows // 8 * 8)
+        seen = combined(seen, "and", after)
     return seen
 
 

@@ -124,7 +124,8 @@ CASES = {
         lambda on: {"bias": tiles(on, 2, 1, 300, 264, dtype=torch.float32)},
     ),
     "float32_wider": (
-        sizes(100, d=96), {"window": (60, 20)}, lambda on: {"bias": tiles(on, 2, 100, 160, dtype=torch.float32)[..., 12:112]},
+        sizes(100, d=96), {"window": (60, 20)},
+        lambda on: {"bias": tiles(on, 2, 100, 160, dtype=torch.float32)[..., 12:112]},
     ),
     "float32_192": (
         sizes(130, 208, d=192, dv=128), {}, lambda on: {"bias": tiles(on, 2, 130, 208, dtype=torch.float32)},
