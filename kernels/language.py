@@ -132,13 +132,22 @@ def sigmoid(x):
 def floor_divide(x, y):
     """The quotient of integers, rounded down, as Python's and torch's // is; Triton's rounds towards 0."""
     quotient = x // y
-    return quotient - ((quotient * y != x) & ((x < 0) != (y < 0))).to(tl.int32)
+    return quotient + has_other_sign(x - quotient * y, y)
 
 
 @jit
 def remainder(x, y):
     """What is left of integers by `floor_divide`: it has the sign of y."""
-    return x - floor_divide(x, y) * y
+    left = x - x // y * y
+    return left + (has_other_sign(left, y) & y)
+
+
+@jit
+def has_other_sign(x, y):
+    """-1 where an integer x is below 0 and y above, or the other way round; else 0. Its bits say so: compilers make
+    more instructions of comparisons."""
+    is_negative = tl.cast(y, x.dtype) >> (x.dtype.primitive_bitwidth - 1)
+    return ((x ^ is_negative) - is_negative) >> (x.dtype.primitive_bitwidth - 1)
 
 
 @jit

@@ -32,7 +32,7 @@ def backward_kernel(
     captured, pairs, blocks, dropout,
     batch_heads, heads, heads_per_kv, q_len, k_len, padded_len, left, right, section,
     scale, exponent_scale, softcap_scale, natural, sequences,
-    HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr, PAIR_STAGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     MASK: gl.constexpr, SCORE: gl.constexpr, PAIR_ARGUMENT: gl.constexpr, BATCH_INNER: gl.constexpr,
     PERSISTENT: gl.constexpr, DETERMINISTIC: gl.constexpr, ROTATED: gl.constexpr,
@@ -59,7 +59,7 @@ def backward_kernel(
     mods = Mods(captured, natural, new_dropout(dropout, heads, heads_per_kv, sequences), MASK, SCORE)
     tensors = Tensors(q, dout, k, v, lse2, delta, dk, dv, workspace, new_pair_tensor(pairs, PAIR_ARGUMENT, q))
     NEVER: gl.constexpr = TILE_K > WG_ROWS and waits_for_never(TILE_Q, SOFTCAP, SCORE)
-    memory = new_memory(tensors, dq, STAGES, NEVER, varlen.VARLEN)
+    memory = new_memory(tensors, dq, STAGES, PAIR_STAGES, NEVER, varlen.VARLEN)
     fence_async_shared()
     if TILE_K == WG_ROWS:
         gl.warp_specialize([

@@ -49,7 +49,9 @@ def pairs_of(keys, first_row, seq, tile, head, layout: gl.constexpr, ROWS: gl.co
 def with_pairs(mods, memory, n, CONSUMER: gl.constexpr, TILE_Q: gl.constexpr):
     """The rules for the n-th tile of q: what they read of a `PairTensor` is in shared memory."""
     if memory.pairs.ARGUMENT is not None:
-        buffer = memory.pairs.buffer(memory.q.stage(n), CONSUMER)
+        if memory.pair_pipeline.stages < memory.q.stages:
+            memory.pair_pipeline.wait_full(n)
+        buffer = memory.pairs.buffer(memory.pair_pipeline.stage(n), CONSUMER)
         tile = as_matrix(buffer, TILE_Q, WG_ROWS).permute((1, 0)).load(accumulator(TILE_Q))
         mods = mods.reading(tile, memory.pairs.ARGUMENT)
     return mods
@@ -158,6 +160,9 @@ def step(
     dv = warpgroup_mma(p_operand, dout_tile, dv, is_async=True)
     fence_async_shared()
     named_barriers.sync(named_barriers.DS_WRITTEN, named_barriers.CONSUMERS)
+    if memory.pair_pipeline.stages < memory.q.stages:
+        # What dS was computed of has been read.
+        memory.pair_pipeline.release(n)
     k_tile = as_matrix(memory.k.index(zero), KEYS, HEAD_DIM)
     dq = start_dq(memory.ds.index(n + zero & 1), k_tile, CONSUMER, TILE_Q)
     ds_operand = gl.convert_layout(ds, operand)

@@ -39,8 +39,8 @@ class SharedMemory:
     k, v: the CTA's tile of keys; v in a buffer for each 64 of them. k arrives with its first q, v with its first dout.
     k_empty, v_empty: mbarriers: consumers do not read them any more, nor need v's buffers to store gradients.
     never: an mbarrier at which nobody arrives, if steps wait for its last phase, which is complete; else k_empty.
-    q, dout: pipelines. lse2 and delta, of their rows, lie in the same stages; so do, with a tile of q, those of its
-    pairs with each 64 keys (`PairTensor`).
+    q, dout: pipelines. lse2 and delta, of their rows, lie in the same stages.
+    pairs: those of a tile of q with each 64 keys (`PairTensor`), in the stages of pair_pipeline: q's, or a single one.
     ds: two tiles (keys, rows of q) of dS. p_or_dq: two tiles of P if consumers share keys, else a half of a dQ tile for
     each consumer warp group.
     """
@@ -58,6 +58,7 @@ class SharedMemory:
     ds: gl.shared_memory_descriptor
     p_or_dq: gl.shared_memory_descriptor
     pairs: PairTiles
+    pair_pipeline: NamedPipeline
 
 
 @gluon.jit
@@ -69,7 +70,9 @@ def new_pipeline(desc, STAGES: gl.constexpr, EMPTY: gl.constexpr):
 
 
 @gluon.jit
-def new_memory(tensors, dq, STAGES: gl.constexpr, NEVER: gl.constexpr, VARLEN: gl.constexpr):
+def new_memory(
+    tensors, dq, STAGES: gl.constexpr, PAIR_STAGES: gl.constexpr, NEVER: gl.constexpr, VARLEN: gl.constexpr,
+):  # fmt: skip
     """Allocate it. dq: a descriptor, or a pointer if consumers share keys. NEVER: whether steps wait for ``never``."""
     KEYS: gl.constexpr = tensors.k.block_shape[-2]
     TILE_Q: gl.constexpr = tensors.q.block_shape[-2]
@@ -94,8 +97,15 @@ def new_memory(tensors, dq, STAGES: gl.constexpr, NEVER: gl.constexpr, VARLEN: g
         p_or_dq = gl.allocate_shared_memory(dtype, [2, KEYS, TILE_Q], layout)
     else:
         p_or_dq = new_buffers(dq, 2)
-    pairs = tensors.pairs.new_tiles(STAGES, KEYS // WG_ROWS, k)
-    return SharedMemory(scheduler, k, v, k_empty, v_empty, never, q, dout, lse2, delta, ds, p_or_dq, pairs)
+    pairs = tensors.pairs.new_tiles(PAIR_STAGES, KEYS // WG_ROWS, k)
+    pair_pipeline = q
+    if pairs.ARGUMENT is not None and PAIR_STAGES < STAGES:
+        pair_pipeline = NamedPipeline(
+            pairs.buffers, new_barriers(1, 1), named_barriers.PAIRS_EMPTY, named_barriers.CONSUMERS, 1
+        )  # fmt: skip
+    return SharedMemory(
+        scheduler, k, v, k_empty, v_empty, never, q, dout, lse2, delta, ds, p_or_dq, pairs, pair_pipeline
+    )
 
 
 @gluon.jit
@@ -112,6 +122,8 @@ def producer(tensors, memory, tile_map, heads_per_kv, PERSISTENT: gl.constexpr, 
     memory.scheduler.push(turn, STOP, tile, seq)
     memory.q.drain(n)
     memory.dout.drain(n)
+    if memory.pair_pipeline.stages < memory.q.stages:
+        memory.pair_pipeline.drain(n)
 
 
 @gluon.jit
@@ -156,7 +168,9 @@ def load_step(tensors, memory, seq, tile, heads_per_kv, member, row, turn, n, fi
     TILE_Q: gl.constexpr = seq.INNER_TILE
     HEAD_DIM: gl.constexpr = tensors.q.block_shape[-1]
     BYTES: gl.constexpr = TILE_Q * HEAD_DIM * 2 + TILE_Q * 4
-    Q_BYTES: gl.constexpr = BYTES + pair_bytes(tensors.pairs.ARGUMENT, tensors.pairs.desc.dtype, TILE_Q, KEYS)
+    PAIR_BYTES: gl.constexpr = pair_bytes(tensors.pairs.ARGUMENT, tensors.pairs.desc.dtype, TILE_Q, KEYS)
+    PAIRS_ALONE: gl.constexpr = memory.pair_pipeline.stages < memory.q.stages
+    Q_BYTES: gl.constexpr = BYTES + (0 if PAIRS_ALONE else PAIR_BYTES)
     head = tile.head * heads_per_kv + member
     batch_head = tile.batch_head * heads_per_kv + member
     coords = seq.inner_coords(tile.batch, head, row, 0)
@@ -168,10 +182,8 @@ def load_step(tensors, memory, seq, tile, heads_per_kv, member, row, turn, n, fi
     mbarrier.expect(full, Q_BYTES, pred=n > first)
     async_load(tensors.q, coords, full, memory.q.buffer(n))
     async_load(tensors.lse2, row_coords, full, memory.lse2.index(stage))
-    if tensors.pairs.ARGUMENT is not None:
-        for piece in gl.static_range(KEYS // WG_ROWS):
-            key = tile.start + piece * WG_ROWS
-            tensors.pairs.load(tile.batch, head, row, key, full, memory.pairs.buffer(stage, piece))
+    if not PAIRS_ALONE:
+        load_pairs(tensors, memory, tile, head, row, full, stage, KEYS)
     if n == first:
         mbarrier.wait(memory.k_empty, (turn - 1) & 1, pred=turn > 0)
         k_coords = seq.outer_coords(tile.batch, tile.head, tile.start, 0)
@@ -187,6 +199,20 @@ def load_step(tensors, memory, seq, tile, heads_per_kv, member, row, turn, n, fi
         for piece in gl.static_range(KEYS // WG_ROWS):
             v_coords = seq.outer_coords(tile.batch, tile.head, tile.start + piece * WG_ROWS, 0)
             async_load(tensors.v, v_coords, full, memory.v.index(piece))
+    if PAIRS_ALONE:
+        memory.pair_pipeline.wait_empty(n)
+        full = memory.pair_pipeline.full_barrier(n)
+        mbarrier.expect(full, PAIR_BYTES)
+        load_pairs(tensors, memory, tile, head, row, full, 0, KEYS)
+
+
+@gluon.jit
+def load_pairs(tensors, memory, tile, head, row, full, stage, KEYS: gl.constexpr):
+    """Load the pairs of a tile of q with the keys, where rules read a `PairTensor`."""
+    if tensors.pairs.ARGUMENT is not None:
+        for piece in gl.static_range(KEYS // WG_ROWS):
+            key = tile.start + piece * WG_ROWS
+            tensors.pairs.load(tile.batch, head, row, key, full, memory.pairs.buffer(stage, piece))
 
 
 @gluon.jit

@@ -244,7 +244,7 @@ def backward_launch(
     constants = {
         "HEAD_DIM": head_dim, "TILE_Q": config.tile_q, "TILE_K": config.tile_k, "STAGES": config.stages,
         "DETERMINISTIC": deterministic, "ROTATED": config.rotated and not deterministic and not call.depends_on_pairs,
-        "PERSISTENT": num_sms < num_tiles, **common_constants(call, config),
+        "PAIR_STAGES": config.pair_stages, "PERSISTENT": num_sms < num_tiles, **common_constants(call, config),
     }  # fmt: skip
     return Launch(
         (min(num_sms, num_tiles), 1),

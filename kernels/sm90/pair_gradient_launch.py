@@ -13,11 +13,11 @@ from .launches import RowBuffers, band_arguments, pair_operand, score_scales, tm
 from .lib.mma import WG_ROWS
 from .lib.mods import in_gluon
 from .pair_gradients import pair_gradient_kernel
-from .rule_arguments import bound_mods, pair_tensor
+from .rule_arguments import bound_mods, pair_itemsize, pair_tensor
 
 ROWS = WG_ROWS.value
 KEYS = 128
-"""The keys of a tile."""
+"""The keys of a tile; with float32 numbers for its pairs, and 128 columns, half of them, so that two CTAs fit."""
 
 
 class PairGradients:
@@ -70,14 +70,15 @@ def pair_gradient_launch(
     batch, heads, q_len, k_len = *q.shape[:3], call.k_len
     mods, pairs = bound_mods(call, wanted), pair_tensor(call)
     left, right = call.band
-    tiled = (q, ROWS), (dout, ROWS), (k, KEYS), (v, KEYS)
+    keys = KEYS // 2 if pair_itemsize(call) == 4 and buffers.head_dim == 128 else KEYS
+    tiled = (q, ROWS), (dout, ROWS), (k, keys), (v, keys)
     lse2, delta, *_ = buffers.views(memory)
-    tiles = triton.cdiv(q_len, ROWS) * triton.cdiv(k_len, KEYS)
+    tiles = triton.cdiv(q_len, ROWS) * triton.cdiv(k_len, keys)
     return Launch(
         (target.shape[:2].numel() * tiles, 1),
         (
             *(tma_descriptor(x, rows, buffers.head_dim, is_packed=False) for x, rows in tiled),
-            *(lse2, delta, target, mods.captured(call.aux, itself), pair_operand(call, ROWS, KEYS)),
+            *(lse2, delta, target, mods.captured(call.aux, itself), pair_operand(call, ROWS, keys)),
             dropout_operand(call.options, call.aux, itself),
         ),
         (
@@ -85,7 +86,7 @@ def pair_gradient_launch(
             *(batch // target.shape[0], heads // target.shape[1], *score_scales(call.options), 0),
         ),
         {
-            "HEAD_DIM": buffers.head_dim, "TILE_K": KEYS, "LEFT": left is not None, "RIGHT": right is not None,
+            "HEAD_DIM": buffers.head_dim, "TILE_K": keys, "LEFT": left is not None, "RIGHT": right is not None,
             "SOFTCAP": call.options.softcap is not None, **mods.code(backward=True, into=in_gluon),
             "PAIR_ARGUMENT": None if pairs is None else pairs.argument, "TERM": number,
         },

@@ -15,7 +15,7 @@ from ..layouts import ALIGNMENT, has_tma_strides
 from ..mods import AXES, code_of
 
 NOTHING_WANTED = Wanted()
-DTYPES = (torch.float16, torch.bfloat16, torch.bool)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.bool)
 """Of tensors that come in tiles."""
 
 

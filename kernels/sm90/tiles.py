@@ -49,7 +49,8 @@ class BackwardConfig(NamedTuple):
         stages: of the pipelines of q and dout.
         consumer_registers, producer_registers, max_registers: as of `ForwardConfig`.
         rotated: whether CTAs start at different tiles of q where nothing is masked.
-        has_pairs: as of `ForwardConfig`, beside those of q.
+        pair_stages: how many tiles of a tensor with an element for each pair lie beside those of q: as many as
+            ``stages``, or one, for which there is a pipeline of its own; 0 if they are not loaded.
     """
 
     tile_k: int
@@ -60,7 +61,12 @@ class BackwardConfig(NamedTuple):
     producer_registers: int
     max_registers: int
     rotated: bool = False
-    has_pairs: bool = False
+    pair_stages: int = 0
+
+    @property
+    def has_pairs(self) -> bool:
+        """As of `ForwardConfig`."""
+        return self.pair_stages > 0
 
     @property
     def has_turns(self) -> bool:
@@ -121,6 +127,15 @@ FORWARD_PAIRS = {
         (128, 0): ForwardConfig(128, 2, 2, 240, 24, 168, True, has_pairs=True),
     },
     2: _FORWARD_PAIRS,
+    # A tile of float32 numbers (64, 64) is as large as one of k (64, 128).
+    4: {
+        (64, 0): ForwardConfig(64, 1, 2, 136, 24, 80, False, 3, has_pairs=True),
+        (64, 16): ForwardConfig(64, 2, 3, 240, 24, 168, True, has_pairs=True),
+        (64, 32): ForwardConfig(64, 2, 3, 240, 24, 168, True, has_pairs=True),
+        (128, 0): ForwardConfig(64, 2, 3, 240, 24, 168, False, has_pairs=True),
+        (128, 64): ForwardConfig(64, 2, 2, 240, 24, 168, False, has_pairs=True),
+        (256, 0): ForwardConfig(32, 2, 3, 240, 24, 168, False, has_pairs=True),
+    },
 }  # fmt: skip
 BACKWARD = {
     64: BackwardConfig(128, 128, 64, 2, 240, 24, 168, True),
@@ -129,10 +144,14 @@ BACKWARD = {
 }
 BACKWARD_PAIRS = {
     0: {},
-    1: {head_dim: BACKWARD[head_dim]._replace(has_pairs=True) for head_dim in (64, 128)},
+    1: {head_dim: BACKWARD[head_dim]._replace(pair_stages=2) for head_dim in (64, 128)},
     2: {
-        64: BackwardConfig(128, 64, 32, 2, 240, 24, 168, has_pairs=True),
-        128: BackwardConfig(128, 64, 64, 2, 240, 24, 168, has_pairs=True),
+        64: BackwardConfig(128, 64, 32, 2, 240, 24, 168, pair_stages=2),
+        128: BackwardConfig(128, 64, 64, 2, 240, 24, 168, pair_stages=2),
+    },
+    4: {
+        64: BackwardConfig(128, 64, 32, 2, 240, 24, 168, pair_stages=2),
+        128: BackwardConfig(128, 64, 64, 2, 240, 24, 168, pair_stages=1),
     },
 }
 HEAD_DIMS = (64, 128, 256)

@@ -89,7 +89,7 @@ class Mods:
 
     @gluon.jit
     def hide(self, x, pairs, HIDDEN: gl.constexpr):
-        """float32 x where MASK leaves a pair, and elsewhere what HIDDEN writes in PTX: without a bool that LLVM sees."""
+        """float32 x where MASK leaves a pair, and elsewhere HIDDEN, a number as PTX writes it. `opaque` says why."""
         if self.MASK is not None:
             seen = self.MASK(pairs.batch, pairs.head, pairs.rows, pairs.columns, self.captured[0])
             x = gl.inline_asm_elementwise(

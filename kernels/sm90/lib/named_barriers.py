@@ -7,6 +7,8 @@ the group. Triton itself uses the lowest numbers.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+PAIRS_EMPTY = gl.constexpr(6)
+"""No consumer of the backward reads the tile of pairs any more, where there is one."""
 DS_WRITTEN = gl.constexpr(7)
 """Both consumer warp groups of the backward have written their dS."""
 DQ_FULL = gl.constexpr(8)

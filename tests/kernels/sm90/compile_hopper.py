@@ -21,7 +21,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 
 from cs336_systems.attention import variants
-from cs336_systems.attention.mods import score_mod
+from cs336_systems.attention.mods import mask_mod, score_mod
 from cs336_systems.kernels.call import BLOCK, NO_AUX, Aux, Call, Options, Wanted
 from cs336_systems.kernels.inspection import Report, compile_for, rows_of
 from cs336_systems.kernels.sm90 import launches
@@ -45,6 +45,11 @@ def bent(score: torch.Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.
     return score.tanh() * (h + 1) - (q_idx - kv_idx).abs() * 0.1
 
 
+def spread(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.Tensor:
+    """A mask_mod that compares, and combines bools, for each pair."""
+    return (q_idx - kv_idx < 256) | ((q_idx - kv_idx) % 64 == 0)
+
+
 def rules_of(name: str | None, length: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Options and tensors of a mask, listed or not, of a score change, of sinks, or of dropout."""
     if name in (None, "sinks"):
@@ -59,12 +64,16 @@ def rules_of(name: str | None, length: int) -> tuple[dict[str, Any], dict[str, A
         mask = variants.document(ids)
         listed = {"block_rows": lists, "block_columns": lists} if name == "document_listed" else {}
         return {"mask": mask.expression}, {"mask_aux": mask.tensors, **listed}
+    if name == "spread":
+        mask = mask_mod(spread)
+        return {"mask": mask.expression}, {"block_rows": lists, "block_columns": lists}
     if name == "dense_mask":
         mask = variants.visible_where(empty(2, 1, length, length, dtype=torch.bool))
         return {"mask": mask.expression}, {"mask_aux": mask.tensors}
     scores = {
         "alibi": lambda: variants.alibi(empty(1, 8), 0),
         "bias": lambda: variants.bias(empty(1, 8, length, length, dtype=torch.bfloat16)),
+        "float32_bias": lambda: variants.bias(empty(1, 8, length, length)),
         "relative_bias": lambda: variants.relative_bias(empty(8, 2 * length - 1)),
         "bent": lambda: score_mod(bent),
     }[name]()
@@ -104,7 +113,7 @@ def compile_one(
         exponentials = 64 * launch.constants["TILE_K"] // 128
     elif name == "pair_gradient":
         buffers, memory = launches.row_buffers(call), empty(launches.row_buffers(call).elements)
-        target, wanted = empty(1, 8, length, length, dtype=torch.bfloat16), Wanted(score_aux=(True,))
+        target, wanted = torch.empty_like(call.aux.score_aux[0]), Wanted(score_aux=(True,))
         launch = pair_gradient_launch(call, wanted, call.q, target, 0, buffers, memory)
         exponentials = 64 * launch.constants["TILE_K"] // 128
     else:
@@ -141,12 +150,15 @@ def beside_a_product(sass: str) -> list[str]:
 
 
 def details_of(report: Report) -> dict[str, int]:
-    """What a kernel computes and spills while a product runs, and its first mbarrier's address in shared memory."""
+    """What a kernel computes and spills while a product runs, the bits that LLVM gathers in integers, and the first
+    mbarrier's address in shared memory.
+    """
     step = beside_a_product(report.sass)
     offsets = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", report.ptx))
     barriers = re.findall(r"mbarrier\.init\S*\s+\[(%r\d+)\]", report.ptx)
     return {
         "exponentials_beside_a_product": sum("MUFU.EX2" in instruction for instruction in step),
+        "gathered_bits": report.ptx.count("selp.b16"),
         "spills_beside_a_product": sum(bool(re.search(r"\b(STL|LDL)", instruction)) for instruction in step),
         "lowest_barrier": min(int(offsets.get(register, 0)) for register in barriers),
     }

@@ -45,6 +45,9 @@ SPILLED_WITH_DROPOUT = {
 }
 """The same with dropout and no mask."""
 
+MOST_GATHERED = 8
+"""Bits of a kernel that LLVM puts into integers; of a mask's comparisons it would be a hundred or more."""
+
 HARMLESS = r"\(C7519\)"
 
 
@@ -62,6 +65,8 @@ def problems(rows):
             yield f"{name} has a barrier at {row['lowest_barrier']}, where tiles lie: nobody waits for it"
         if not row["multiplies"] or not row["stores"]:
             yield f"{name} computes nothing"
+        if row["gathered_bits"] > MOST_GATHERED:
+            yield f"{name} gathers {row['gathered_bits']} bits of comparisons in integers"
         if row["unset_reads"]:
             yield f"{name} reads registers that nothing has written: {row['unset_reads']}"
         yield from (f"{name}: {warning}" for warning in row["warnings"] if not re.search(HARMLESS, warning))
@@ -105,10 +110,11 @@ def cases_of(name, dim):
             others[-1] |= {"deterministic": True}
     elif (name, dim) == ("forward", 64):
         others.append(unmasked | {"length": SHORT_LENGTH})
-    rules = [causal | {"rules": "document_listed"}, causal | {"rules": "bent"}]
+    rules = [causal | {"rules": kind} for kind in ("document_listed", "spread", "bent")]
     more_rules = [unmasked | {"rules": "alibi"}]
     more_rules += [causal | {"rules": kind} for kind in ("relative_bias", "sinks") if name == "forward"]
-    pairs = [causal | {"rules": kind} for kind in ("bias", "dense_mask") if kind == "bias" or name != "pair_gradient"]
+    pairs = [causal | {"rules": kind} for kind in ("bias", "float32_bias")]
+    pairs += [causal | {"rules": "dense_mask"}] * (name != "pair_gradient")
     return {
         "plain": [causal],
         "others": others,
@@ -165,10 +171,10 @@ def test_problems_are_found():
         "multiplies": True,
     }
     row |= {"stores": True, "unset_reads": [], "warnings": [], "exponentials": 64}
-    row |= {"exponentials_beside_a_product": 64, "spills_beside_a_product": 0}
+    row |= {"gathered_bits": 0, "exponentials_beside_a_product": 64, "spills_beside_a_product": 0}
     assert not [*problems([row])]
     faults = {"spilled": 121, "shared": SHARED_MEMORY + 1, "multiplies": False, "stores": False, "unset_reads": ["R0"]}
     faults |= {"lowest_barrier": 0, "warnings": ["(C7512)"], "spills_beside_a_product": 1}
-    faults |= {"exponentials_beside_a_product": 0}
+    faults |= {"exponentials_beside_a_product": 0, "gathered_bits": 200}
     for fault, value in faults.items():
         assert len([*problems([row | {fault: value}])]) == 1, fault

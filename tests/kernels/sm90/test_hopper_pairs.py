@@ -27,9 +27,9 @@ def scaled(device, *shape):
     return score_mod(lambda s, b, h, q, k: s * heat[h] + added[b, h, q, k] * 0.5)
 
 
-def gated(device, *shape):
+def gated(device, *shape, dtype=torch.bfloat16):
     """One whose derivative by the score reads the tensor."""
-    gate = tiles(device, *shape)
+    gate = tiles(device, *shape, dtype=dtype)
     return score_mod(lambda s, b, h, q, k: s * gate[h, q, k].sigmoid())
 
 
@@ -52,9 +52,9 @@ def hidden(device, *shape):
     return mask_mod(lambda b, h, q, k: ~mask[b, h, q, k] | (q == k))
 
 
-def near(device, *shape):
-    """Numbers of 16 bits that a mask reads."""
-    distances = tiles(device, *shape)
+def near(device, *shape, dtype=torch.bfloat16):
+    """Numbers that a mask reads."""
+    distances = tiles(device, *shape, dtype=dtype)
     return mask_mod(lambda b, h, q, k: distances[q, k].abs() < 0.7)
 
 
@@ -112,6 +112,39 @@ CASES = {
             "alibi_slopes": torch.rand(2, device=on), "bias": tiles(on, 2, 200, 208, dtype=torch.float32),
         },
     ),
+    "float32": (
+        sizes(130, 208), {"causal": True}, lambda on: {"bias": tiles(on, 2, 2, 130, 208, dtype=torch.float32)},
+    ),
+    "float32_of_heads": (
+        sizes(200, 332, d=128, heads=(4, 2)), {},
+        lambda on: {"bias": tiles(on, 4, 200, 332, dtype=torch.float32), "dropout_p": 0.3, "seed": 1},
+    ),
+    "float32_of_entries": (
+        sizes(300, 264, d=80, heads=(4, 1)), {"causal": True},
+        lambda on: {"bias": tiles(on, 2, 1, 300, 264, dtype=torch.float32)},
+    ),
+    "float32_wider": (
+        sizes(100, d=96), {"window": (60, 20)},
+        lambda on: {"bias": tiles(on, 2, 100, 160, dtype=torch.float32)[..., 12:112]},
+    ),
+    "float32_192": (
+        sizes(130, 208, d=192, dv=128), {}, lambda on: {"bias": tiles(on, 2, 130, 208, dtype=torch.float32)},
+    ),
+    "float32_256": (
+        sizes(130, 208, d=256), {"causal": True}, lambda on: {"bias": tiles(on, 2, 130, 208, dtype=torch.float32)},
+    ),
+    "float32_gated": (
+        sizes(128, 256, d=128), {"softcap": 4.0},
+        lambda on: {"scores": gated(on, 2, 128, 256, dtype=torch.float32)},
+    ),
+    "float32_listed": (
+        sizes(400, 304, d=128), {"causal": True},
+        lambda on: {
+            "bias": tiles(on, 2, 400, 304, dtype=torch.float32),
+            "mask": listed(variants.document(documents(on, 400)), 400, 304, causal=True),
+        },
+    ),
+    "float32_mask": (sizes(130, 208, d=128), {}, lambda on: {"mask": near(on, 130, 208, dtype=torch.float32)}),
     "switched": (sizes(128, 256), {}, lambda on: {"scores": switched(on, 2, 128, 256)}),
 }  # fmt: skip
 
@@ -145,6 +178,10 @@ LEARNED = {
     "gated": (
         sizes(128, 256, d=128), {"softcap": 4.0},
         lambda on: {"bias": learned(on, 2, 128, 256, dtype=torch.float32), "scores": learned_gate(on, 2, 128, 256)},
+    ),
+    "float32": (
+        sizes(200, 332, d=128, heads=(4, 2)), {"causal": True},
+        lambda on: {"bias": learned(on, 2, 1, 200, 332, dtype=torch.float32)},
     ),
     "far_keys": (sizes(300, 72), {"causal": True}, lambda on: {"bias": learned(on, 2, 300, 72)}),
     "masked": (
@@ -195,7 +232,9 @@ def test_which_tensors_come_in_tiles():
     assert both.position == 1
     of_all = bias[0, 0]
     assert found(scores=score_mod(lambda s, b, h, q, k: s + of_all[q, k])) == (0, False, 0, ("row", "column"))
-    assert found(bias=bias.float()) is None, "float32 takes more memory"
+    assert found(bias=bias.float()) == found(bias=bias)
+    assert found(bias=bias.double()) is None, "float64 takes more memory"
+    assert found(bias=tiles("cpu", 2, 2, 130, 210, dtype=torch.float32)[..., :208]) is None
     assert found(bias=bias[..., :1]) is None, "no element for each pair"
     assert found(bias=bias[:, :, :1]) is None
     assert found(bias=tiles("cpu", 2, 2, 130, 209)[..., :208]) is None, "rows that begin anywhere"
@@ -208,7 +247,6 @@ def test_which_tensors_come_in_tiles():
         2, True, 2, ("batch", "head", "row", "column"),
     )  # fmt: skip
     assert found(mask=mask, bias=bias) == (1, False, 0, ("batch", "head", "row", "column")), "score changes come first"
-    assert found(mask=mask, bias=bias.float()) == found(mask=mask)
     assert found(mask=mask[:1].expand(2, -1, -1, -1)) is not None
     for entries, shared in ((mask, False), (mask[:1].expand(2, -1, -1, -1), True), (mask[0], True)):
         assert entries_share_pairs(make_call(q, k, v, Arguments.of(mask=entries))) == shared
