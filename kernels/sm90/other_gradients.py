@@ -10,7 +10,7 @@ from ..call import Aux, Call, Wanted
 from ..lib.reductions import sink_gradient
 
 if TYPE_CHECKING:
-    from .launches import RowBuffers
+    from .row_launches import RowBuffers
     from .pair_gradient_launch import PairGradients
 
 MAX_PAIR_HEAD_DIM = 128

@@ -9,7 +9,7 @@ import torch
 
 from cs336_systems.kernels.call import NO_AUX, Aux, Call, Options
 from cs336_systems.kernels.sm90.backward_rows import finish_kernel, prepare_kernel
-from cs336_systems.kernels.sm90.launches import RowBuffers, finish_launch, prepare_launch, row_buffers
+from cs336_systems.kernels.sm90.row_launches import RowBuffers, finish_launch, prepare_launch, row_buffers
 from cs336_systems.kernels.sm90.tiles import BACKWARD
 from cs336_systems.testing import starts_of
 
