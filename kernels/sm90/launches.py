@@ -240,5 +240,5 @@ def backward_launch(
         ),
         constants,
         # With Triton 3.9 the kernel for 256 columns is 1 % faster at Triton's own level of register allocation.
-        {"num_warps": 4, "maxnreg": config.max_registers, **(default_ptx_options() if shares_keys else {})},
+        {"num_warps": 4, "maxnreg": config.max_registers, **(default_ptx_options() if head_dim == 256 else {})},
     )

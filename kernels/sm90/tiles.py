@@ -134,11 +134,11 @@ BACKWARD = {
     64: BackwardConfig(128, 128, 64, 2, 240, 24, 168, True),
     128: BackwardConfig(128, 64, 64, 2, 240, 24, 168),
     256: BackwardConfig(64, 64, 128, 2, 240, 24, 168),
-    # Shared memory holds k, v, a tile of q, and three pieces of dout.
-    512: BackwardConfig(64, 64, 128, 3, 240, 24, 168, piece=64),
+    # Shared memory holds k, v, a tile of q, and three pieces of dout, which take the producer more registers.
+    512: BackwardConfig(64, 64, 128, 3, 232, 40, 168, piece=64),
 }
-BACKWARD_OF_V = BACKWARD[512]._replace(stages=4, piece=128)
-"""That of dV alone: a named barrier each for the pieces of a tile of q."""
+BACKWARD_OF_V = BackwardConfig(64, 64, 128, 4, 240, 24, 168, piece=128)
+"""Of the launch for dV where there are pieces: there are named barriers for four."""
 BACKWARD_PAIRS = {
     0: {},
     1: {head_dim: BACKWARD[head_dim]._replace(has_pairs=True) for head_dim in (64, 128)},
