@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..versions import async_load, async_store
-from .backward_consumer import buffer_in, mainloop, pairs_of, probabilities, visible
+from .backward_consumer import buffer_in, mainloop, masked_probabilities
 from .backward_producer import new_pipeline, produce
 from .backward_wide import ROWS, add_fragments
 from .lib import named_barriers
@@ -172,18 +172,6 @@ def product_of_pieces(keys_tile, memory, n, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def masked_probabilities(s, lse2, keys, first_row, seq, tile, head, scores, mods, MASKED: gl.constexpr):
-    """P of capped scores, and the derivative of what changed them."""
-    layout: gl.constexpr = s.type.layout
-    pairs = pairs_of(keys, first_row, seq, tile, head, layout, ROWS)
-    changed, slope = mods.differentiate(s, pairs)
-    p = probabilities(changed * scores.scale - lse2)
-    if MASKED:
-        p = gl.where(mods.hide(visible(keys, first_row, seq, layout, ROWS), pairs), p, 0.0)
-    return p, slope
-
-
-@gluon.jit
 def dv_step(
     dk, dv, memory, seq, tile, head, keys, n, position, dq_ptr, scores, mods,
     MASKED: gl.constexpr, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr,
@@ -283,6 +271,7 @@ def piece_consumer(
         tile = seq.tile(batch, head, start)
         total = gl.zeros([WG_ROWS, HALF], gl.float32, accumulator(HALF))
         keys = tile.start + gl.arange(0, WG_ROWS, layout=gl.SliceLayout(1, accumulator(ROWS)))
+        # The gradient that a step does not add to is a number.
         if memory.OF_V:
             _, total, n = mainloop(
                 dv_step, tile.start, total, memory, tile, seq, keys, n, heads_per_kv, padded_len, None, scores, mods,
@@ -294,8 +283,8 @@ def piece_consumer(
                 (tile.batch_head * heads_per_kv).to(gl.int64) * padded_len * HEAD_DIM + CONSUMER * WG_ROWS * HALF
             )
             total, _, n = mainloop(
-                dk_step, total, tile.start, memory, tile, seq, keys, n, heads_per_kv, padded_len, first_dq, scores, mods,
-                CONSUMER, HEAD_DIM,
+                dk_step, total, tile.start, memory, tile, seq, keys, n, heads_per_kv, padded_len, first_dq, scores,
+                mods, CONSUMER, HEAD_DIM,
             )  # fmt: skip
             total *= scale
             mbarrier.arrive(memory.v_empty, count=1)
