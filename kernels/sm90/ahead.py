@@ -12,10 +12,11 @@ from ..launching import Launch
 from ..layouts import one_a_row, rows_like
 from .backward import backward_kernel
 from .backward_rows import finish_kernel, prepare_kernel
-from .launches import backward_launch, finish_launch, prepare_launch, row_buffers
+from .launches import backward_launch, backward_tiles
 from .other_gradients import pair_gradients
 from .pair_gradient_launch import pair_gradient_launch
 from .pair_gradients import pair_gradient_kernel
+from .row_launches import finish_launch, prepare_launch, row_buffers
 
 
 def backward_launches(call: Call, wanted: Wanted, num_sms: int) -> Iterator[tuple[Any, Launch]]:
@@ -26,7 +27,8 @@ def backward_launches(call: Call, wanted: Wanted, num_sms: int) -> Iterator[tupl
     out = rows_like(q, call.v_head_dim).empty(q.dtype, q.device)
     lse = one_a_row(q).empty(torch.float32, q.device)
     dlse = lse if call.return_lse else None
-    yield backward_kernel, backward_launch(call, out, k, v, buffers, memory, workspace, num_sms)
+    for dk, dv in backward_tiles(call).launches(k, v):
+        yield backward_kernel, backward_launch(call, out, dk, dv, buffers, memory, workspace, num_sms)
     yield prepare_kernel, prepare_launch(call, out, out, lse, dlse, buffers, memory)
     yield finish_kernel, finish_launch(call, q, buffers, memory)
     pairs = pair_gradients(call, buffers, wanted)

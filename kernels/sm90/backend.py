@@ -95,8 +95,6 @@ def unsupported_call(call: Call, least: int = MIN_HEAD_DIM) -> str | None:
 
 def unsupported_backward(call: Call) -> str | None:
     """None, or why the kernels cannot compute the gradients of a call whose values they can."""
-    if call.head_dim > HEAD_DIMS[-1]:
-        return f"needs head dimensions up to {HEAD_DIMS[-1]}; got {call.head_dim}"
     if not call.options.deterministic:
         return None
     is_listed = call.aux.block_columns is not None
@@ -170,7 +168,8 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
     from .. import launching
     from .backward import backward_kernel
     from .backward_rows import finish_kernel, prepare_kernel
-    from .launches import backward_launch, backward_tiles, finish_launch, prepare_launch, row_buffers
+    from .launches import backward_launch, backward_tiles
+    from .row_launches import finish_launch, prepare_launch, row_buffers
 
     options, device, num_sms = call.options, call.device, launching.num_sms(call.device)
     buffers = row_buffers(call)
@@ -180,7 +179,8 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
     copies_dout = not has_tma_strides(dout) or dout.data_ptr() % ALIGNMENT != 0
     copies_out = out.stride(-1) != 1
     operands, others = _mods_of(call, config), OtherGradients(call, buffers, wanted)
-    prepare, launch, finish = map(launching.Launcher, (prepare_kernel, backward_kernel, finish_kernel))
+    prepare, finish = map(launching.Launcher, (prepare_kernel, finish_kernel))
+    launches = [launching.Launcher(backward_kernel) for _ in config.launches(None, None)]
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, aux: Aux = NO_AUX
@@ -201,12 +201,15 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
         inputs = options, q, k, v, aux
         read = out.data_ptr(), dout_ptr, lse.data_ptr(), dlse_ptr, *rows, cu_seqlens_q
         prepare(read, _described, prepare_launch, *inputs, out, dout, lse, dlse, buffers, memory)
-        addresses = (
-            *(q.data_ptr(), dout_ptr, k.data_ptr(), v.data_ptr(), lse2_ptr, delta_ptr, dk.data_ptr(), dv.data_ptr()),
+        read_by_all = q.data_ptr(), dout_ptr, k.data_ptr(), v.data_ptr(), lse2_ptr, delta_ptr
+        rest = (
             *(sums_ptr, turns_ptr if config.has_turns else None, workspace.data_ptr(), *starts),
             *operands(aux, aux.block_columns),
         )
-        launch(addresses, _described, backward_launch, *inputs, dout, dk, dv, buffers, memory, workspace, num_sms)
+        for launch, made in zip(launches, config.launches(dk, dv), strict=True):
+            addresses = *read_by_all, *map(launching.address_of, made), *rest
+            described = *inputs, dout, *made, buffers, memory, workspace, num_sms
+            launch(addresses, _described, backward_launch, *described)
         finish((sums_ptr, dq.data_ptr(), cu_seqlens_q), _described, finish_launch, *inputs, dq, buffers, memory)
         return Gradients(dq, dk, dv, *others(q, k, v, out, lse, dout, dlse, memory, aux))
 

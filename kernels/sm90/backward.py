@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from .backward_consumer import consumer, waits_for_never
+from .backward_pieces import new_piece_memory, piece_consumer, piece_producer
 from .backward_producer import Tensors, dq_reducer, new_memory, producer
 from .backward_wide import wide_consumer
 from .lib.block_lists import new_block_lists
@@ -33,6 +34,7 @@ def backward_kernel(
     batch_heads, heads, heads_per_kv, q_len, k_len, padded_len, left, right, section,
     scale, exponent_scale, softcap_scale, natural, sequences,
     HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr, PAIR_STAGES: gl.constexpr,
+    PIECES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     MASK: gl.constexpr, SCORE: gl.constexpr, PAIR_ARGUMENT: gl.constexpr, BATCH_INNER: gl.constexpr,
     PERSISTENT: gl.constexpr, DETERMINISTIC: gl.constexpr, ROTATED: gl.constexpr,
@@ -45,7 +47,8 @@ def backward_kernel(
     of rows of DQ_ROW numbers, or a pointer if TILE_K is 64. turns: for DETERMINISTIC, see `dq_reducer`. workspace: see
     `lib.scheduler`; exponent_scale and softcap_scale: see `ScoreScale`; captured, natural, MASK, SCORE: see `Mods`;
     pairs, PAIR_ARGUMENT: see `lib.pair_tiles`; blocks: see `lib.block_lists`; dropout: see `lib.dropout.new_dropout`;
-    BATCH_INNER, ROTATED: see `TileMap`.
+    BATCH_INNER, ROTATED: see `TileMap`. PIECES: if not 0, see `backward_pieces`; it computes dV if dk is None, dK and
+    dQ if dv is None.
     """
     varlen = new_varlen(cu_seqlens_k, cu_seqlens_q, sequences, BOTTOM_RIGHT)
     # Key j is seen by the rows from j - right to j - left.
@@ -57,11 +60,29 @@ def backward_kernel(
     if MASK is None and SCORE is None:
         captured = ()
     mods = Mods(captured, natural, new_dropout(dropout, heads, heads_per_kv, sequences), MASK, SCORE)
+    OF_V: gl.constexpr = dk is None
+    if OF_V:
+        dk = dv
+    if dv is None:
+        dv = dk
     tensors = Tensors(q, dout, k, v, lse2, delta, dk, dv, workspace, new_pair_tensor(pairs, PAIR_ARGUMENT, q))
     NEVER: gl.constexpr = TILE_K > WG_ROWS and waits_for_never(TILE_Q, SOFTCAP, SCORE)
-    memory = new_memory(tensors, dq, STAGES, PAIR_STAGES, NEVER, varlen.VARLEN)
+    if PIECES > 0:
+        memory = new_piece_memory(tensors, STAGES, PIECES, OF_V, varlen.VARLEN)
+    else:
+        memory = new_memory(tensors, dq, STAGES, PAIR_STAGES, NEVER, varlen.VARLEN)
     fence_async_shared()
-    if TILE_K == WG_ROWS:
+    if PIECES > 0:
+        gl.warp_specialize([
+            (piece_consumer, (
+                0, tensors, dq, memory, tile_map, heads_per_kv, padded_len, scale, scores, mods, HEAD_DIM,
+            )),
+            (piece_consumer, (
+                1, tensors, dq, memory, tile_map, heads_per_kv, padded_len, scale, scores, mods, HEAD_DIM,
+            )),
+            (piece_producer, (tensors, memory, tile_map, heads_per_kv, PERSISTENT)),
+        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    elif TILE_K == WG_ROWS:
         gl.warp_specialize([
             (wide_consumer, (
                 0, tensors, dq, memory, tile_map, heads_per_kv, padded_len, scale, scores, mods, HEAD_DIM,

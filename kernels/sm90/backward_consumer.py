@@ -64,6 +64,20 @@ def probabilities(exponents):
 
 
 @gluon.jit
+def masked_probabilities(s, lse2, keys, first_row, seq, tile, head, scores, mods, MASKED: gl.constexpr):
+    """P of capped scores, and the derivative of what changed them."""
+    ROWS: gl.constexpr = s.shape[1]
+    layout: gl.constexpr = s.type.layout
+    pairs = pairs_of(keys, first_row, seq, tile, head, layout, ROWS)
+    changed, slope = mods.differentiate(s, pairs)
+    p = probabilities(changed * scores.scale - lse2)
+    if MASKED:
+        p = mods.hide(p, pairs, "0f00000000")
+        p = gl.where(visible(keys, first_row, seq, layout, ROWS), p, 0.0)
+    return p, slope
+
+
+@gluon.jit
 def start_dq(ds_tile, k_tile, CONSUMER: gl.constexpr, TILE_Q: gl.constexpr):
     """Issue a warp group's half of a dQ tile: half of its columns if it has 64 rows, or 64 of its 128 rows."""
     COLUMNS: gl.constexpr = k_tile.shape[1] * TILE_Q // k_tile.shape[0]

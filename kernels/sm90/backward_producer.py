@@ -60,6 +60,14 @@ class SharedMemory:
     pairs: PairTiles
     pair_pipeline: NamedPipeline
 
+    @gluon.jit
+    def drain(self, n):
+        """Wait until all of n tiles are released."""
+        self.q.drain(n)
+        self.dout.drain(n)
+        if self.pair_pipeline.stages < self.q.stages:
+            self.pair_pipeline.drain(n)
+
 
 @gluon.jit
 def new_pipeline(desc, STAGES: gl.constexpr, EMPTY: gl.constexpr):
@@ -111,24 +119,30 @@ def new_memory(
 @gluon.jit
 def producer(tensors, memory, tile_map, heads_per_kv, PERSISTENT: gl.constexpr, ROTATED: gl.constexpr):
     """The producer warp: claims tiles of keys, and loads what each needs."""
+    produce(tensors, memory, tile_map, heads_per_kv, PERSISTENT, ROTATED, load_step)
+
+
+@gluon.jit
+def produce(
+    tensors, memory, tile_map, heads_per_kv, PERSISTENT: gl.constexpr, ROTATED: gl.constexpr, LOAD: gl.constexpr,
+):  # fmt: skip
+    """The same, with LOAD for each step."""
     num_tiles = tile_map.num_tiles()
     n = 0
     turn = 0
     index = skip_empty(gl.program_id(0), tensors.workspace, tile_map, PERSISTENT)
     while index < num_tiles:
-        n, index = load_tile(tensors, memory, tile_map, heads_per_kv, index, turn, n, PERSISTENT, ROTATED)
+        n, index = load_tile(tensors, memory, tile_map, heads_per_kv, index, turn, n, PERSISTENT, ROTATED, LOAD)
         turn += 1
     tile, seq = tile_map.tile_at(0)
     memory.scheduler.push(turn, STOP, tile, seq)
-    memory.q.drain(n)
-    memory.dout.drain(n)
-    if memory.pair_pipeline.stages < memory.q.stages:
-        memory.pair_pipeline.drain(n)
+    memory.drain(n)
 
 
 @gluon.jit
 def load_tile(
-    tensors, memory, tile_map, heads_per_kv, index, turn, n, CLAIM: gl.constexpr, ROTATED: gl.constexpr,
+    tensors, memory, tile_map, heads_per_kv, index, turn, n,
+    CLAIM: gl.constexpr, ROTATED: gl.constexpr, LOAD: gl.constexpr,
 ):  # fmt: skip
     """Push a tile, load its k and v, and all q and dout that see it, for each query head of the group.
 
@@ -150,7 +164,7 @@ def load_tile(
         visits = seq.for_member(tile, member, heads_per_kv)
         for inner in range(visits.begin, visits.end):
             row = seq.visited(seq.rotated(inner, visits, ROTATED), visits) * tile_map.INNER_TILE
-            load_step(tensors, memory, seq, tile, heads_per_kv, member, row, turn, n, first)
+            LOAD(tensors, memory, seq, tile, heads_per_kv, member, row, turn, n, first)
             if CLAIM:  # noqa: SIM102 - known when compiled
                 if n == claim_at:
                     following = claim_next(tensors.workspace, tile_map)

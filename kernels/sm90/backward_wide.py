@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward_consumer import buffer_in, epilogue, mainloop, pairs_of, probabilities, visible
+from .backward_consumer import buffer_in, epilogue, mainloop, masked_probabilities
 from .lib import named_barriers
 from .lib.mma import WG_ROWS, accumulator, as_matrix, opaque_zero
 from .lib.scheduler import STOP
@@ -50,12 +50,7 @@ def wide_step(
     dp = warpgroup_mma(v_tile, own_dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
     bits = mods.dropout.draw(first_row, tile.start, seq.batch_of(tile), head, ROWS, True)
     s = scores.softcap(warpgroup_mma_wait(1, [s]))
-    pairs = pairs_of(keys, first_row, seq, tile, head, layout, ROWS)
-    changed, slope = mods.differentiate(s, pairs)
-    p = probabilities(changed * scores.scale - lse2)
-    if MASKED:
-        p = mods.hide(p, pairs, "0f00000000")
-        p = gl.where(visible(keys, first_row, seq, layout, ROWS), p, 0.0)
+    p, slope = masked_probabilities(s, lse2, keys, first_row, seq, tile, head, scores, mods, MASKED)
     p_tile = memory.p_or_dq.index(n & 1)
     p_tile.slice(CONSUMER * ROWS, ROWS, dim=1).store(mods.dropout.drop(p, bits, True).to(dtype))
     if scores.SOFTCAP:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -19,9 +19,10 @@ from ..versions import default_ptx_options
 from .backward_producer import DQ_ROW
 from .lib.mma import WG_ROWS
 from .lib.mods import in_gluon
-from .lib.varlen import BOUND, PADDING
+from .lib.varlen import BOUND
 from .rule_arguments import bound_mods, entries_share_pairs, pair_itemsize, pair_tensor
 from .tiles import (
+    BACKWARD_OF_V,
     BackwardConfig,
     ForwardConfig,
     SplitHeadDim,
@@ -30,6 +31,9 @@ from .tiles import (
     padded_head_dim,
     split_head_dim,
 )
+
+if TYPE_CHECKING:
+    from .row_launches import RowBuffers
 
 ROWS = WG_ROWS.value
 
@@ -42,46 +46,10 @@ SECTION_BYTES = 24 << 20
 DTYPES = {getattr(torch, name): getattr(gl, name) for name in ("float16", "bfloat16", "float32", "uint8")}
 
 
-class RowBuffers(NamedTuple):
-    """The float32 buffers of a backward that have entries for each row of q, padded to ``rows``; one allocation.
-
-    lse2: the log-sum-exp in exponents of 2, (batch_heads, rows). delta: the same shape. dq: unscaled sums in the order
-    of accumulator fragments, batch_heads * rows * head_dim. turns: int32, CTAs that have added to each 64 rows of dq.
-    """
-
-    batch_heads: int
-    rows: int
-    head_dim: int
-
-    @property
-    def elements(self) -> int:
-        """Of the allocation."""
-        count = self.batch_heads * self.rows
-        return count * (2 + self.head_dim) + count // ROWS
-
-    def views(self, memory: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """lse2, delta, dq and turns."""
-        count = self.batch_heads * self.rows
-        lse2, delta = memory[: 2 * count].view(2, self.batch_heads, self.rows)
-        end = (2 + self.head_dim) * count
-        return lse2, delta, memory[2 * count : end], memory[end:].view(torch.int32)
-
-    def addresses(self, address: int) -> tuple[int, int, int, int]:
-        """Those of the views."""
-        size = 4 * self.batch_heads * self.rows
-        return address, address + size, address + 2 * size, address + (2 + self.head_dim) * size
-
-
 def num_sequences(call: Call) -> int:
     """Packed sequences of a call; 0 if none are packed."""
     starts = call.aux.cu_seqlens_q
     return 0 if starts is None else starts.numel() - 1
-
-
-def row_buffers(call: Call) -> RowBuffers:
-    """The per-row buffers of a call's backward."""
-    rows = tiles_per_head(call.q_len, PADDING.value, num_sequences(call)) * PADDING.value
-    return RowBuffers(call.q.shape[:-2].numel(), rows, padded_head_dim(call.head_dim))
 
 
 def tiles_per_head(length: int, tile: int, sequences: int = 0) -> int:
@@ -153,8 +121,10 @@ def score_scales(options: Options) -> tuple[float, float, float]:
     return (LOG2_E.value if len(options.scores) > 0 else natural * LOG2_E.value), inside, natural
 
 
-def backward_tiles(call: Call) -> BackwardConfig:
-    """The configuration of a backward."""
+def backward_tiles(call: Call, *, of_v: bool = False) -> BackwardConfig:
+    """The configuration of a backward, or with ``of_v`` of the launch that computes dV alone."""
+    if of_v:
+        return BACKWARD_OF_V
     return backward_config(padded_head_dim(call.head_dim), pair_itemsize=pair_itemsize(call))
 
 
@@ -223,35 +193,42 @@ def forward_launch(call: Call, out: Tensor, lse: Tensor, workspace: Tensor, num_
 
 
 def backward_launch(
-    call: Call, dout: Tensor, dk: Tensor, dv: Tensor,
+    call: Call, dout: Tensor, dk: Tensor | None, dv: Tensor | None,
     buffers: RowBuffers, memory: Tensor, workspace: Tensor, num_sms: int,
 ) -> Launch:  # fmt: skip
-    """The launch of `backward_kernel`; ``memory`` holds the buffers."""
-    q, k, v, dout, dk, dv = with_batch(call.q, call.k, call.v, dout, dk, dv)
-    head_dim = buffers.head_dim
-    config = backward_tiles(call)
+    """The launch of `backward_kernel`; ``memory`` holds the buffers. Above 256 columns one of dk and dv is None."""
+    q, k, v, dout = with_batch(call.q, call.k, call.v, dout)
+    head_dim, of_v = buffers.head_dim, dk is None
+    config = backward_tiles(call, of_v=of_v)
     batch, heads = k.shape[:2]
     shares_keys = config.tile_k == ROWS
-    columns = config.dq_columns if shares_keys else head_dim
+    columns = head_dim // 2 if shares_keys else head_dim
+    q_columns, dout_columns = (config.piece if config.piece and x else head_dim for x in (of_v, not of_v))
     num_tiles = batch * heads * tiles_per_head(call.k_len, config.tile_k, num_sequences(call))
     lse2, delta, dq, turns = buffers.views(memory)
     accumulated: tuple[object, Tensor | None] = dq, None
     if not shares_keys:
         rows = config.tile_q * head_dim // 2 // DQ_ROW.value
         accumulated = float32_descriptor(dq.view(-1, DQ_ROW.value), rows, DQ_ROW.value), turns
-    tiled = (q, config.tile_q), (dout, config.tile_q), (k, config.tile_k), (v, ROWS)
+    tiled = (
+        *((q, config.tile_q, q_columns), (dout, config.tile_q, dout_columns)),
+        *((k, config.tile_k, head_dim), (v, ROWS, head_dim)),
+    )
+    dk, dv = (None if x is None else with_batch(x)[0] for x in (dk, dv))
+    packed = call.is_packed
     deterministic = call.options.deterministic
     constants = {
         "HEAD_DIM": head_dim, "TILE_Q": config.tile_q, "TILE_K": config.tile_k, "STAGES": config.stages,
+        "PIECES": triton.cdiv((q if of_v else v).shape[-1], config.piece) if config.piece else 0,
         "DETERMINISTIC": deterministic, "ROTATED": config.rotated and not deterministic and not call.depends_on_pairs,
         "PAIR_STAGES": config.pair_stages, "PERSISTENT": num_sms < num_tiles, **common_constants(call, config),
     }  # fmt: skip
     return Launch(
         (min(num_sms, num_tiles), 1),
         (
-            *(tma_descriptor(x, rows, head_dim, is_packed=call.is_packed) for x, rows in tiled),
+            *(tma_descriptor(x, rows, width, is_packed=packed) for x, rows, width in tiled),
             *(float32_descriptor(x, 1, config.tile_q) for x in (lse2, delta)),
-            *(tma_descriptor(x, ROWS, columns, is_packed=call.is_packed) for x in (dk, dv)),
+            *(None if x is None else tma_descriptor(x, ROWS, columns, is_packed=packed) for x in (dk, dv)),
             *(*accumulated, workspace, call.aux.cu_seqlens_q, call.aux.cu_seqlens_k),
             *rule_operands(call, config, call.aux.block_columns, config.tile_q, ROWS),
         ),
@@ -263,38 +240,5 @@ def backward_launch(
         ),
         constants,
         # With Triton 3.9 the kernel for 256 columns is 1 % faster at Triton's own level of register allocation.
-        {"num_warps": 4, "maxnreg": config.max_registers, **(default_ptx_options() if shares_keys else {})},
+        {"num_warps": 4, "maxnreg": config.max_registers, **(default_ptx_options() if head_dim == 256 else {})},
     )
-
-
-def prepare_launch(
-    call: Call, out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None, buffers: RowBuffers, memory: Tensor
-) -> Launch:
-    """The launch of `prepare_kernel`."""
-    out, dout = with_batch(out, dout)
-    tensors = out, dout, lse, dlse, *buffers.views(memory), call.aux.cu_seqlens_q
-    strides = out.stride()[:3], dout.stride()[:3]
-    return _row_launch(call, buffers, tensors, strides, (), {"HEAD_DIM": call.v_head_dim})
-
-
-def finish_launch(call: Call, dq: Tensor, buffers: RowBuffers, memory: Tensor) -> Launch:
-    """The launch of `finish_kernel`."""
-    [dq] = with_batch(dq)
-    tensors = buffers.views(memory)[2], dq, call.aux.cu_seqlens_q
-    constants = {"HEAD_DIM": call.head_dim, "DQ_COLUMNS": backward_tiles(call).dq_columns}
-    return _row_launch(call, buffers, tensors, (dq.stride()[:3],), (call.options.scale,), constants)
-
-
-def _row_launch(
-    call: Call,
-    buffers: RowBuffers,
-    tensors: tuple[Tensor | None, ...],
-    strides: tuple[tuple[int, ...], ...],
-    more: tuple[float, ...],
-    constants: dict[str, int],
-) -> Launch:
-    """A program for each 64 rows of the buffers."""
-    [q] = with_batch(call.q)
-    sizes = {"PADDED_HEAD_DIM": buffers.head_dim, "ROWS": ROWS, "PADDING": PADDING.value}
-    numbers = (*strides, q.shape[1], call.q_len, buffers.rows, num_sequences(call), *more)
-    return Launch((buffers.batch_heads * buffers.rows // ROWS, 1), tensors, numbers, sizes | constants, {})

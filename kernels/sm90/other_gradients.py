@@ -10,8 +10,8 @@ from ..call import Aux, Call, Wanted
 from ..lib.reductions import sink_gradient
 
 if TYPE_CHECKING:
-    from .launches import RowBuffers
     from .pair_gradient_launch import PairGradients
+    from .row_launches import RowBuffers
 
 MAX_PAIR_HEAD_DIM = 128
 """Columns of tiles: above, those of a step do not fit into shared memory."""

@@ -9,10 +9,11 @@ from ..bound_mods import dropout_operand, itself
 from ..call import Aux, Call, Wanted
 from ..launching import Launch, Launcher
 from ..triton.mod_gradients import empty_buffer, reduce_buffer
-from .launches import RowBuffers, band_arguments, pair_operand, score_scales, tma_descriptor, with_batch
+from .launches import band_arguments, pair_operand, score_scales, tma_descriptor, with_batch
 from .lib.mma import WG_ROWS
 from .lib.mods import in_gluon
 from .pair_gradients import pair_gradient_kernel
+from .row_launches import RowBuffers
 from .rule_arguments import bound_mods, pair_itemsize, pair_tensor
 
 ROWS = WG_ROWS.value

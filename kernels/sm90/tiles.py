@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ..call import Band
+
+T = TypeVar("T")
 
 
 class ForwardConfig(NamedTuple):
@@ -45,12 +47,13 @@ class BackwardConfig(NamedTuple):
     Attributes:
         tile_k: rows of k and v of a CTA. Each of its two consumer warp groups has 64 of 128, or both share 64.
         tile_q: rows of a tile of q and dout.
-        dq_columns: columns of the float32 dQ tiles that are added at a time; also of stored dK and dV if tile_k is 64.
+        dq_columns: columns of the float32 dQ tiles that are added at a time.
         stages: of the pipelines of q and dout.
         consumer_registers, producer_registers, max_registers: as of `ForwardConfig`.
         rotated: whether CTAs start at different tiles of q where nothing is masked.
         pair_stages: how many tiles of a tensor with an element for each pair lie beside those of q: as many as
             ``stages``, or one, for which there is a pipeline of its own; 0 if they are not loaded.
+        piece: columns of the pieces in which q or dout comes, which ``stages`` are of then (`backward_pieces`); else 0.
     """
 
     tile_k: int
@@ -62,6 +65,7 @@ class BackwardConfig(NamedTuple):
     max_registers: int
     rotated: bool = False
     pair_stages: int = 0
+    piece: int = 0
 
     @property
     def has_pairs(self) -> bool:
@@ -72,6 +76,10 @@ class BackwardConfig(NamedTuple):
     def has_turns(self) -> bool:
         """Whether `dq_reducer` adds up dQ, which counts whose turn it is."""
         return self.tile_k == 128
+
+    def launches(self, dk: T, dv: T) -> list[tuple[T | None, T | None]]:
+        """The gradients that each launch of the kernel computes."""
+        return [(dk, None), (None, dv)] if self.piece else [(dk, dv)]
 
 
 SHORT_LENGTH = 1024
@@ -141,7 +149,11 @@ BACKWARD = {
     64: BackwardConfig(128, 128, 64, 2, 240, 24, 168, True),
     128: BackwardConfig(128, 64, 64, 2, 240, 24, 168),
     256: BackwardConfig(64, 64, 128, 2, 240, 24, 168),
+    # Shared memory holds k, v, a tile of q, and three pieces of dout, which take the producer more registers.
+    512: BackwardConfig(64, 64, 128, 3, 232, 40, 168, piece=64),
 }
+BACKWARD_OF_V = BackwardConfig(64, 64, 128, 4, 240, 24, 168, piece=128)
+"""Of the launch for dV where there are pieces: there are named barriers for four."""
 BACKWARD_PAIRS = {
     0: {},
     1: {head_dim: BACKWARD[head_dim]._replace(pair_stages=2) for head_dim in (64, 128)},
@@ -162,8 +174,8 @@ WIDE = SplitHeadDim(256, 256, 0)
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Columns of the tiles of a head dimension."""
-    return next(columns for columns in HEAD_DIMS if columns >= head_dim)
+    """Columns of the tiles of a head dimension; the forward splits the widest (`WIDE`)."""
+    return next(columns for columns in BACKWARD if columns >= head_dim)
 
 
 def forward_config(

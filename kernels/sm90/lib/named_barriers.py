@@ -15,6 +15,8 @@ DQ_FULL = gl.constexpr(8)
 """From here on, one for each consumer warp group: it has written its half of a dQ tile to shared memory."""
 DQ_EMPTY = gl.constexpr(10)
 """The same: the dQ reducer has read that half."""
+PIECE_EMPTY = gl.constexpr(8)
+"""From here on, one for each stage, where no dQ reducer is: no consumer reads the piece of q or dout any more."""
 Q_EMPTY = gl.constexpr(12)
 """From here on, one for each stage: no consumer reads the tile of q any more."""
 DOUT_EMPTY = gl.constexpr(14)

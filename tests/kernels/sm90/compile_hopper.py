@@ -24,14 +24,15 @@ from cs336_systems.attention import variants
 from cs336_systems.attention.mods import mask_mod, score_mod
 from cs336_systems.kernels.call import BLOCK, NO_AUX, Aux, Call, Options, Wanted
 from cs336_systems.kernels.inspection import Report, compile_for, rows_of
-from cs336_systems.kernels.sm90 import launches
+from cs336_systems.kernels.sm90 import launches, row_launches
 from cs336_systems.kernels.sm90.backward import backward_kernel
 from cs336_systems.kernels.sm90.forward import forward_kernel
 from cs336_systems.kernels.sm90.pair_gradient_launch import pair_gradient_launch
 from cs336_systems.kernels.sm90.pair_gradients import pair_gradient_kernel
 
 BANDS = {"none": (None, None), "causal": (None, 0), "window": (100, 0)}
-KERNELS = {"forward": forward_kernel, "backward": backward_kernel, "pair_gradient": pair_gradient_kernel}
+KERNELS = {"forward": forward_kernel, "pair_gradient": pair_gradient_kernel}
+KERNELS |= dict.fromkeys(("backward", "backward_of_k", "backward_of_v"), backward_kernel)
 SMS = 8
 """Few multiprocessors, so that CTAs claim several tiles."""
 
@@ -112,15 +113,14 @@ def compile_one(
         launch = launches.forward_launch(call, call.q, empty(*call.q.shape[:-1]), workspace, SMS)
         exponentials = 64 * launch.constants["TILE_K"] // 128
     elif name == "pair_gradient":
-        buffers, memory = launches.row_buffers(call), empty(launches.row_buffers(call).elements)
+        buffers, memory = row_launches.row_buffers(call), empty(row_launches.row_buffers(call).elements)
         target, wanted = torch.empty_like(call.aux.score_aux[0]), Wanted(score_aux=(True,))
         launch = pair_gradient_launch(call, wanted, call.q, target, 0, buffers, memory)
         exponentials = 64 * launch.constants["TILE_K"] // 128
     else:
-        buffers = launches.row_buffers(call)
-        launch = launches.backward_launch(
-            call, call.q, call.k, call.v, buffers, empty(buffers.elements), workspace, SMS
-        )  # fmt: skip
+        buffers = row_launches.row_buffers(call)
+        made = {"backward": (call.k, call.v), "backward_of_k": (call.k, None), "backward_of_v": (None, call.v)}[name]
+        launch = launches.backward_launch(call, call.q, *made, buffers, empty(buffers.elements), workspace, SMS)
         exponentials = launch.constants["TILE_Q"] * launch.constants["TILE_K"] // 256
     about = {
         "pass": name,

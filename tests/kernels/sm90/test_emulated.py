@@ -20,7 +20,7 @@ SHAPES = {
     "more_queries": Shapes((1, 2, 300, 0), (1, 2, 70, 0), (1, 2, 70, 0)),
     "one_query": Shapes((2, 2, 1, 0), (2, 2, 65, 0), (2, 2, 65, 0)),
 }
-DIMS = [(64, 64), (24, 24), (128, 128), (256, 256), (80, 80), (192, 128)]
+DIMS = [(64, 64), (24, 24), (128, 128), (256, 256), (80, 80), (192, 128), (264, 264), (400, 400), (320, 64)]
 
 
 def inputs_of(shape, d, dv=None, dtype=torch.bfloat16):
@@ -51,7 +51,7 @@ def test_head_dimensions(d, dv, band):
     check(inputs_of("grouped", d, dv), **BANDS[band])
 
 
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("d", [64, 128, 256, 512])
 def test_softcap_and_float16(d):
     inputs = inputs_of("grouped", d, dtype=torch.float16)
     inputs.q.mul_(4.0)
@@ -75,7 +75,7 @@ def test_deterministic_gradients(d, band):
 
 
 @pytest.mark.parametrize("band", ["none", "causal", "top_left", "window"])
-@pytest.mark.parametrize("d", [64, 256])
+@pytest.mark.parametrize("d", [64, 256, 400])
 def test_packed_sequences(d, band):
     lengths = [(70, 90), (0, 4), (129, 129), (1, 0), (40, 33)]
     inputs = make_packed(lengths, heads=(4, 2), d=d, beyond=5, dtype=torch.bfloat16)

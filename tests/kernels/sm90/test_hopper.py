@@ -34,7 +34,7 @@ SHAPES = {
     "many_rows": Shapes((1, 2, 4200, 0), (1, 1, 400, 0), (1, 1, 400, 0)),
 }
 
-dims = pytest.mark.parametrize("d", [*HEAD_DIMS, 80])
+dims = pytest.mark.parametrize("d", [*HEAD_DIMS, 80, 400])
 dense_bands = pytest.mark.parametrize("band", ["none", "causal", "window"])
 
 
@@ -63,7 +63,7 @@ def check(inputs, **arguments):
 
 @dense_bands
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name != "many_rows"])
-@pytest.mark.parametrize("d", [*HEAD_DIMS, 24, 40, 80, 96, 136, 192, 200])
+@pytest.mark.parametrize("d", [*HEAD_DIMS, 24, 40, 80, 96, 136, 192, 200, 264, 400, 512])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_results_are_within_the_budget(dtype, d, shape, band):
     check(inputs_of(shape, d, dtype), **BANDS[band])
@@ -83,7 +83,7 @@ def test_the_backward_takes_narrower_heads_than_the_forward(d, shape, band):
     assert_right(actual, inputs, **BANDS[band])
 
 
-@pytest.mark.parametrize("d", HEAD_DIMS)
+@pytest.mark.parametrize("d", [*HEAD_DIMS, 512])
 @pytest.mark.parametrize("band", ["causal", "window"])
 def test_rows_may_be_many(d, band):
     check(inputs_of("many_rows", d), **BANDS[band])
@@ -100,13 +100,13 @@ def test_softcap(d, band, cap):
 
 @dense_bands
 @pytest.mark.parametrize("shape", ["square", "grouped", "more_keys", "more_queries", "one_query", "many_tiles"])
-@pytest.mark.parametrize(("d", "dv"), [(192, 128), (80, 64)])
+@pytest.mark.parametrize(("d", "dv"), [(192, 128), (80, 64), (320, 64), (512, 400)])
 def test_v_may_be_narrower(d, dv, shape, band):
     check(inputs_of(shape, d, dv=dv), **BANDS[band])
 
 
 @pytest.mark.parametrize("layout", ["length_before_heads", "packed"])
-@pytest.mark.parametrize("d", HEAD_DIMS)
+@pytest.mark.parametrize("d", [*HEAD_DIMS, 400])
 def test_layouts(d, layout):
     inputs = inputs_of("square", d, layout=layout)
     out = check(inputs, causal="bottom_right")["out"]
@@ -115,7 +115,7 @@ def test_layouts(d, layout):
 
 
 @pytest.mark.parametrize("band", ["none", "causal"])
-@pytest.mark.parametrize("d", [*HEAD_DIMS, 80])
+@pytest.mark.parametrize("d", [*HEAD_DIMS, 80, 512])
 def test_tiles_that_overflow_are_computed_again(d, band):
     inputs = inputs_of("many_tiles", d)
     q, k = inputs.q, inputs.k

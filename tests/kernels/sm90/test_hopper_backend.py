@@ -52,7 +52,7 @@ def test_supported_calls(qkv, options, aux):
             tensors(2, 4, 9, 16),
             OPTIONS,
             NO_AUX,
-            "of v 40 to 64, or 136 to 192 and 72 to 128, or 264 to 512 and fewer; got 16 of q and 16 of v",
+            "or 264 to 512 and fewer; got 16 of q and 16 of v",
         ),
         (tensors(2, 4, 9, 44), OPTIONS, NO_AUX, "got 44 of q"),
         (tensors(2, 4, 9, 520), OPTIONS, NO_AUX, "got 520 of q"),
@@ -105,6 +105,9 @@ def test_the_backward_supports_fewer_deterministic_calls(monkeypatch):
     assert "above 128 in no fixed order" in backend.supports_backward(
         Call(*tensors(2, 9, 136), deterministic), Wanted()
     )
+    for dims in ((264, 264), (512, 64), (512, 512)):
+        q, k, _ = tensors(2, 9, dims[0])
+        assert backend.supports_backward(Call(q, k, tensors(2, 9, dims[1])[2], OPTIONS), Wanted()) is None
     assert "packed sequences" in backend.supports_backward(Call(*tensors(2, 9, 64), deterministic, PACKED), Wanted())
 
 

@@ -65,7 +65,9 @@ def check_bits(backend, q, k, v, options, aux, rows, columns):
 
 
 @each_kernel
-@pytest.mark.parametrize(("d", "dv", "p"), [(64, 64, 0.4), (128, 128, 0.9), (192, 128, 0.2), (256, 256, 0.4)])
+@pytest.mark.parametrize(
+    ("d", "dv", "p"), [(64, 64, 0.4), (128, 128, 0.9), (192, 128, 0.2), (256, 256, 0.4), (264, 264, 0.4)]
+)
 def test_the_same_pairs_are_kept_as_elsewhere(kernels, d, dv, p):  # noqa: F811
     backend, device = kernels
     q, k, v = (
@@ -78,7 +80,7 @@ def test_the_same_pairs_are_kept_as_elsewhere(kernels, d, dv, p):  # noqa: F811
 
 
 @each_kernel
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("d", [64, 128, 256, 400])
 def test_packed_rows_and_columns_count_from_where_a_sequence_begins(kernels, d):  # noqa: F811
     """And the sequence is the entry of the batch."""
     backend, device = kernels
@@ -109,6 +111,8 @@ CASES = {
     "window": (shapes_of(300), {"causal": True}, {"window": (90, None)}),
     "split": (shapes_of(d=192, dv=128, heads=(4, 1)), {"causal": True}, {}),
     "wide": (shapes_of(130, 200, 256, heads=(4, 2)), {"causal": "top_left"}, {}),
+    "pieces": (shapes_of(130, 200, 400, heads=(4, 2)), {"causal": "top_left"}, {}),
+    "pieces_cap": (shapes_of(d=264), {}, {"softcap": 2.0, "mask": mask_mod(thirds)}),
     "wide_cap": (shapes_of(d=256), {}, {"softcap": 2.0, "mask": mask_mod(thirds)}),
     "cap": (shapes_of(d=128), {"causal": True}, {"softcap": 2.0}),
     "mask_and_score": (

@@ -9,7 +9,7 @@ import torch
 
 from cs336_systems.kernels.call import NO_AUX, Aux, Call, Options
 from cs336_systems.kernels.sm90.backward_rows import finish_kernel, prepare_kernel
-from cs336_systems.kernels.sm90.launches import RowBuffers, finish_launch, prepare_launch, row_buffers
+from cs336_systems.kernels.sm90.row_launches import RowBuffers, finish_launch, prepare_launch, row_buffers
 from cs336_systems.kernels.sm90.tiles import BACKWARD
 from cs336_systems.testing import starts_of
 
@@ -46,7 +46,7 @@ def copied_rows(is_packed):
 
 
 @pytest.mark.parametrize("with_dlse", [False, True])
-@pytest.mark.parametrize(("d", "is_packed"), [(64, False), (40, False), (64, True)])
+@pytest.mark.parametrize(("d", "is_packed"), [(64, False), (40, False), (400, False), (64, True)])
 def test_prepare(flash_device, d, is_packed, with_dlse):
     call, out, dout, buffers, memory = call_of(flash_device, d=d, is_packed=is_packed)
     lse, dlse = (torch.randn(out.shape[:-1], device=flash_device) for _ in range(2))
@@ -77,7 +77,7 @@ def fragments(tile):
     return order
 
 
-@pytest.mark.parametrize(("d", "is_packed"), [(64, False), (40, False), (256, False), (64, True)])
+@pytest.mark.parametrize(("d", "is_packed"), [(64, False), (40, False), (256, False), (400, False), (64, True)])
 def test_finish(flash_device, d, is_packed):
     call, dq, _, buffers, memory = call_of(flash_device, d=d, is_packed=is_packed)
     sums = torch.randn(buffers.batch_heads, buffers.rows, buffers.head_dim)

@@ -118,6 +118,12 @@ CASES = {
         sizes(d=256), {"causal": True},
         lambda on: {"scores": score_mod(lambda s, b, h, q, k: s.tanh() * 3 - s * h), "mask": variants.dilated(3)},
     ),
+    "bent_400": (
+        sizes(d=400, heads=(4, 2)), {"causal": True},
+        lambda on: {"scores": score_mod(lambda s, b, h, q, k: s.tanh() * 3 - s * h), "mask": variants.dilated(3)},
+    ),
+    "block_local_512": (sizes(300, d=512), {}, lambda on: {"mask": listed(variants.block_local(128), 300, device=on)}),
+    "sinks_264": (sizes(d=264), {"causal": True}, lambda on: {"sinks": numbers(on, 2).requires_grad_()}),
     "block_local_256": (sizes(300, d=256), {}, lambda on: {"mask": listed(variants.block_local(128), 300, device=on)}),
     "tails": (sizes(d=80), {}, lambda on: {"scores": score_mod(lambda s, b, h, q, k: s * 0.5 + (q > k) * 1.0)}),
     "dropout_bias": (
@@ -194,6 +200,7 @@ CAPTURED = {
         lambda on: {"alibi_slopes": learned(on, 2, 2), "window": (60, 20), "softcap": 3.0},
     ),
     "rows": (sizes(130, 70, d=80), {"causal": True}, lambda on: {"bias": learned(on, 2, 1, 130, 1)}),
+    "pairs_264": (sizes(130, 70, d=264), {"causal": True}, lambda on: {"bias": learned(on, 2, 130, 70)}),
     "columns": (sizes(70, 130, d=256, heads=(4, 1)), {}, lambda on: {"bias": learned(on, 4, 1, 130)}),
     "listed": (
         sizes(300, heads=(4, 2)), {"causal": True},

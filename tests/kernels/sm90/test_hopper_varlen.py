@@ -26,7 +26,7 @@ LENGTHS = {
 }
 HEADS = (4, 2)
 
-dims = pytest.mark.parametrize("d", [*HEAD_DIMS, 80])
+dims = pytest.mark.parametrize("d", [*HEAD_DIMS, 80, 512])
 
 
 def packed_inputs(lengths, d, dtype=torch.bfloat16, dv=None, beyond=5):
@@ -50,13 +50,13 @@ def check_packed(inputs, lengths, integers=torch.int32, **arguments):
 
 @pytest.mark.parametrize("band", ["none", "causal", "top_left", "window", "around"])
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("d", [*HEAD_DIMS, 40, 80, 96, 192])
+@pytest.mark.parametrize("d", [*HEAD_DIMS, 40, 80, 96, 192, 264, 400, 512])
 def test_packed_results_are_within_the_budget(d, lengths, band):
     check_packed(packed_inputs(LENGTHS[lengths], d), LENGTHS[lengths], **BANDS[band])
 
 
 @pytest.mark.parametrize("lengths", ["long", "many"])
-@pytest.mark.parametrize(("d", "dv"), [(192, 128), (80, 64)])
+@pytest.mark.parametrize(("d", "dv"), [(192, 128), (80, 64), (320, 64)])
 def test_packed_v_may_be_narrower(d, dv, lengths):
     check_packed(packed_inputs(LENGTHS[lengths], d, dv=dv), LENGTHS[lengths], causal="bottom_right")
 

@@ -41,9 +41,10 @@ def emulated() -> SimpleNamespace:
             del sys.modules[name]
         sys.modules.update(before)
     backend = loaded["backend"]
-    loaded["backward_wide"].add_fragments = add_fragments
     # Neighbours stay where they are: what the instructions do with them is no arithmetic.
     for module in map(vars, loaded.values()):
+        if "add_fragments" in module:
+            module["add_fragments"] = add_fragments
         if "pack_pairs" in module:
             module["pack_pairs"] = lambda x, dtype, pinned=False: x.to(dtype)
             module["unpack_operand"] = lambda x, dtype, layout, columns: x
