@@ -18,7 +18,10 @@ DQ_ROW = gl.constexpr(32)
 
 @struct
 class Tensors:
-    """Tensors in global memory: TMA descriptors, and the workspace, whose first element counts claimed tiles."""
+    """Tensors in global memory: TMA descriptors, and the workspace, whose first element counts claimed tiles.
+
+    Tails are the K_TAIL columns, perhaps 0, of q and k beyond those of their first descriptors.
+    """
 
     q: tma.tensor_descriptor
     dout: tma.tensor_descriptor
@@ -28,8 +31,12 @@ class Tensors:
     delta: tma.tensor_descriptor
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
+    q_tail: tma.tensor_descriptor
+    k_tail: tma.tensor_descriptor
+    dk_tail: tma.tensor_descriptor
     workspace: gl.tensor
     pairs: PairTensor
+    K_TAIL: gl.constexpr
 
 
 @struct
@@ -41,8 +48,9 @@ class SharedMemory:
     never: an mbarrier at which nobody arrives, if steps wait for its last phase, which is complete; else k_empty.
     q, dout: pipelines. lse2 and delta, of their rows, lie in the same stages; so do, with a tile of q, those of its
     pairs with each 64 keys (`PairTensor`).
-    ds: two tiles (keys, rows of q) of dS. p_or_dq: two tiles of P if consumers share keys, else a half of a dQ tile for
-    each consumer warp group.
+    ds: two tiles (keys, rows of q) of dS, or one with tails. p_or_dq: two tiles of P if consumers share keys, else a
+    half of a dQ tile for each consumer warp group; with tails pieces of 32 columns, two for each warp group, then one.
+    q_tail, k_tail: tails, in the same stages; they arrive at the same barriers.
     """
 
     scheduler: TileScheduler
@@ -58,6 +66,9 @@ class SharedMemory:
     ds: gl.shared_memory_descriptor
     p_or_dq: gl.shared_memory_descriptor
     pairs: PairTiles
+    q_tail: gl.shared_memory_descriptor
+    k_tail: gl.shared_memory_descriptor
+    K_TAIL: gl.constexpr
 
 
 @gluon.jit
@@ -89,13 +100,20 @@ def new_memory(tensors, dq, STAGES: gl.constexpr, NEVER: gl.constexpr, VARLEN: g
     dout = new_pipeline(tensors.dout, STAGES, named_barriers.DOUT_EMPTY)
     lse2 = new_buffers(tensors.lse2, STAGES)
     delta = new_buffers(tensors.delta, STAGES)
-    ds = gl.allocate_shared_memory(dtype, [2, KEYS, TILE_Q], layout)
+    ds = gl.allocate_shared_memory(dtype, [1 if tensors.K_TAIL > 0 else 2, KEYS, TILE_Q], layout)
+    q_tail, k_tail = q.buffers, k
     if SHARED_KEYS:
         p_or_dq = gl.allocate_shared_memory(dtype, [2, KEYS, TILE_Q], layout)
+    elif tensors.K_TAIL > 0:
+        q_tail, k_tail = new_buffers(tensors.q_tail, STAGES), new_buffers(tensors.k_tail, 1)
+        p_or_dq = new_buffers(dq, 6)
     else:
         p_or_dq = new_buffers(dq, 2)
     pairs = tensors.pairs.new_tiles(STAGES, KEYS // WG_ROWS, k)
-    return SharedMemory(scheduler, k, v, k_empty, v_empty, never, q, dout, lse2, delta, ds, p_or_dq, pairs)
+    return SharedMemory(
+        scheduler, k, v, k_empty, v_empty, never, q, dout, lse2, delta, ds, p_or_dq, pairs,
+        q_tail, k_tail, tensors.K_TAIL,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -156,7 +174,8 @@ def load_step(tensors, memory, seq, tile, heads_per_kv, member, row, turn, n, fi
     TILE_Q: gl.constexpr = seq.INNER_TILE
     HEAD_DIM: gl.constexpr = tensors.q.block_shape[-1]
     BYTES: gl.constexpr = TILE_Q * HEAD_DIM * 2 + TILE_Q * 4
-    Q_BYTES: gl.constexpr = BYTES + pair_bytes(tensors.pairs.ARGUMENT, tensors.pairs.desc.dtype, TILE_Q, KEYS)
+    PAIR_BYTES: gl.constexpr = pair_bytes(tensors.pairs.ARGUMENT, tensors.pairs.desc.dtype, TILE_Q, KEYS)
+    Q_BYTES: gl.constexpr = BYTES + TILE_Q * tensors.K_TAIL * 2 + PAIR_BYTES
     head = tile.head * heads_per_kv + member
     batch_head = tile.batch_head * heads_per_kv + member
     coords = seq.inner_coords(tile.batch, head, row, 0)
@@ -164,9 +183,12 @@ def load_step(tensors, memory, seq, tile, heads_per_kv, member, row, turn, n, fi
     stage = memory.q.stage(n)
     memory.q.wait_empty(n)
     full = memory.q.full_barrier(n)
-    mbarrier.expect(full, Q_BYTES + KEYS * HEAD_DIM * 2, pred=n == first)
+    mbarrier.expect(full, Q_BYTES + KEYS * (HEAD_DIM + tensors.K_TAIL) * 2, pred=n == first)
     mbarrier.expect(full, Q_BYTES, pred=n > first)
     async_load(tensors.q, coords, full, memory.q.buffer(n))
+    if tensors.K_TAIL > 0:
+        tail_coords = seq.inner_coords(tile.batch, head, row, HEAD_DIM)
+        async_load(tensors.q_tail, tail_coords, full, memory.q_tail.index(stage))
     async_load(tensors.lse2, row_coords, full, memory.lse2.index(stage))
     if tensors.pairs.ARGUMENT is not None:
         for piece in gl.static_range(KEYS // WG_ROWS):
@@ -176,6 +198,9 @@ def load_step(tensors, memory, seq, tile, heads_per_kv, member, row, turn, n, fi
         mbarrier.wait(memory.k_empty, (turn - 1) & 1, pred=turn > 0)
         k_coords = seq.outer_coords(tile.batch, tile.head, tile.start, 0)
         async_load(tensors.k, k_coords, full, memory.k.index(0))
+        if tensors.K_TAIL > 0:
+            k_tail_coords = seq.outer_coords(tile.batch, tile.head, tile.start, HEAD_DIM)
+            async_load(tensors.k_tail, k_tail_coords, full, memory.k_tail.index(0))
     memory.dout.wait_empty(n)
     full = memory.dout.full_barrier(n)
     mbarrier.expect(full, BYTES + KEYS * HEAD_DIM * 2, pred=n == first)
@@ -230,14 +255,29 @@ def dq_reducer(
                 for half in gl.static_range(2):
                     named_barriers.sync(named_barriers.DQ_FULL + half, THREADS)
                     visited = seq.visited(seq.rotated(inner, visits, ROTATED), visits)
-                    coords = [first + visited * DQ_ROWS + half * (DQ_ROWS // 2), 0]
-                    async_atomic_add(dq, coords, memory.p_or_dq.index(half))
+                    if memory.K_TAIL > 0:
+                        for piece in gl.static_range(2):
+                            add_piece(dq, memory, first + visited * DQ_ROWS, 2 * half + piece)
+                    else:
+                        coords = [first + visited * DQ_ROWS + half * (DQ_ROWS // 2), 0]
+                        async_atomic_add(dq, coords, memory.p_or_dq.index(half))
+                if memory.K_TAIL > 0:
+                    for half in gl.static_range(2):
+                        named_barriers.sync(named_barriers.DQ_TAIL_FULL + half, THREADS)
+                        visited = seq.visited(seq.rotated(inner, visits, ROTATED), visits)
+                        add_piece(dq, memory, first + visited * DQ_ROWS, 4 + half)
                 if DETERMINISTIC:
                     finish_additions(turn)
                     gl.atomic_add(turns_added, 1, sem="release")
         turn += 1
         command, batch, head, start = memory.scheduler.pop(turn, 1)
     tma.store_wait(0)
+
+
+@gluon.jit
+def add_piece(dq, memory, first, NUMBER: gl.constexpr):
+    """Add 32 columns of a dQ tile, which begins at a row of its descriptor."""
+    async_atomic_add(dq, [first + NUMBER * dq.block_shape[0], 0], memory.p_or_dq.index(NUMBER))
 
 
 @gluon.jit

@@ -26,8 +26,8 @@ from .tiles import (
     ForwardConfig,
     SplitHeadDim,
     backward_config,
+    backward_head_dim,
     forward_config,
-    padded_head_dim,
     split_head_dim,
 )
 
@@ -81,7 +81,7 @@ def num_sequences(call: Call) -> int:
 def row_buffers(call: Call) -> RowBuffers:
     """The per-row buffers of a call's backward."""
     rows = tiles_per_head(call.q_len, PADDING.value, num_sequences(call)) * PADDING.value
-    return RowBuffers(call.q.shape[:-2].numel(), rows, padded_head_dim(call.head_dim))
+    return RowBuffers(call.q.shape[:-2].numel(), rows, backward_head_dim(call.head_dim, call.v_head_dim))
 
 
 def tiles_per_head(length: int, tile: int, sequences: int = 0) -> int:
@@ -155,7 +155,7 @@ def score_scales(options: Options) -> tuple[float, float, float]:
 
 def backward_tiles(call: Call) -> BackwardConfig:
     """The configuration of a backward."""
-    return backward_config(padded_head_dim(call.head_dim), pair_itemsize=pair_itemsize(call))
+    return backward_config(backward_head_dim(call.head_dim, call.v_head_dim), pair_itemsize=pair_itemsize(call))
 
 
 def pair_operand(call: Call, rows: int, columns: int) -> TensorDescriptor | None:
@@ -193,10 +193,8 @@ def forward_launch(call: Call, out: Tensor, lse: Tensor, workspace: Tensor, num_
     q, k, v, out = with_batch(call.q, call.k, call.v, out)
     (head_dim, k_tail, v_tail), config, num_tiles = forward_tiles(call)
     batch, heads = q.shape[:2]
-    group = heads // k.shape[1]
-    ctas = num_sms * config.ctas
+    group, ctas, packed = heads // k.shape[1], num_sms * config.ctas, call.is_packed
     tiled = ((q, ROWS, k_tail), (k, config.tile_k, k_tail), (v, config.tile_k, v_tail), (out, ROWS, v_tail))
-    packed = call.is_packed
     constants = {
         "HEAD_DIM": head_dim, "K_TAIL": k_tail, "V_TAIL": v_tail, "TILE_K": config.tile_k,
         "CONSUMERS": config.consumers, "STAGES": config.stages, "SEPARATE_OUT": config.separate_out,
@@ -228,8 +226,8 @@ def backward_launch(
 ) -> Launch:  # fmt: skip
     """The launch of `backward_kernel`; ``memory`` holds the buffers."""
     q, k, v, dout, dk, dv = with_batch(call.q, call.k, call.v, dout, dk, dv)
-    head_dim = buffers.head_dim
-    config = backward_tiles(call)
+    config, packed = backward_tiles(call), call.is_packed
+    head_dim, k_tail = buffers.head_dim - config.k_tail, config.k_tail
     batch, heads = k.shape[:2]
     shares_keys = config.tile_k == ROWS
     columns = config.dq_columns if shares_keys else head_dim
@@ -237,22 +235,24 @@ def backward_launch(
     lse2, delta, dq, turns = buffers.views(memory)
     accumulated: tuple[object, Tensor | None] = dq, None
     if not shares_keys:
-        rows = config.tile_q * head_dim // 2 // DQ_ROW.value
+        rows = ROWS if k_tail else config.tile_q * head_dim // 2 // DQ_ROW.value
         accumulated = float32_descriptor(dq.view(-1, DQ_ROW.value), rows, DQ_ROW.value), turns
     tiled = (q, config.tile_q), (dout, config.tile_q), (k, config.tile_k), (v, ROWS)
-    deterministic = call.options.deterministic
+    tails, deterministic = ((q, config.tile_q), (k, config.tile_k), (dk, ROWS)), call.options.deterministic
     constants = {
-        "HEAD_DIM": head_dim, "TILE_Q": config.tile_q, "TILE_K": config.tile_k, "STAGES": config.stages,
-        "DETERMINISTIC": deterministic, "ROTATED": config.rotated and not deterministic and not call.depends_on_pairs,
-        "PERSISTENT": num_sms < num_tiles, **common_constants(call, config),
+        "HEAD_DIM": head_dim, "K_TAIL": k_tail, "TILE_Q": config.tile_q, "TILE_K": config.tile_k,
+        "STAGES": config.stages, "PERSISTENT": num_sms < num_tiles, "DETERMINISTIC": deterministic,
+        "ROTATED": config.rotated and not deterministic and not call.depends_on_pairs, **common_constants(call, config),
     }  # fmt: skip
     return Launch(
         (min(num_sms, num_tiles), 1),
         (
-            *(tma_descriptor(x, rows, head_dim, is_packed=call.is_packed) for x, rows in tiled),
+            *(tma_descriptor(x, rows, head_dim, is_packed=packed) for x, rows in tiled),
             *(float32_descriptor(x, 1, config.tile_q) for x in (lse2, delta)),
-            *(tma_descriptor(x, ROWS, columns, is_packed=call.is_packed) for x in (dk, dv)),
-            *(*accumulated, workspace, call.aux.cu_seqlens_q, call.aux.cu_seqlens_k),
+            *(tma_descriptor(x, ROWS, columns, is_packed=packed) for x in (dk, dv)),
+            *accumulated,
+            *(tma_descriptor(x, rows, k_tail, is_packed=packed) if k_tail else None for x, rows in tails),
+            *(workspace, call.aux.cu_seqlens_q, call.aux.cu_seqlens_k),
             *rule_operands(call, config, call.aux.block_columns, config.tile_q, ROWS),
         ),
         (

@@ -50,6 +50,7 @@ class BackwardConfig(NamedTuple):
         consumer_registers, producer_registers, max_registers: as of `ForwardConfig`.
         rotated: whether CTAs start at different tiles of q where nothing is masked.
         has_pairs: as of `ForwardConfig`, beside those of q.
+        k_tail: columns of q and k in a second tile.
     """
 
     tile_k: int
@@ -61,6 +62,7 @@ class BackwardConfig(NamedTuple):
     max_registers: int
     rotated: bool = False
     has_pairs: bool = False
+    k_tail: int = 0
 
     @property
     def has_turns(self) -> bool:
@@ -125,6 +127,8 @@ FORWARD_PAIRS = {
 BACKWARD = {
     64: BackwardConfig(128, 128, 64, 2, 240, 24, 168, True),
     128: BackwardConfig(128, 64, 64, 2, 240, 24, 168),
+    # Tiles of 128 columns, and tails of q and k.
+    192: BackwardConfig(128, 64, 32, 2, 240, 24, 168, k_tail=64),
     256: BackwardConfig(64, 64, 128, 2, 240, 24, 168),
 }
 BACKWARD_PAIRS = {
@@ -145,6 +149,12 @@ WIDE = SplitHeadDim(256, 256, 0)
 def padded_head_dim(head_dim: int) -> int:
     """Columns of the tiles of a head dimension."""
     return next(columns for columns in HEAD_DIMS if columns >= head_dim)
+
+
+def backward_head_dim(head_dim: int, v_head_dim: int) -> int:
+    """Columns of q and k that a backward computes, in one tile and perhaps a tail."""
+    columns, k_tail, v_tail = split_head_dim(head_dim, v_head_dim) or (0, 0, 0)
+    return columns + k_tail if (k_tail, v_tail) == (64, 0) else padded_head_dim(head_dim)
 
 
 def forward_config(

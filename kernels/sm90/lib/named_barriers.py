@@ -7,6 +7,8 @@ the group. Triton itself uses the lowest numbers.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+DQ_TAIL_FULL = gl.constexpr(5)
+"""From here on, one for each consumer warp group: as `DQ_FULL`, of the tail's columns."""
 DS_WRITTEN = gl.constexpr(7)
 """Both consumer warp groups of the backward have written their dS."""
 DQ_FULL = gl.constexpr(8)
