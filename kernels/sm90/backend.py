@@ -18,7 +18,7 @@ from ..call import NO_AUX, Aux, Call, Gradients, Options, Wanted
 from ..layouts import ALIGNMENT, has_tma_strides, one_a_row
 from ..torch_names import raw_stream
 from .other_gradients import OtherGradients
-from .tiles import HEAD_DIMS, WIDE, BackwardConfig, ForwardConfig, split_head_dim
+from .tiles import BACKWARD, HEAD_DIMS, WIDE, BackwardConfig, ForwardConfig, backward_head_dim, split_head_dim
 
 CAPABILITY = (9, 0)
 
@@ -29,9 +29,6 @@ MAX_HEAD_DIM = WIDE.head_dim + WIDE.k_tail
 
 HEAD_DIM_MULTIPLE = 8
 """Head dimensions are multiples of this, so that rows are multiples of `ALIGNMENT` bytes."""
-
-MAX_DETERMINISTIC_HEAD_DIM = 128
-"""Above, consumer warp groups add dQ to global memory themselves, in no fixed order."""
 
 MAX_PACKED_ROWS = 1 << 29
 """Packed rows: sequences end at TMA coordinates below 2**30, and per-row buffers have more rows."""
@@ -101,9 +98,9 @@ def unsupported_backward(call: Call) -> str | None:
     for name, is_given in (("packed sequences", call.is_packed), ("listed blocks", is_listed)):
         if is_given:
             return f"adds up dQ of {name} in no fixed order, which deterministic=True needs"
-    if call.head_dim > MAX_DETERMINISTIC_HEAD_DIM:
-        limit = MAX_DETERMINISTIC_HEAD_DIM
-        return f"adds up dQ of head dimensions above {limit} in no fixed order, which deterministic=True needs"
+    if not BACKWARD[backward_head_dim(call.head_dim, call.v_head_dim)].has_turns:
+        # Consumer warp groups add dQ to global memory themselves.
+        return "adds up dQ of head dimensions of q and v above 128 in no fixed order, which deterministic=True needs"
     return None
 
 
@@ -203,7 +200,9 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
         prepare(read, _described, prepare_launch, *inputs, out, dout, lse, dlse, buffers, memory)
         read_by_all = q.data_ptr(), dout_ptr, k.data_ptr(), v.data_ptr(), lse2_ptr, delta_ptr
         rest = (
-            *(sums_ptr, turns_ptr if config.has_turns else None, workspace.data_ptr(), *starts),
+            *(sums_ptr, turns_ptr if config.has_turns else None),
+            *((q.data_ptr(), k.data_ptr(), dk.data_ptr()) if config.k_tail else NO_TAILS[:3]),
+            *(workspace.data_ptr(), *starts),
             *operands(aux, aux.block_columns),
         )
         for launch, made in zip(launches, config.launches(dk, dv), strict=True):

@@ -1,7 +1,8 @@
 """FlashAttention backward with specialized warps: CTAs own tiles of keys, and dQ is added up in global memory.
 
 k and v of a tile stay in shared memory while tiles of q and dout, with two numbers for each of their rows, come through
-pipelines. Two consumer warp groups compute: `backward_consumer`, `backward_wide`. The outer axis is k, the inner one q.
+pipelines. Two consumer warp groups compute: `backward_consumer`, `backward_split`, `backward_wide`. The outer axis is
+k, the inner one q.
 """
 
 from triton.experimental import gluon
@@ -10,8 +11,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from .backward_consumer import consumer, waits_for_never
 from .backward_pieces import new_piece_memory, piece_consumer, piece_producer
-from .backward_producer import Tensors, dq_reducer, new_memory, producer
+from .backward_producer import Tensors, new_memory, producer
+from .backward_split import split_consumer
 from .backward_wide import wide_consumer
+from .dq_reducer import dq_reducer
 from .lib.block_lists import new_block_lists
 from .lib.dropout import new_dropout
 from .lib.mma import WG_ROWS
@@ -29,12 +32,13 @@ DYNAMIC = (
 
 @gluon.jit(do_not_specialize=DYNAMIC)
 def backward_kernel(
-    q, dout, k, v, lse2, delta, dk, dv, dq, turns, workspace, cu_seqlens_q, cu_seqlens_k,
+    q, dout, k, v, lse2, delta, dk, dv, dq, turns, q_tail, k_tail, dk_tail, workspace,
+    cu_seqlens_q, cu_seqlens_k,
     captured, pairs, blocks, dropout,
     batch_heads, heads, heads_per_kv, q_len, k_len, padded_len, left, right, section,
     scale, exponent_scale, softcap_scale, natural, sequences,
-    HEAD_DIM: gl.constexpr, TILE_Q: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr, PAIR_STAGES: gl.constexpr,
-    PIECES: gl.constexpr,
+    HEAD_DIM: gl.constexpr, K_TAIL: gl.constexpr, TILE_Q: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr,
+    PAIR_STAGES: gl.constexpr, PIECES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     MASK: gl.constexpr, SCORE: gl.constexpr, PAIR_ARGUMENT: gl.constexpr, BATCH_INNER: gl.constexpr,
     PERSISTENT: gl.constexpr, DETERMINISTIC: gl.constexpr, ROTATED: gl.constexpr,
@@ -42,13 +46,13 @@ def backward_kernel(
 ):  # fmt: skip
     """Grid: as many CTAs as the GPU runs at once, or fewer.
 
-    q to dv are TMA descriptors; batch_heads and heads are k's. lse2 and delta are (batch_heads of q, padded_len), lse2
-    in exponents of 2 and +inf where there is no row. dq, float32 in the order of accumulator fragments, is a descriptor
-    of rows of DQ_ROW numbers, or a pointer if TILE_K is 64. turns: for DETERMINISTIC, see `dq_reducer`. workspace: see
-    `lib.scheduler`; exponent_scale and softcap_scale: see `ScoreScale`; captured, natural, MASK, SCORE: see `Mods`;
-    pairs, PAIR_ARGUMENT: see `lib.pair_tiles`; blocks: see `lib.block_lists`; dropout: see `lib.dropout.new_dropout`;
-    BATCH_INNER, ROTATED: see `TileMap`. PIECES: if not 0, see `backward_pieces`; it computes dV if dk is None, dK and
-    dQ if dv is None.
+    q to dv are TMA descriptors, tails those of the K_TAIL columns beyond HEAD_DIM or None; batch_heads and heads are
+    k's. lse2 and delta are (batch_heads of q, padded_len), lse2 in exponents of 2 and +inf where there is no row. dq,
+    float32 in the order of accumulator fragments, is a descriptor of rows of DQ_ROW numbers, or a pointer if TILE_K is
+    64. turns: for DETERMINISTIC, see `dq_reducer`. workspace: see `lib.scheduler`; exponent_scale and softcap_scale:
+    see `ScoreScale`; captured, natural, MASK, SCORE: see `Mods`; pairs, PAIR_ARGUMENT: see `lib.pair_tiles`; blocks:
+    see `lib.block_lists`; dropout: see `lib.dropout.new_dropout`; BATCH_INNER, ROTATED: see `TileMap`.
+    PIECES: if not 0, see `backward_pieces`; it computes dV if dk is None, dK and dQ if dv is None.
     """
     varlen = new_varlen(cu_seqlens_k, cu_seqlens_q, sequences, BOTTOM_RIGHT)
     # Key j is seen by the rows from j - right to j - left.
@@ -65,8 +69,13 @@ def backward_kernel(
         dk = dv
     if dv is None:
         dv = dk
-    tensors = Tensors(q, dout, k, v, lse2, delta, dk, dv, workspace, new_pair_tensor(pairs, PAIR_ARGUMENT, q))
-    NEVER: gl.constexpr = TILE_K > WG_ROWS and waits_for_never(TILE_Q, SOFTCAP, SCORE)
+    if K_TAIL == 0:
+        q_tail, k_tail, dk_tail = q, k, dk
+    tensors = Tensors(
+        q, dout, k, v, lse2, delta, dk, dv, q_tail, k_tail, dk_tail, workspace,
+        new_pair_tensor(pairs, PAIR_ARGUMENT, q), K_TAIL,
+    )  # fmt: skip
+    NEVER: gl.constexpr = TILE_K > WG_ROWS and K_TAIL == 0 and waits_for_never(TILE_Q, SOFTCAP, SCORE)
     if PIECES > 0:
         memory = new_piece_memory(tensors, STAGES, PIECES, OF_V, varlen.VARLEN)
     else:
@@ -92,6 +101,15 @@ def backward_kernel(
             )),
             (producer, (tensors, memory, tile_map, heads_per_kv, PERSISTENT, False)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    elif K_TAIL > 0:
+        gl.warp_specialize([
+            (split_consumer, (0, tensors, memory, tile_map, heads_per_kv, scale, scores, mods, HEAD_DIM)),
+            (split_consumer, (1, tensors, memory, tile_map, heads_per_kv, scale, scores, mods, HEAD_DIM)),
+            (producer, (tensors, memory, tile_map, heads_per_kv, PERSISTENT, ROTATED)),
+            (dq_reducer, (
+                dq, turns, memory, tile_map, heads_per_kv, padded_len, HEAD_DIM + K_TAIL, DETERMINISTIC, ROTATED,
+            )),
+        ], [4, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (0, tensors, memory, tile_map, heads_per_kv, scale, scores, mods, HEAD_DIM)),

@@ -90,16 +90,24 @@ def start_dq(ds_tile, k_tile, CONSUMER: gl.constexpr, TILE_Q: gl.constexpr):
 
 
 @gluon.jit
-def hand_over(dq, buffer, CONSUMER: gl.constexpr):
-    """Store a warp group's half of a dQ tile for `dq_reducer`, in the order of accumulator fragments."""
+def wait_until_empty(CONSUMER: gl.constexpr):
+    """Wait until `dq_reducer` has read what a warp group handed over in the step before."""
+    named_barriers.sync(named_barriers.DQ_EMPTY + CONSUMER, named_barriers.WARP_GROUP + named_barriers.WARP)
+
+
+@gluon.jit
+def hand_over(dq, buffer, FULL: gl.constexpr):
+    """Store a warp group's half of a dQ tile for `dq_reducer`, in the order of accumulator fragments.
+
+    FULL: the number of the named barrier that tells it.
+    """
     THREADS: gl.constexpr = named_barriers.WARP_GROUP + named_barriers.WARP
     COLUMNS: gl.constexpr = dq.shape[1]
-    named_barriers.sync(named_barriers.DQ_EMPTY + CONSUMER, THREADS)
     # Four warps, two rows eight apart, eight rows; columns by eights, four threads, two in a row.
     fragments = gl.permute(gl.reshape(dq, [4, 2, 8, COLUMNS // 8, 4, 2]), [3, 0, 2, 4, 1, 5])
     buffer.store(gl.reshape(fragments, [buffer.shape[0], buffer.shape[1]]))
     fence_async_shared()
-    named_barriers.arrive(named_barriers.DQ_FULL + CONSUMER, THREADS)
+    named_barriers.arrive(FULL, THREADS)
 
 
 @gluon.constexpr_function
@@ -185,7 +193,8 @@ def step(
     # dQ is handed over while the tensor cores compute dK.
     dq, dv, _ = warpgroup_mma_wait(1, [dq, dv, p_operand])
     memory.dout.release(n)
-    hand_over(dq, memory.p_or_dq.index(CONSUMER), CONSUMER)
+    wait_until_empty(CONSUMER)
+    hand_over(dq, memory.p_or_dq.index(CONSUMER), named_barriers.DQ_FULL + CONSUMER)
     dk, _ = warpgroup_mma_wait(0, [dk, ds_operand])
     memory.q.release(n)
     return dk, dv

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from ..versions import async_atomic_add, async_load
+from ..versions import async_load
 from .lib import named_barriers
 from .lib.mma import WG_ROWS
 from .lib.pair_tiles import PairTensor, PairTiles, pair_bytes
@@ -12,13 +12,13 @@ from .lib.pipeline import NamedPipeline, new_barriers, new_buffers
 from .lib.scheduler import CLAIM_AHEAD, COMPUTE, STOP, TileScheduler, claim_next, new_scheduler, skip_empty
 from .lib.struct import struct
 
-DQ_ROW = gl.constexpr(32)
-"""Numbers in a row of dQ as its descriptor has it: 128 bytes."""
-
 
 @struct
 class Tensors:
-    """Tensors in global memory: TMA descriptors, and the workspace, whose first element counts claimed tiles."""
+    """Tensors in global memory: TMA descriptors, and the workspace, whose first element counts claimed tiles.
+
+    Tails are the K_TAIL columns, perhaps 0, of q and k beyond those of their first descriptors.
+    """
 
     q: tma.tensor_descriptor
     dout: tma.tensor_descriptor
@@ -28,8 +28,12 @@ class Tensors:
     delta: tma.tensor_descriptor
     dk: tma.tensor_descriptor
     dv: tma.tensor_descriptor
+    q_tail: tma.tensor_descriptor
+    k_tail: tma.tensor_descriptor
+    dk_tail: tma.tensor_descriptor
     workspace: gl.tensor
     pairs: PairTensor
+    K_TAIL: gl.constexpr
 
 
 @struct
@@ -41,8 +45,9 @@ class SharedMemory:
     never: an mbarrier at which nobody arrives, if steps wait for its last phase, which is complete; else k_empty.
     q, dout: pipelines. lse2 and delta, of their rows, lie in the same stages.
     pairs: those of a tile of q with each 64 keys (`PairTensor`), in the stages of pair_pipeline: q's, or a single one.
-    ds: two tiles (keys, rows of q) of dS. p_or_dq: two tiles of P if consumers share keys, else a half of a dQ tile for
-    each consumer warp group.
+    ds: two tiles (keys, rows of q) of dS, or one with tails. p_or_dq: two tiles of P if consumers share keys, else a
+    half of a dQ tile for each consumer warp group; with tails pieces of 32 columns, two for each warp group, then one.
+    q_tail, k_tail: tails, in the same stages; they arrive at the same barriers.
     """
 
     scheduler: TileScheduler
@@ -59,6 +64,9 @@ class SharedMemory:
     p_or_dq: gl.shared_memory_descriptor
     pairs: PairTiles
     pair_pipeline: NamedPipeline
+    q_tail: gl.shared_memory_descriptor
+    k_tail: gl.shared_memory_descriptor
+    K_TAIL: gl.constexpr
 
     @gluon.jit
     def drain(self, n):
@@ -100,9 +108,13 @@ def new_memory(
     dout = new_pipeline(tensors.dout, STAGES, named_barriers.DOUT_EMPTY)
     lse2 = new_buffers(tensors.lse2, STAGES)
     delta = new_buffers(tensors.delta, STAGES)
-    ds = gl.allocate_shared_memory(dtype, [2, KEYS, TILE_Q], layout)
+    ds = gl.allocate_shared_memory(dtype, [1 if tensors.K_TAIL > 0 else 2, KEYS, TILE_Q], layout)
+    q_tail, k_tail = q.buffers, k
     if SHARED_KEYS:
         p_or_dq = gl.allocate_shared_memory(dtype, [2, KEYS, TILE_Q], layout)
+    elif tensors.K_TAIL > 0:
+        q_tail, k_tail = new_buffers(tensors.q_tail, STAGES), new_buffers(tensors.k_tail, 1)
+        p_or_dq = new_buffers(dq, 6)
     else:
         p_or_dq = new_buffers(dq, 2)
     pairs = tensors.pairs.new_tiles(PAIR_STAGES, KEYS // WG_ROWS, k)
@@ -112,8 +124,9 @@ def new_memory(
             pairs.buffers, new_barriers(1, 1), named_barriers.PAIRS_EMPTY, named_barriers.CONSUMERS, 1
         )  # fmt: skip
     return SharedMemory(
-        scheduler, k, v, k_empty, v_empty, never, q, dout, lse2, delta, ds, p_or_dq, pairs, pair_pipeline
-    )
+        scheduler, k, v, k_empty, v_empty, never, q, dout, lse2, delta, ds, p_or_dq, pairs, pair_pipeline,
+        q_tail, k_tail, tensors.K_TAIL,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -184,7 +197,7 @@ def load_step(tensors, memory, seq, tile, heads_per_kv, member, row, turn, n, fi
     BYTES: gl.constexpr = TILE_Q * HEAD_DIM * 2 + TILE_Q * 4
     PAIR_BYTES: gl.constexpr = pair_bytes(tensors.pairs.ARGUMENT, tensors.pairs.desc.dtype, TILE_Q, KEYS)
     PAIRS_ALONE: gl.constexpr = memory.pair_pipeline.stages < memory.q.stages
-    Q_BYTES: gl.constexpr = BYTES + (0 if PAIRS_ALONE else PAIR_BYTES)
+    Q_BYTES: gl.constexpr = BYTES + TILE_Q * tensors.K_TAIL * 2 + (0 if PAIRS_ALONE else PAIR_BYTES)
     head = tile.head * heads_per_kv + member
     batch_head = tile.batch_head * heads_per_kv + member
     coords = seq.inner_coords(tile.batch, head, row, 0)
@@ -192,9 +205,12 @@ def load_step(tensors, memory, seq, tile, heads_per_kv, member, row, turn, n, fi
     stage = memory.q.stage(n)
     memory.q.wait_empty(n)
     full = memory.q.full_barrier(n)
-    mbarrier.expect(full, Q_BYTES + KEYS * HEAD_DIM * 2, pred=n == first)
+    mbarrier.expect(full, Q_BYTES + KEYS * (HEAD_DIM + tensors.K_TAIL) * 2, pred=n == first)
     mbarrier.expect(full, Q_BYTES, pred=n > first)
     async_load(tensors.q, coords, full, memory.q.buffer(n))
+    if tensors.K_TAIL > 0:
+        tail_coords = seq.inner_coords(tile.batch, head, row, HEAD_DIM)
+        async_load(tensors.q_tail, tail_coords, full, memory.q_tail.index(stage))
     async_load(tensors.lse2, row_coords, full, memory.lse2.index(stage))
     if not PAIRS_ALONE:
         load_pairs(tensors, memory, tile, head, row, full, stage, KEYS)
@@ -202,6 +218,9 @@ def load_step(tensors, memory, seq, tile, heads_per_kv, member, row, turn, n, fi
         mbarrier.wait(memory.k_empty, (turn - 1) & 1, pred=turn > 0)
         k_coords = seq.outer_coords(tile.batch, tile.head, tile.start, 0)
         async_load(tensors.k, k_coords, full, memory.k.index(0))
+        if tensors.K_TAIL > 0:
+            k_tail_coords = seq.outer_coords(tile.batch, tile.head, tile.start, HEAD_DIM)
+            async_load(tensors.k_tail, k_tail_coords, full, memory.k_tail.index(0))
     memory.dout.wait_empty(n)
     full = memory.dout.full_barrier(n)
     mbarrier.expect(full, BYTES + KEYS * HEAD_DIM * 2, pred=n == first)
@@ -227,71 +246,3 @@ def load_pairs(tensors, memory, tile, head, row, full, stage, KEYS: gl.constexpr
         for piece in gl.static_range(KEYS // WG_ROWS):
             key = tile.start + piece * WG_ROWS
             tensors.pairs.load(tile.batch, head, row, key, full, memory.pairs.buffer(stage, piece))
-
-
-@gluon.jit
-def dq_reducer(
-    dq, turns, memory, tile_map, heads_per_kv, padded_len,
-    HEAD_DIM: gl.constexpr, DETERMINISTIC: gl.constexpr, ROTATED: gl.constexpr,
-):  # fmt: skip
-    """The warp that adds each dQ tile from shared memory to global memory by TMA, so that no consumer waits for it.
-
-    DETERMINISTIC: each waits until the CTAs have added whose tiles of keys were claimed before its own, so that sums
-    are the same on every run; ``turns`` counts those that have, for each 64 rows.
-    """
-    TILE_Q: gl.constexpr = tile_map.INNER_TILE
-    DQ_ROWS: gl.constexpr = TILE_Q * HEAD_DIM // DQ_ROW
-    THREADS: gl.constexpr = named_barriers.WARP_GROUP + named_barriers.WARP
-    turn = 0
-    command, batch, head, start = memory.scheduler.pop(turn, 1)
-    while command != STOP:
-        seq = memory.scheduler.pop_sequence(turn, tile_map, 1)
-        tile = seq.tile(batch, head, start)
-        for member in range(seq.heads_to_visit(heads_per_kv)):
-            rows = (tile.batch_head * heads_per_kv + member) * padded_len + seq.padded_inner_start()
-            first = rows * (HEAD_DIM // DQ_ROW)
-            outer = tile.start // tile_map.OUTER_TILE
-            following = outer + 1
-            visits = seq.for_member(tile, member, heads_per_kv)
-            for inner in range(visits.begin, visits.end):
-                for half in gl.static_range(2):
-                    # The addition of the other half may go on.
-                    tma.store_wait(1 - half)
-                    named_barriers.arrive(named_barriers.DQ_EMPTY + half, THREADS)
-                if DETERMINISTIC:
-                    before = outer
-                    if tile_map.RIGHT:
-                        # Tiles with higher numbers were claimed before: as many of them as reach this tile of q.
-                        while seq.reaches(following, inner, tile):
-                            following += 1
-                        before = following - 1 - outer
-                    turns_added = turns + (rows // WG_ROWS + inner * (TILE_Q // WG_ROWS))
-                    wait_for(turns_added, before)
-                for half in gl.static_range(2):
-                    named_barriers.sync(named_barriers.DQ_FULL + half, THREADS)
-                    visited = seq.visited(seq.rotated(inner, visits, ROTATED), visits)
-                    coords = [first + visited * DQ_ROWS + half * (DQ_ROWS // 2), 0]
-                    async_atomic_add(dq, coords, memory.p_or_dq.index(half))
-                if DETERMINISTIC:
-                    finish_additions(turn)
-                    gl.atomic_add(turns_added, 1, sem="release")
-        turn += 1
-        command, batch, head, start = memory.scheduler.pop(turn, 1)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def wait_for(address, number):
-    """Wait until global memory holds a number."""
-    value = gl.atomic_add(address, 0, sem="acquire")
-    while value != number:
-        value = gl.atomic_add(address, 0, sem="acquire")
-
-
-@gluon.jit
-def finish_additions(unused):
-    """Wait until TMA's additions are visible; Triton waits only until it has read what it adds."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync 0xffffffff; mov.u32 $0, $1;",
-        "=r,r", [unused], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip

@@ -44,7 +44,7 @@ def prepare_kernel(
     after the last packed sequence count as not existing.
     """
     batch_head, padded, rows, _, exist = rows_of_program(cu_seqlens, sequences, q_len, padded_len, ROWS, PADDING)
-    columns = tl.arange(0, PADDED_HEAD_DIM)[None, :]
+    columns = tl.arange(0, triton.next_power_of_2(PADDED_HEAD_DIM))[None, :]
     batch = tl.cast(batch_head // heads, tl.int64)
     head = tl.cast(batch_head % heads, tl.int64)
     wide_rows = tl.cast(rows, tl.int64)[:, None]
@@ -63,7 +63,8 @@ def prepare_kernel(
     exponent = tl.where(row_lse == float("inf"), float("nan"), lowered(row_lse) * LOG2_E)
     tl.store(lse2 + target, tl.where(row_lse == float("-inf"), float("inf"), exponent))
     tl.store(delta + target, total)
-    tl.store(dq + target[:, None] * PADDED_HEAD_DIM + columns, tl.zeros([ROWS, PADDED_HEAD_DIM], tl.float32))
+    zeros = tl.zeros([ROWS, triton.next_power_of_2(PADDED_HEAD_DIM)], tl.float32)
+    tl.store(dq + target[:, None] * PADDED_HEAD_DIM + columns, zeros, mask=columns < PADDED_HEAD_DIM)
     tl.store(turns + tl.program_id(0), 0)
 
 

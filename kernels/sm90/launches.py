@@ -16,7 +16,7 @@ from ..launching import Launch
 from ..layouts import ALIGNMENT
 from ..lib.softmax import LOG2_E
 from ..versions import default_ptx_options
-from .backward_producer import DQ_ROW
+from .dq_reducer import DQ_ROW
 from .lib.mma import WG_ROWS
 from .lib.mods import in_gluon
 from .lib.varlen import BOUND
@@ -27,8 +27,8 @@ from .tiles import (
     ForwardConfig,
     SplitHeadDim,
     backward_config,
+    backward_head_dim,
     forward_config,
-    padded_head_dim,
     split_head_dim,
 )
 
@@ -90,6 +90,11 @@ def tma_descriptor(x: Tensor, rows: int, columns: int, *, is_packed: bool) -> Te
     return TensorDescriptor(x, shape, [*strides, 1], block, layout)
 
 
+def optional_descriptor(x: Tensor | None, rows: int, columns: int, *, is_packed: bool) -> TensorDescriptor | None:
+    """The same; None without a tensor, or for no columns."""
+    return None if x is None or columns == 0 else tma_descriptor(x, rows, columns, is_packed=is_packed)
+
+
 def float32_descriptor(x: Tensor, *block: int) -> TensorDescriptor:
     """The descriptor of unswizzled tiles of a contiguous float32 matrix."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), gl.NVMMASharedLayout(0, 32, 2))
@@ -125,7 +130,7 @@ def backward_tiles(call: Call, *, of_v: bool = False) -> BackwardConfig:
     """The configuration of a backward, or with ``of_v`` of the launch that computes dV alone."""
     if of_v:
         return BACKWARD_OF_V
-    return backward_config(padded_head_dim(call.head_dim), pair_itemsize=pair_itemsize(call))
+    return backward_config(backward_head_dim(call.head_dim, call.v_head_dim), pair_itemsize=pair_itemsize(call))
 
 
 def pair_operand(call: Call, rows: int, columns: int) -> TensorDescriptor | None:
@@ -163,10 +168,8 @@ def forward_launch(call: Call, out: Tensor, lse: Tensor, workspace: Tensor, num_
     q, k, v, out = with_batch(call.q, call.k, call.v, out)
     (head_dim, k_tail, v_tail), config, num_tiles = forward_tiles(call)
     batch, heads = q.shape[:2]
-    group = heads // k.shape[1]
-    ctas = num_sms * config.ctas
+    group, ctas, packed = heads // k.shape[1], num_sms * config.ctas, call.is_packed
     tiled = ((q, ROWS, k_tail), (k, config.tile_k, k_tail), (v, config.tile_k, v_tail), (out, ROWS, v_tail))
-    packed = call.is_packed
     constants = {
         "HEAD_DIM": head_dim, "K_TAIL": k_tail, "V_TAIL": v_tail, "TILE_K": config.tile_k,
         "CONSUMERS": config.consumers, "STAGES": config.stages, "SEPARATE_OUT": config.separate_out,
@@ -176,7 +179,7 @@ def forward_launch(call: Call, out: Tensor, lse: Tensor, workspace: Tensor, num_
         (min(ctas, num_tiles), 1),
         (
             *(tma_descriptor(x, rows, head_dim, is_packed=packed) for x, rows, _ in tiled),
-            *(tma_descriptor(x, rows, tail, is_packed=packed) if tail else None for x, rows, tail in tiled),
+            *(optional_descriptor(x, rows, tail, is_packed=packed) for x, rows, tail in tiled),
             *(lse, workspace, call.aux.cu_seqlens_q, call.aux.cu_seqlens_k),
             *rule_operands(call, config, call.aux.block_rows, ROWS, config.tile_k),
             call.aux.sinks,
@@ -198,8 +201,9 @@ def backward_launch(
 ) -> Launch:  # fmt: skip
     """The launch of `backward_kernel`; ``memory`` holds the buffers. Above 256 columns one of dk and dv is None."""
     q, k, v, dout = with_batch(call.q, call.k, call.v, dout)
-    head_dim, of_v = buffers.head_dim, dk is None
+    of_v, packed = dk is None, call.is_packed
     config = backward_tiles(call, of_v=of_v)
+    head_dim, k_tail = buffers.head_dim - config.k_tail, config.k_tail
     batch, heads = k.shape[:2]
     shares_keys = config.tile_k == ROWS
     columns = head_dim // 2 if shares_keys else head_dim
@@ -208,28 +212,30 @@ def backward_launch(
     lse2, delta, dq, turns = buffers.views(memory)
     accumulated: tuple[object, Tensor | None] = dq, None
     if not shares_keys:
-        rows = config.tile_q * head_dim // 2 // DQ_ROW.value
+        rows = ROWS if k_tail else config.tile_q * head_dim // 2 // DQ_ROW.value
         accumulated = float32_descriptor(dq.view(-1, DQ_ROW.value), rows, DQ_ROW.value), turns
     tiled = (
         *((q, config.tile_q, q_columns), (dout, config.tile_q, dout_columns)),
         *((k, config.tile_k, head_dim), (v, ROWS, head_dim)),
     )
     dk, dv = (None if x is None else with_batch(x)[0] for x in (dk, dv))
-    packed = call.is_packed
-    deterministic = call.options.deterministic
+    tails, deterministic = ((q, config.tile_q), (k, config.tile_k), (dk, ROWS)), call.options.deterministic
     constants = {
-        "HEAD_DIM": head_dim, "TILE_Q": config.tile_q, "TILE_K": config.tile_k, "STAGES": config.stages,
+        "HEAD_DIM": head_dim, "K_TAIL": k_tail, "TILE_Q": config.tile_q, "TILE_K": config.tile_k,
+        "STAGES": config.stages, "PAIR_STAGES": config.pair_stages,
         "PIECES": triton.cdiv((q if of_v else v).shape[-1], config.piece) if config.piece else 0,
-        "DETERMINISTIC": deterministic, "ROTATED": config.rotated and not deterministic and not call.depends_on_pairs,
-        "PAIR_STAGES": config.pair_stages, "PERSISTENT": num_sms < num_tiles, **common_constants(call, config),
+        "PERSISTENT": num_sms < num_tiles, "DETERMINISTIC": deterministic,
+        "ROTATED": config.rotated and not deterministic and not call.depends_on_pairs, **common_constants(call, config),
     }  # fmt: skip
     return Launch(
         (min(num_sms, num_tiles), 1),
         (
             *(tma_descriptor(x, rows, width, is_packed=packed) for x, rows, width in tiled),
             *(float32_descriptor(x, 1, config.tile_q) for x in (lse2, delta)),
-            *(None if x is None else tma_descriptor(x, ROWS, columns, is_packed=packed) for x in (dk, dv)),
-            *(*accumulated, workspace, call.aux.cu_seqlens_q, call.aux.cu_seqlens_k),
+            *(optional_descriptor(x, ROWS, columns, is_packed=packed) for x in (dk, dv)),
+            *accumulated,
+            *(optional_descriptor(x, rows, k_tail, is_packed=packed) for x, rows in tails),
+            *(workspace, call.aux.cu_seqlens_q, call.aux.cu_seqlens_k),
             *rule_operands(call, config, call.aux.block_columns, config.tile_q, ROWS),
         ),
         (

@@ -11,7 +11,7 @@ from ..call import Call
 from ..launching import Launch
 from .launches import ROWS, backward_tiles, num_sequences, tiles_per_head, with_batch
 from .lib.varlen import PADDING
-from .tiles import padded_head_dim
+from .tiles import backward_head_dim
 
 
 class RowBuffers(NamedTuple):
@@ -47,7 +47,7 @@ class RowBuffers(NamedTuple):
 def row_buffers(call: Call) -> RowBuffers:
     """The per-row buffers of a call's backward."""
     rows = tiles_per_head(call.q_len, PADDING.value, num_sequences(call)) * PADDING.value
-    return RowBuffers(call.q.shape[:-2].numel(), rows, padded_head_dim(call.head_dim))
+    return RowBuffers(call.q.shape[:-2].numel(), rows, backward_head_dim(call.head_dim, call.v_head_dim))
 
 
 def prepare_launch(

@@ -54,6 +54,7 @@ class BackwardConfig(NamedTuple):
         pair_stages: how many tiles of a tensor with an element for each pair lie beside those of q: as many as
             ``stages``, or one, for which there is a pipeline of its own; 0 if they are not loaded.
         piece: columns of the pieces in which q or dout comes, which ``stages`` are of then (`backward_pieces`); else 0.
+        k_tail: columns of q and k in a second tile.
     """
 
     tile_k: int
@@ -66,6 +67,7 @@ class BackwardConfig(NamedTuple):
     rotated: bool = False
     pair_stages: int = 0
     piece: int = 0
+    k_tail: int = 0
 
     @property
     def has_pairs(self) -> bool:
@@ -148,6 +150,8 @@ FORWARD_PAIRS = {
 BACKWARD = {
     64: BackwardConfig(128, 128, 64, 2, 240, 24, 168, True),
     128: BackwardConfig(128, 64, 64, 2, 240, 24, 168),
+    # Tiles of 128 columns, and tails of q and k.
+    192: BackwardConfig(128, 64, 32, 2, 240, 24, 168, k_tail=64),
     256: BackwardConfig(64, 64, 128, 2, 240, 24, 168),
     # Shared memory holds k, v, a tile of q, and three pieces of dout, which take the producer more registers.
     512: BackwardConfig(64, 64, 128, 3, 232, 40, 168, piece=64),
@@ -175,7 +179,13 @@ WIDE = SplitHeadDim(256, 256, 0)
 
 def padded_head_dim(head_dim: int) -> int:
     """Columns of the tiles of a head dimension; the forward splits the widest (`WIDE`)."""
-    return next(columns for columns in BACKWARD if columns >= head_dim)
+    return next(columns for columns in (*HEAD_DIMS, WIDE.head_dim + WIDE.k_tail) if columns >= head_dim)
+
+
+def backward_head_dim(head_dim: int, v_head_dim: int) -> int:
+    """Columns of q and k that a backward computes, in one tile and perhaps a tail."""
+    columns, k_tail, v_tail = split_head_dim(head_dim, v_head_dim) or (0, 0, 0)
+    return columns + k_tail if (k_tail, v_tail) == (64, 0) else padded_head_dim(head_dim)
 
 
 def forward_config(

@@ -11,6 +11,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cs336_systems.kernels.language import floor_divide, remainder
 from cs336_systems.kernels.lib.reductions import locate_rows
 from cs336_systems.kernels.lib.varlen import Span, sequence_of, slot_of, span_of
 from cs336_systems.kernels.triton.lib.masks import key_ranges, query_ranges, visible
@@ -201,3 +202,24 @@ def test_every_row_is_in_one_tile(flash_device, tile, lengths, after):
     sequences, positions = locate_rows(starts, torch.arange(rows, device=flash_device))
     assert sequences.tolist() == expected
     assert positions.tolist() == [row for length in (*lengths, after) for row in range(length)]
+
+
+@triton.jit
+def divide_kernel(x, y, quotients, remainders, CONSTANT: tl.constexpr):
+    places = tl.arange(0, 64)
+    divisor = tl.load(y + places) if CONSTANT is None else CONSTANT
+    tl.store(quotients + places, floor_divide(tl.load(x + places), divisor))
+    tl.store(remainders + places, remainder(tl.load(x + places), divisor))
+
+
+@pytest.mark.parametrize("constant", [None, 1, 3, -7])
+@pytest.mark.parametrize(("dtype", "of_divisor"), [*itertools.product((torch.int32, torch.int64), repeat=2)])
+def test_integers_are_divided_as_by_torch(device, dtype, of_divisor, constant):
+    x = torch.arange(-32, 32, dtype=dtype, device=device)
+    x[:2] = torch.tensor([-(2**31) + 9, 2**31 - 1], dtype=dtype)
+    y = (x % 9 + 1).to(of_divisor) * torch.where(x % 2 == 0, 1, -1).to(of_divisor)
+    quotients, remainders = (torch.empty(64, dtype=torch.int64, device=device) for _ in range(2))
+    divide_kernel[(1,)](x, y, quotients, remainders, constant)
+    divisor = y if constant is None else constant
+    assert torch.equal(quotients, (x // divisor).long())
+    assert torch.equal(remainders, (x % divisor).long())

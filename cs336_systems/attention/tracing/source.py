@@ -92,8 +92,9 @@ class _Writer:
 
         def compared(value: object, as_float: bool) -> str:
             text = name(value, as_float)
-            is_known = not isinstance(value, Node) or value.kind == "number"
-            return text if as_float or is_known or not value.is_integer else f"compared({text})"
+            if isinstance(value, Node) and value.kind != "number" and value.is_integer and not as_float:
+                return f"compared({text})"
+            return text
 
         for node in in_order(result, [read for read, slot in self.slots.items() if slot.axes is not None]):
             if node.kind == "place":

@@ -7,8 +7,10 @@ the group. Triton itself uses the lowest numbers.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+DQ_TAIL_FULL = gl.constexpr(5)
+"""From here on, one for each consumer warp group: as `DQ_FULL`, of the tail's columns."""
 PAIRS_EMPTY = gl.constexpr(6)
-"""No consumer of the backward reads the tile of pairs any more, where there is one."""
+"""No consumer of the backward reads the tile of pairs any more, where there is one; never with tails."""
 DS_WRITTEN = gl.constexpr(7)
 """Both consumer warp groups of the backward have written their dS."""
 DQ_FULL = gl.constexpr(8)

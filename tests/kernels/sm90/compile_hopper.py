@@ -82,11 +82,12 @@ def rules_of(name: str | None, length: int) -> tuple[dict[str, Any], dict[str, A
 
 
 def call_of(
-    d: int, band: str, dtype: torch.dtype, softcap: float | None, length: int, is_packed: bool, deterministic: bool,
-    rules: str | None,
+    d: int, dv: int, band: str, dtype: torch.dtype, softcap: float | None, length: int, is_packed: bool,
+    deterministic: bool, rules: str | None,
 ) -> Call:  # fmt: skip
-    """(2, 8, length, d) q and (2, 2, length, d) k and v, or packed in a batch of one."""
-    q, k, v = (empty(1 if is_packed else 2, heads, length, d, dtype=dtype) for heads in (8, 2, 2))
+    """(2, 8, length, d) q, (2, 2, length, d) k and (2, 2, length, dv) v, or packed in a batch of one."""
+    of_heads = (8, d), (2, d), (2, dv)
+    q, k, v = (empty(1 if is_packed else 2, heads, length, columns, dtype=dtype) for heads, columns in of_heads)
     starts = empty(9, dtype=torch.int32)
     more, tensors = rules_of(rules, length)
     if is_packed:
@@ -105,9 +106,11 @@ def compile_one(
     is_packed: bool = False,
     deterministic: bool = False,
     rules: str | None = None,
+    v_head_dim: int | None = None,
 ) -> tuple[dict[str, Any], Report]:
     """Which kernel it is, and the report on it."""
-    call = call_of(head_dim, band, getattr(torch, dtype), softcap, length, is_packed, deterministic, rules)
+    dims = head_dim, v_head_dim or head_dim
+    call = call_of(*dims, band, getattr(torch, dtype), softcap, length, is_packed, deterministic, rules)
     workspace = empty(1, dtype=torch.int32)
     if name == "forward":
         launch = launches.forward_launch(call, call.q, empty(*call.q.shape[:-1]), workspace, SMS)
@@ -120,7 +123,8 @@ def compile_one(
     else:
         buffers = row_launches.row_buffers(call)
         made = {"backward": (call.k, call.v), "backward_of_k": (call.k, None), "backward_of_v": (None, call.v)}[name]
-        launch = launches.backward_launch(call, call.q, *made, buffers, empty(buffers.elements), workspace, SMS)
+        dout = empty(*call.q.shape[:-1], call.v_head_dim, dtype=call.dtype)
+        launch = launches.backward_launch(call, dout, *made, buffers, empty(buffers.elements), workspace, SMS)
         exponentials = launch.constants["TILE_Q"] * launch.constants["TILE_K"] // 256
     about = {
         "pass": name,

@@ -89,6 +89,15 @@ def test_rows_may_be_many(d, band):
     check(inputs_of("many_rows", d), **BANDS[band])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("cap", [None, 20.0])
+@dense_bands
+def test_v_may_be_narrower_with_a_soft_cap_or_float16(band, cap, dtype):
+    inputs = inputs_of("grouped", 192, dtype, dv=128)
+    inputs.q.mul_(4.0)
+    check(inputs, **BANDS[band], softcap=cap)
+
+
 @pytest.mark.parametrize("cap", [0.5, 20.0])
 @dense_bands
 @dims
@@ -100,7 +109,7 @@ def test_softcap(d, band, cap):
 
 @dense_bands
 @pytest.mark.parametrize("shape", ["square", "grouped", "more_keys", "more_queries", "one_query", "many_tiles"])
-@pytest.mark.parametrize(("d", "dv"), [(192, 128), (80, 64), (320, 64), (512, 400)])
+@pytest.mark.parametrize(("d", "dv"), [(192, 128), (136, 72), (160, 128), (80, 64), (320, 64), (512, 400)])
 def test_v_may_be_narrower(d, dv, shape, band):
     check(inputs_of(shape, d, dv=dv), **BANDS[band])
 
@@ -154,9 +163,9 @@ def test_values_are_the_same_every_time(d):
 
 @pytest.mark.parametrize("band", ["none", "causal", "window", "window_alone"])
 @pytest.mark.parametrize("shape", ["square", "grouped", "more_keys", "more_queries", "one_query", "many_tiles"])
-@pytest.mark.parametrize("d", [64, 80, 128])
-def test_deterministic_gradients_are_the_same_every_time(d, shape, band):
-    inputs = inputs_of(shape, d)
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (80, 80), (128, 128), (192, 128)])
+def test_deterministic_gradients_are_the_same_every_time(d, dv, shape, band):
+    inputs = inputs_of(shape, d, dv=dv)
     first = results(inputs, deterministic=True, **BANDS[band])
     assert_right(first, inputs, **BANDS[band])
     for calls in range(1, 11):

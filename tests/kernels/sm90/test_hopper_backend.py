@@ -48,12 +48,7 @@ def test_supported_calls(qkv, options, aux):
     ("qkv", "options", "aux", "reason"),
     [
         (tensors(dtype=torch.float32), OPTIONS, NO_AUX, "needs float16 or bfloat16; got torch.float32"),
-        (
-            tensors(2, 4, 9, 16),
-            OPTIONS,
-            NO_AUX,
-            "or 264 to 512 and fewer; got 16 of q and 16 of v",
-        ),
+        (tensors(2, 4, 9, 16), OPTIONS, NO_AUX, "or 264 to 512 and fewer; got 16 of q and 16 of v"),
         (tensors(2, 4, 9, 44), OPTIONS, NO_AUX, "got 44 of q"),
         (tensors(2, 4, 9, 520), OPTIONS, NO_AUX, "got 520 of q"),
         (tensors(), Options(0.0), NO_AUX, "needs a positive scale; got 0.0"),
@@ -108,6 +103,8 @@ def test_the_backward_supports_fewer_deterministic_calls(monkeypatch):
     for dims in ((264, 264), (512, 64), (512, 512)):
         q, k, _ = tensors(2, 9, dims[0])
         assert backend.supports_backward(Call(q, k, tensors(2, 9, dims[1])[2], OPTIONS), Wanted()) is None
+    q, k, _ = tensors(2, 9, 192)
+    assert backend.supports_backward(Call(q, k, tensors(2, 9, 128)[2], deterministic), Wanted()) is None
     assert "packed sequences" in backend.supports_backward(Call(*tensors(2, 9, 64), deterministic, PACKED), Wanted())
 
 
@@ -157,7 +154,7 @@ def call_of(d=64, dv=None, *, is_packed=False, options=CAUSAL):
 
 def run_backward(call, dout=None, dlse=None):
     """The gradients."""
-    out, lse = torch.empty_like(call.q), torch.empty(call.q.shape[:-1])
+    out, lse = call.q.new_empty(*call.q.shape[:-1], call.v_head_dim), torch.empty(call.q.shape[:-1])
     dout = torch.randn_like(out) if dout is None else dout
     run = backend.plan_backward(call, out, dout, dlse is not None, Wanted())
     return run(call.q, call.k, call.v, out, lse, dout, dlse, call.aux)
@@ -205,12 +202,12 @@ def test_a_launch_computes_256_columns_of_a_wider_output(calls):
 
 
 @pytest.mark.parametrize("with_dlse", [False, True])
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (128, 128), (192, 128), (136, 72), (256, 256)])
 @pytest.mark.parametrize("num_sms", [2, 1000])
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_backward_launches(calls, monkeypatch, num_sms, d, with_dlse, is_packed):
+def test_backward_launches(calls, monkeypatch, num_sms, d, dv, with_dlse, is_packed):
     monkeypatch.setattr(launching, "num_sms", lambda device: num_sms)
-    call = call_of(d, is_packed=is_packed)
+    call = call_of(d, dv, is_packed=is_packed)
     gradients = run_backward(call, dlse=torch.randn(call.q.shape[:-1]) if with_dlse else None)
     assert [x.stride() for x in gradients[:3]] == [x.stride() for x in (call.q, call.k, call.v)]
     assert gradients[3:] == (None, ())
@@ -222,6 +219,8 @@ def test_backward_launches(calls, monkeypatch, num_sms, d, with_dlse, is_packed)
     assert main[:9] == (*[x.data_ptr() for x in (call.q,)], prepare[1], call.k.data_ptr(), call.v.data_ptr(),
                         *prepare[4:6], *[x.data_ptr() for x in gradients[1:3]], prepare[6])  # fmt: skip
     assert main[9] == turns
+    assert main[10:13] == ((main[0], main[2], main[6]) if dv < d else (None,) * 3)
+    assert [launch.constants[name] for name in ("HEAD_DIM", "K_TAIL")] == ([128, 64] if dv < d else [d, 0])
     assert main[-6:] == (*starts, None, None, None, None)
     assert finish == (prepare[6], gradients.q.data_ptr(), starts[0])
     keys = 64 if d == 256 else 128

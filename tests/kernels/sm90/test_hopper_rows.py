@@ -26,15 +26,18 @@ def slots(lengths, after):
         first += length
 
 
-def call_of(device, *, d, is_packed, starts=None):
-    """(2, 3, 100, d), rows before heads in memory, or (3, 463, d) packed; with poisoned buffers."""
+def call_of(device, *, d, dv=None, is_packed, starts=None):
+    """(2, 3, 100, d or dv), rows before heads in memory, or (3, 463, d or dv) packed; with poisoned buffers."""
     shape = (sum(LENGTHS) + AFTER, HEADS, d) if is_packed else (2, 100, HEADS, d)
-    q, out, dout = (torch.randn(shape, device=device, dtype=torch.float16).transpose(-3, -2) for _ in range(3))
+    q, out, dout = (
+        torch.randn(*shape[:-1], columns, device=device, dtype=torch.float16).transpose(-3, -2)
+        for columns in (d, dv or d, dv or d)
+    )
     aux = NO_AUX
     if is_packed:
         starts = starts_of(LENGTHS, device) if starts is None else torch.tensor(starts, device=device)
         aux = Aux(cu_seqlens_q=starts, cu_seqlens_k=starts)
-    call = Call(q, q, q, Options(0.5), aux)
+    call = Call(q, q, out, Options(0.5), aux)
     buffers = row_buffers(call)
     return call, out, dout, buffers, torch.full((buffers.elements,), math.nan, device=device)
 
@@ -46,9 +49,12 @@ def copied_rows(is_packed):
 
 
 @pytest.mark.parametrize("with_dlse", [False, True])
-@pytest.mark.parametrize(("d", "is_packed"), [(64, False), (40, False), (400, False), (64, True)])
-def test_prepare(flash_device, d, is_packed, with_dlse):
-    call, out, dout, buffers, memory = call_of(flash_device, d=d, is_packed=is_packed)
+@pytest.mark.parametrize(
+    ("d", "dv", "is_packed"),
+    [*((d, d, False) for d in (64, 40, 400)), (192, 128, False), (136, 72, True), (64, 64, True)],
+)
+def test_prepare(flash_device, d, dv, is_packed, with_dlse):
+    call, out, dout, buffers, memory = call_of(flash_device, d=d, dv=dv, is_packed=is_packed)
     lse, dlse = (torch.randn(out.shape[:-1], device=flash_device) for _ in range(2))
     lse[..., 1, 5], lse[..., 2, 7] = -math.inf, math.inf
     if is_packed:
@@ -77,9 +83,13 @@ def fragments(tile):
     return order
 
 
-@pytest.mark.parametrize(("d", "is_packed"), [(64, False), (40, False), (256, False), (400, False), (64, True)])
-def test_finish(flash_device, d, is_packed):
-    call, dq, _, buffers, memory = call_of(flash_device, d=d, is_packed=is_packed)
+@pytest.mark.parametrize(
+    ("d", "dv", "is_packed"),
+    [*((d, d, False) for d in (64, 40, 400, 256)), (192, 128, False), (136, 72, True), (64, 64, True)],
+)
+def test_finish(flash_device, d, dv, is_packed):
+    call, _, _, buffers, memory = call_of(flash_device, d=d, dv=dv, is_packed=is_packed)
+    dq = torch.empty_like(call.q)
     sums = torch.randn(buffers.batch_heads, buffers.rows, buffers.head_dim)
     columns = BACKWARD[buffers.head_dim].dq_columns
     tiles = [half for tile in sums.view(-1, TILE, buffers.head_dim) for half in tile.split(columns, 1)]

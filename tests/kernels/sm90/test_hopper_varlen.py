@@ -55,10 +55,11 @@ def test_packed_results_are_within_the_budget(d, lengths, band):
     check_packed(packed_inputs(LENGTHS[lengths], d), LENGTHS[lengths], **BANDS[band])
 
 
-@pytest.mark.parametrize("lengths", ["long", "many"])
-@pytest.mark.parametrize(("d", "dv"), [(192, 128), (80, 64), (320, 64)])
-def test_packed_v_may_be_narrower(d, dv, lengths):
-    check_packed(packed_inputs(LENGTHS[lengths], d, dv=dv), LENGTHS[lengths], causal="bottom_right")
+@pytest.mark.parametrize("band", ["none", "causal", "window"])
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(("d", "dv"), [(192, 128), (136, 72), (160, 128), (80, 64), (320, 64)])
+def test_packed_v_may_be_narrower(d, dv, lengths, band):
+    check_packed(packed_inputs(LENGTHS[lengths], d, dv=dv), LENGTHS[lengths], **BANDS[band])
 
 
 @dims

@@ -209,7 +209,8 @@ def stand_ins() -> dict[str, types.ModuleType]:
     made: dict[str, dict[str, Any]] = {
         "triton": {
             "jit": jit, "language": language, "constexpr_function": lambda f: f, "__version__": "0",
-            "cdiv": lambda x, y: -(-x // y), "knobs": SimpleNamespace(runtime=SimpleNamespace(interpret=True)),
+            "cdiv": lambda x, y: -(-x // y), "next_power_of_2": lambda x: 1 << (x - 1).bit_length(),
+            "knobs": SimpleNamespace(runtime=SimpleNamespace(interpret=True)),
         },
         "triton.experimental": {},
         "triton.experimental.gluon": {"jit": jit, "constexpr_function": lambda f: f, "language": language},

@@ -163,6 +163,7 @@ class Shared:
     dtype = property(lambda self: BY_TORCH[self.x.dtype])
     shape = property(lambda self: [*self.x.shape])
     numel = property(lambda self: self.x.numel())
+    layout = None
 
     def index(self, place):
         return Shared(self.x[int(place)])
