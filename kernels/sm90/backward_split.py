@@ -21,10 +21,8 @@ from .backward_consumer import (
     epilogue,
     hand_over,
     mainloop,
-    pairs_of,
-    probabilities,
+    masked_probabilities,
     start_dq,
-    visible,
     wait_until_empty,
     with_pairs,
 )
@@ -62,12 +60,8 @@ def split_step(
     )  # fmt: skip
     s = scores.softcap(warpgroup_mma_wait(1, [s]))
     lse2 = memory.lse2.index(stage).load(layout)
-    pairs = pairs_of(keys, inner * WG_ROWS, seq, tile, head, layout, WG_ROWS)
     rules = with_pairs(mods, memory, n, CONSUMER, WG_ROWS)
-    changed, slope = rules.differentiate(s, pairs)
-    p = probabilities(changed * scores.scale - lse2)
-    if MASKED:
-        p = gl.where(rules.hide(visible(keys, inner * WG_ROWS, seq, layout, WG_ROWS), pairs), p, 0.0)
+    p, slope = masked_probabilities(s, lse2, keys, inner * WG_ROWS, seq, tile, head, scores, rules, MASKED)
     p_operand = unpack_operand(pack_pairs(p, dtype, True), dtype, wide, WG_ROWS)
     # Registers have no place for a float32 P beside dP.
     sloped = p_operand
