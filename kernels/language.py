@@ -104,7 +104,7 @@ def far_float(number, difference):
 
 @jit
 def compared(x):
-    """An integer that is about to be compared. Kernels for Hopper put another function in its place."""
+    """An integer that is about to be compared. Kernels for Hopper have `sm90.lib.mods.opaque` in its place."""
     return x
 
 

@@ -99,7 +99,7 @@ def unsupported_backward(call: Call) -> str | None:
         if is_given:
             return f"adds up dQ of {name} in no fixed order, which deterministic=True needs"
     if not BACKWARD[backward_head_dim(call.head_dim, call.v_head_dim)].has_turns:
-        # Consumer warp groups add dQ to global memory themselves.
+        # Consumer warp groups add dQ to global memory, in no order.
         return "adds up dQ of head dimensions of q and v above 128 in no fixed order, which deterministic=True needs"
     return None
 

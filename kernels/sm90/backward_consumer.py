@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..versions import async_store, barrier, reinterpret
 from .lib import named_barriers
 from .lib.mma import WG_ROWS, accumulator, as_matrix, opaque_zero, pack_pairs, unpack_operand
-from .lib.mods import Pairs, clamped, opaque
+from .lib.mods import ZERO, Pairs, clamped, opaque
 from .lib.scheduler import STOP
 
 
@@ -72,7 +72,7 @@ def masked_probabilities(s, lse2, keys, first_row, seq, tile, head, scores, mods
     changed, slope = mods.differentiate(s, pairs)
     p = probabilities(changed * scores.scale - lse2)
     if MASKED:
-        p = mods.hide(p, pairs, "0f00000000")
+        p = mods.hide(p, pairs, ZERO)
         p = gl.where(visible(keys, first_row, seq, layout, ROWS), p, 0.0)
     return p, slope
 
@@ -150,15 +150,10 @@ def step(
     s = scores.softcap(warpgroup_mma_wait(1, [s]))
     if not EARLY:
         lse2 = memory.lse2.index(stage).load(layout)
-    pairs = pairs_of(keys, inner * TILE_Q, seq, tile, head, layout, TILE_Q)
     rules = with_pairs(mods, memory, n, CONSUMER, TILE_Q)
-    changed, slope = rules.differentiate(s, pairs)
-    p = probabilities(changed * scores.scale - lse2)
     if EARLY:
         delta = memory.delta.index(stage).load(layout)
-    if MASKED:
-        p = rules.hide(p, pairs, "0f00000000")
-        p = gl.where(visible(keys, inner * TILE_Q, seq, layout, TILE_Q), p, 0.0)
+    p, slope = masked_probabilities(s, lse2, keys, inner * TILE_Q, seq, tile, head, scores, rules, MASKED)
     if waits_for_never(TILE_Q, scores.SOFTCAP, mods.SCORE):
         p_operand = unpack_operand(pack_pairs(mods.dropout.drop(p, bits, True), dtype, True), dtype, wide, TILE_Q)
         # Without a branch, ptxas moves the wait for dP above the exponentials.

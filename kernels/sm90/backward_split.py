@@ -63,7 +63,7 @@ def split_step(
     rules = with_pairs(mods, memory, n, CONSUMER, WG_ROWS)
     p, slope = masked_probabilities(s, lse2, keys, inner * WG_ROWS, seq, tile, head, scores, rules, MASKED)
     p_operand = unpack_operand(pack_pairs(p, dtype, True), dtype, wide, WG_ROWS)
-    # Registers have no place for a float32 P beside dP.
+    # A float32 P and dP do not fit into registers together.
     sloped = p_operand
     if scores.SOFTCAP:
         sloped = unpack_operand(pack_pairs(p * (1.0 - s * s), dtype, True), dtype, wide, WG_ROWS)

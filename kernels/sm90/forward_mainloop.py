@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from .lib.mma import WG_ROWS, accumulator, as_matrix, pack_pairs, unpack_operand
-from .lib.mods import Pairs, clamped
+from .lib.mods import MINUS_INFINITY, Pairs, clamped
 from .lib.softmax import first_update
 
 
@@ -88,7 +88,7 @@ def changed_scores(s, scores, mods, rows, inner, seq, tile, MASKED: gl.constexpr
     pairs = pairs_of(rows, inner * seq.INNER_TILE, seq, tile, layout, LAST)
     s = mods.change(scores.softcap(s), pairs)
     if MASKED:
-        s = mods.hide(s, pairs, "0fFF800000")
+        s = mods.hide(s, pairs, MINUS_INFINITY)
         s = gl.where(visible(rows, inner * seq.INNER_TILE, seq, layout), s, float("-inf"))
     return s
 

@@ -21,7 +21,7 @@ from .forward_mainloop import pairs_of, visible
 from .lib.block_lists import new_block_lists
 from .lib.dropout import new_dropout
 from .lib.mma import WG_ROWS, accumulator, as_matrix
-from .lib.mods import Mods
+from .lib.mods import ZERO, Mods
 from .lib.pair_tiles import new_pair_tensor, pair_bytes
 from .lib.pipeline import new_barriers, new_buffers
 from .lib.softmax import ScoreScale
@@ -151,7 +151,7 @@ def pair_gradient_kernel(
             here = pairs_of(rows, first_column, seq, seq.tile(batch, head, first_row), layout, True)
             changed, terms = rules.terms(s, here)
             p = probabilities(changed * scores.scale - row_lse2[:, None])
-            p = gl.where(seen, rules.hide(p, here, "0f00000000"), 0.0)
+            p = gl.where(seen, rules.hide(p, here, ZERO), 0.0)
             dp = mods.dropout.scale(mods.dropout.drop(warpgroup_mma_wait(0, [dp]), bits, False))
             barrier()
             if next_batch < end_batch:

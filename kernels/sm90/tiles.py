@@ -52,7 +52,7 @@ class BackwardConfig(NamedTuple):
         consumer_registers, producer_registers, max_registers: as of `ForwardConfig`.
         rotated: whether CTAs start at different tiles of q where nothing is masked.
         pair_stages: how many tiles of a tensor with an element for each pair lie beside those of q: as many as
-            ``stages``, or one, for which there is a pipeline of its own; 0 if they are not loaded.
+            ``stages``, or one, with a separate pipeline; 0 if they are not loaded.
         piece: columns of the pieces in which q or dout comes, which ``stages`` are of then (`backward_pieces`); else 0.
         k_tail: columns of q and k in a second tile.
     """

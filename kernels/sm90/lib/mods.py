@@ -11,6 +11,9 @@ from ...language import compared
 from .dropout import Dropout
 from .struct import struct
 
+ZERO, MINUS_INFINITY = gl.constexpr("0f00000000"), gl.constexpr("0fFF800000")
+"""float32 numbers as PTX writes them."""
+
 
 def in_gluon(function):
     """A `jit` function of `cs336_systems.kernels.language`, and those that it calls, as one that these kernels call."""
@@ -89,7 +92,7 @@ class Mods:
 
     @gluon.jit
     def hide(self, x, pairs, HIDDEN: gl.constexpr):
-        """float32 x where MASK leaves a pair, and elsewhere HIDDEN, a number as PTX writes it. `opaque` says why."""
+        """float32 x where MASK leaves a pair, and HIDDEN, as PTX writes it, elsewhere. `opaque` says why in PTX."""
         if self.MASK is not None:
             seen = self.MASK(pairs.batch, pairs.head, pairs.rows, pairs.columns, self.captured[0])
             x = gl.inline_asm_elementwise(
