@@ -142,14 +142,15 @@ def block_operand(lists: Tensor | None, read: Read) -> tuple[Any, ...] | None:
 
 
 def dropout_operand(options: Options, aux: Aux, read: Read) -> tuple[Any, int, float] | None:
-    """(seed, limit, factor of the probabilities that are kept), or None where dropout drops none.
+    """(seed, addend, factor of the probabilities that are kept), or None where dropout drops none.
 
-    limit: the largest of the random numbers of 32 bits that drop a probability, as an int32 with the same bits.
+    addend: for both halves of a word, as an int32: the sum of it and two random numbers has the highest bit of a half
+    where the probability with the half's number is kept.
     """
     if aux.seed is None or options.dropout_threshold == 0:
         return None
-    limit = (options.dropout_threshold << 32 - DROPOUT_BITS) - 1
-    return read(aux.seed), limit - (limit >> 31 << 32), options.keep_scale
+    addend = (2**DROPOUT_BITS - options.dropout_threshold) * 0x10001
+    return read(aux.seed), addend - (addend >> 31 << 32), options.keep_scale
 
 
 def packed_operand(aux: Aux, read: Read) -> tuple[Any, Any] | None:

@@ -25,8 +25,11 @@ MAX_LENGTH = 2**30 - 1
 BLOCK = 128
 """Queries and keys of a block in block lists, which kernels visit or skip as a whole."""
 
-DROPOUT_BITS = 31
-"""Bits of the random number that decides whether dropout drops a probability."""
+DROPOUT_BITS = 15
+"""Bits of the random number that decides whether dropout drops a probability: two such numbers share a word."""
+
+PHILOX_ROUNDS = 7
+"""Of the generator of these numbers: the fewest that pass BigCrush (Salmon et al., 2011, table 2)."""
 
 
 plan_caches: list[dict[Any, Any]] = []
@@ -81,8 +84,9 @@ class Options(NamedTuple):
 
     @property
     def keep_scale(self) -> float:
-        """1 / (1 - dropout_p), the factor of the probabilities that dropout keeps."""
-        return 0.0 if self.dropout_p == 1.0 else 1.0 / (1.0 - self.dropout_p)
+        """The factor of the probabilities that dropout keeps, 1 over their share."""
+        kept = 2**DROPOUT_BITS - self.dropout_threshold
+        return 0.0 if kept == 0 else 2**DROPOUT_BITS / kept
 
     def band(self, q_len: int, k_len: int, *, packed: bool = False) -> Band:
         """The limits for these lengths. In packed sequences they are relative to each sequence's diagonal."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.call import DROPOUT_BITS, Aux, Band, Options
+from ..kernels.call import DROPOUT_BITS, PHILOX_ROUNDS, Aux, Band, Options
 from ..kernels.language import NUMBERS
 from ..kernels.lib.reductions import diagonal_sums, locate_rows
 from ..kernels.mods import AXES, DISTANCE, code_of
@@ -173,7 +173,7 @@ def scores_and_slopes(
 def kept_pairs(options: Options, pairs: Pairs, seed: Tensor) -> Tensor:
     """Whether dropout keeps the weight of each pair; the kernels draw the same numbers."""
     matrix = pairs.batch * pairs.heads + pairs.head
-    # Inductor takes minutes for its ten rounds, and drew other numbers on a GPU (torch 2.11, Triton 3.9).
+    # Inductor takes minutes for its rounds, and drew other numbers on a GPU (torch 2.11, Triton 3.9).
     opaque = torch.compiler.is_compiling() and not exporting()
     draw = torch.ops.cs336_systems.dropout_mask if opaque else _dropout_mask
     kept: Tensor = draw(seed, matrix, pairs.row, pairs.column, options.dropout_threshold)
@@ -181,10 +181,10 @@ def kept_pairs(options: Options, pairs: Pairs, seed: Tensor) -> Tensor:
 
 
 def _dropout_mask(seed: Tensor, matrix: Tensor, row: Tensor, column: Tensor, threshold: int) -> Tensor:
-    number = philox(seed, column // 4, row, matrix, torch.zeros_like(row))
-    word = column % 4
-    chosen = torch.where(word < 2, torch.where(word == 0, *number[:2]), torch.where(word == 2, *number[2:]))
-    return chosen >> (32 - DROPOUT_BITS) >= threshold
+    number = philox(seed, column // 16 * 2 + column % 8 // 4, row, matrix, torch.zeros_like(row))
+    first, second = (torch.where(column // 2 % 2 == 0, *words) for words in (number[:2], number[2:]))
+    word = torch.where(column // 8 % 2 == 0, first, second)
+    return (word >> column % 2 * 16) % 2**DROPOUT_BITS >= threshold
 
 
 library.define(
@@ -219,14 +219,14 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 
 
-def philox(seed: Tensor, *counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox 4x32 with 10 rounds (Salmon et al., 2011) of a counter of four 32-bit numbers: four others.
+def philox(seed: Tensor, *counter: Tensor, rounds: int = PHILOX_ROUNDS) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox 4x32 (Salmon et al., 2011) of a counter of four 32-bit numbers: four others.
 
     ``seed`` is an int64 tensor of one element; its halves are the key.
     """
     low, high = seed.reshape(()) & _WORD, (seed.reshape(()) >> 32) & _WORD
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
-    for _ in range(10):
+    for _ in range(rounds):
         first, second = _wide_product(c0, _MULTIPLIERS[0]), _wide_product(c2, _MULTIPLIERS[1])
         c0, c1, c2, c3 = second[0] ^ c1 ^ low, second[1], first[0] ^ c3 ^ high, first[1]
         low, high = (low + _INCREMENTS[0]) & _WORD, (high + _INCREMENTS[1]) & _WORD

@@ -155,7 +155,8 @@ def step(
         delta = memory.delta.index(stage).load(layout)
     p, slope = masked_probabilities(s, lse2, keys, inner * TILE_Q, seq, tile, head, scores, rules, MASKED)
     if waits_for_never(TILE_Q, scores.SOFTCAP, mods.SCORE):
-        p_operand = unpack_operand(pack_pairs(mods.dropout.drop(p, bits, True), dtype, True), dtype, wide, TILE_Q)
+        pairs = mods.dropout.drop_packed(pack_pairs(p, dtype, True), bits, True)
+        p_operand = unpack_operand(pairs, dtype, wide, TILE_Q)
         # Without a branch, ptxas moves the wait for dP above the exponentials.
         mbarrier.wait(memory.never, 1)
     else:

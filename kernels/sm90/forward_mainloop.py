@@ -125,7 +125,6 @@ def step(
         softmax, p, rescale = softmax.update_rescaling(s, scores.scale)
     else:
         softmax, p = softmax.update(s, scores.scale)
-    p = mods.dropout.drop(p, bits, False)
     # Also a basic-block boundary: without one, ptxas moves the wait for out above the exponentials.
     memory.k.wait_full(n + 1, position > tile.begin)
     out, out_tail = wait_pv(out, out_tail, operand, tensors.V_TAIL)
@@ -134,7 +133,8 @@ def step(
         out = out * gl.convert_layout(rescale, gl.SliceLayout(1, out.type.layout))[:, None]
         if tensors.V_TAIL > 0:
             out_tail = out_tail * gl.convert_layout(rescale, gl.SliceLayout(1, out_tail.type.layout))[:, None]
-    return softmax, pack_pairs(p, memory.k.buffers.dtype), out, out_tail
+    p = mods.dropout.drop_packed(pack_pairs(p, memory.k.buffers.dtype), bits, False)
+    return softmax, p, out, out_tail
 
 
 @gluon.jit
@@ -154,7 +154,7 @@ def first_step(tensors, memory, seq, tile, rows, n, scores, mods, CONSUMER: gl.c
         if (tile.whole_begin > inner) | seq.ends_partially(tile):
             s = gl.where(visible(rows, inner * TILE_K, seq, accumulator(TILE_K)), s, float("-inf"))
     softmax, p = first_update(s, scores.scale)
-    p = pack_pairs(mods.dropout.drop(p, bits, False), memory.k.buffers.dtype)
+    p = mods.dropout.drop_packed(pack_pairs(p, memory.k.buffers.dtype), bits, False)
     out = gl.zeros([WG_ROWS, tensors.HEAD_DIM], gl.float32, accumulator(tensors.HEAD_DIM))
     out_tail = n * 0
     if tensors.V_TAIL > 0:

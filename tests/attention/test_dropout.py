@@ -20,15 +20,14 @@ from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_i
 from .helpers import check, each_implementation, slow
 
 ONES = 0xFFFFFFFF
-# Of Random123, kat_vectors: counter, key, and what Philox 4x32-10 makes of them.
+PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
+# Of Random123, kat_vectors: counter and key, rounds, and what Philox 4x32 makes of them.
 KNOWN_ANSWERS = {
-    "zeros": ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    "ones": ((ONES, ONES, ONES, ONES), (ONES, ONES), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-    "pi": (
-        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-        (0xA4093822, 0x299F31D0),
-        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-    ),
+    "zeros": ((0, 0, 0, 0), (0, 0), 7, (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+    "ones": ((ONES, ONES, ONES, ONES), (ONES, ONES), 7, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
+    "pi": (*PI, 7, (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A)),
+    "zeros_10": ((0, 0, 0, 0), (0, 0), 10, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    "pi_10": (*PI, 10, (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
 }
 
 
@@ -41,9 +40,9 @@ def seed_of(key):
 
 
 @triton.jit
-def philox_kernel(seed, counter, answer):
+def philox_kernel(seed, counter, answer, ROUNDS: tl.constexpr):
     words = tl.load(counter + 0), tl.load(counter + 1), tl.load(counter + 2), tl.load(counter + 3)
-    numbers = tl.philox(tl.load(seed), words[0], words[1], words[2], words[3])
+    numbers = tl.philox(tl.load(seed), words[0], words[1], words[2], words[3], ROUNDS)
     for place in tl.static_range(4):
         tl.store(answer + place, numbers[place])
 
@@ -51,12 +50,12 @@ def philox_kernel(seed, counter, answer):
 @pytest.mark.parametrize("name", KNOWN_ANSWERS)
 def test_numbers_are_philox(flash_device, name):
     """Those of torch and those of Triton."""
-    counter, key, answer = KNOWN_ANSWERS[name]
+    counter, key, rounds, answer = KNOWN_ANSWERS[name]
     seed = seed_of(key).to(flash_device)
-    assert tuple(map(int, philox(seed, *torch.tensor(counter, device=flash_device)))) == answer
+    assert tuple(map(int, philox(seed, *torch.tensor(counter, device=flash_device), rounds=rounds))) == answer
     words = torch.tensor([signed(word, 32) for word in counter], dtype=torch.int32, device=flash_device)
     numbers = torch.empty_like(words)
-    philox_kernel[(1,)](seed, words, numbers, **compile_options())
+    philox_kernel[(1,)](seed, words, numbers, rounds, **compile_options())
     assert tuple(number % 2**32 for number in numbers.tolist()) == answer
 
 

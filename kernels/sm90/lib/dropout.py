@@ -1,34 +1,36 @@
 """Dropout: which probabilities of a tile are kept, as bits in the threads that hold the probabilities.
 
-Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) makes four numbers, for four adjacent
-columns of a row, from the counter (column // 4, row, batch_head, 0). Two threads hold these four columns of an
-accumulator, and four threads if it is transposed. So each of them computes a half, or a quarter, of the calls whose
-numbers they share, and they exchange a bit for each number. The bits of eight calls fill an int32.
+Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) makes four words of two numbers, for eight
+columns of a row; `triton.lib.pairs.keep_mask` says for which. Two threads hold these columns of an accumulator, and
+four threads if it is transposed. So each of them computes a half, or a quarter, of the calls whose numbers they share,
+and they exchange a bit for each number. The bits of four calls fill an int32.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...call import DROPOUT_BITS, PHILOX_ROUNDS
 from .mma import WG_ROWS, accumulator, opaque_zero
 from .struct import struct
 
 THREADS = gl.constexpr(128)
 """Of a warp group."""
 
-CALLS = gl.constexpr(4)
-"""Calls of Philox that a thread computes at a time, for 32 columns of an accumulator. More need more registers."""
+ROUNDS = gl.constexpr(PHILOX_ROUNDS)
+LOWER_BITS = gl.constexpr((2**DROPOUT_BITS - 1) * 0x10001)
+"""Those of both random numbers of a word."""
 
 
 @struct
 class Dropout:
     """A call's dropout; nothing of this is used unless DROPS.
 
-    seed: pointer to it. limit: the largest random number, of 32 unsigned bits, whose probability is dropped.
-    keep_scale: factor of the probabilities that are kept. heads: of q.
+    seed: pointer to it. addend: see `bound_mods.dropout_operand`. keep_scale: factor of the probabilities that are
+    kept. heads: of q.
     """
 
     seed: gl.tensor
-    limit: gl.tensor
+    addend: gl.tensor
     keep_scale: gl.tensor
     heads: gl.tensor
     DROPS: gl.constexpr
@@ -43,58 +45,43 @@ class Dropout:
         if self.DROPS:
             seed = gl.load(self.seed)
             matrix = batch * self.heads + head
-            layout: gl.constexpr = by_thread(CALLS)
+            calls: gl.constexpr = min(SIZE, WG_ROWS) // 16
+            layout: gl.constexpr = by_thread(calls)
             thread = gl.arange(0, THREADS, layout=gl.SliceLayout(1, layout))[:, None]
-            call = gl.arange(0, CALLS, layout=gl.SliceLayout(0, layout))[None, :]
+            call = gl.arange(0, calls, layout=gl.SliceLayout(0, layout))[None, :]
             if TRANSPOSED:
-                rows = first_row + thread // 4 % 4 * 8 + thread % 4 * 2 + call // 2 % 2
-                counters = first_column // 4 + thread // 32 * 4 + thread // 16 % 2 + call % 2 * 2
+                rows = first_row + call * 16 + thread // 4 % 2 * 8 + thread // 8 % 2 + thread % 4 * 2
+                counters = first_column // 8 + thread // 32 * 2 + thread // 16 % 2
             else:
                 thread += opaque_zero(first_column)
                 rows = first_row + thread // 32 * 16 + thread // 4 % 8 + call % 2 * 8
-                counters = first_column // 4 + call // 2 * 4 + thread % 2 * 2 + thread // 2 % 2
-            bits = self.draw_columns(seed, rows, counters, matrix, 0, SIZE, TRANSPOSED)
+                counters = first_column // 8 + call // 2 * 4 + thread % 2 * 2 + thread // 2 % 2
+            bits = self.draw_columns(seed, rows, counters, matrix, TRANSPOSED)
             if SIZE == 2 * WG_ROWS:
-                bits = gl.join(bits, self.draw_columns(seed, rows, counters, matrix, WG_ROWS, SIZE, TRANSPOSED))
+                if TRANSPOSED:
+                    rows += WG_ROWS
+                else:
+                    counters += WG_ROWS // 8
+                bits = gl.join(bits, self.draw_columns(seed, rows, counters, matrix, TRANSPOSED))
         return bits
 
     @gluon.jit
-    def draw_columns(
-        self, seed, rows, counters, matrix, FIRST: gl.constexpr, SIZE: gl.constexpr, TRANSPOSED: gl.constexpr
-    ):  # fmt: skip
-        """A number (128,) for each thread: the bits of 64 columns of its accumulator, or of all, if they are 32."""
-        bits = self.draw_calls(seed, rows, counters, matrix, FIRST, TRANSPOSED)
-        if SIZE > WG_ROWS // 2:
-            more = self.draw_calls(seed, rows, counters, matrix, FIRST + WG_ROWS // 2, TRANSPOSED)
-            bits |= more << (4 if TRANSPOSED else 8)
-        return quarters_by_thread(bits) if TRANSPOSED else halves_by_thread(bits, 1)
+    def draw_columns(self, seed, rows, counters, matrix, TRANSPOSED: gl.constexpr):
+        """A number (128,) for each thread: the bits of 64 columns of its accumulator, or of all, if they are 32.
 
-    @gluon.jit
-    def draw_calls(self, seed, rows, counters, matrix, FIRST: gl.constexpr, TRANSPOSED: gl.constexpr):
-        """Bits (128,) of what CALLS calls make of each thread; each half, or quarter, has those of one thread.
-
-        rows, counters (128, CALLS): of the calls, if the accumulator's columns began FIRST columns before.
+        rows, counters (128, calls): of the calls that each thread computes.
         """
-        if TRANSPOSED:
-            rows += FIRST
-        else:
-            counters += FIRST // 4
         first, second, third, fourth = philox(seed, counters, rows, matrix)
-        call = gl.arange(0, CALLS, layout=gl.SliceLayout(0, rows.type.layout))[None, :]
-        if TRANSPOSED:
-            bit = 1 << call
-            next_bit = bit << 8
-        else:
-            bit = 1 << 2 * call
-            next_bit = bit << 1
-        bits = gl.where(self.keeps(first), bit, 0) | gl.where(self.keeps(second), next_bit, 0)
-        bits |= gl.where(self.keeps(third), bit << 16, 0) | gl.where(self.keeps(fourth), next_bit << 16, 0)
-        return gl.sum(bits, 1)
+        call = gl.arange(0, rows.shape[1], layout=gl.SliceLayout(0, rows.type.layout))[None, :]
+        # Bytes 0 and 2 are of the first two of four adjacent columns, bytes 1 and 3 of the others.
+        bits = self.keep_bits(first, 2 * call) | self.keep_bits(third, 2 * call + 1)
+        bits |= self.keep_bits(second, 2 * call + 8) | self.keep_bits(fourth, 2 * call + 9)
+        return exchanged(gl.sum(bits, 1), TRANSPOSED)
 
     @gluon.jit
-    def keeps(self, number):
-        """Whether the probabilities with these random numbers are kept."""
-        return number.to(gl.uint32, bitcast=True) > self.limit.to(gl.uint32, bitcast=True)
+    def keep_bits(self, words, place):
+        """Bit ``place`` of each half of a word: whether the probability with the random number in this half is kept."""
+        return ((words & LOWER_BITS) + self.addend >> (15 - place)) & (0x10001 << place)
 
     @gluon.jit
     def drop(self, p, bits, TRANSPOSED: gl.constexpr, AGAIN: gl.constexpr = False):
@@ -110,13 +97,24 @@ class Dropout:
             row = gl.arange(0, WG_ROWS, layout=gl.SliceLayout(1, layout))[:, None]
             column = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
             block = column // 8
-            if TRANSPOSED:
-                bit = block % 4 * 8 + block // 4 % 2 * 4 + column % 2 * 2 + row // 8 % 2
-            else:
-                bit = block % 2 * 16 + block // 2 % 4 * 4 + row // 8 % 2 * 2 + column % 2
+            bit = place_of(block, row, TRANSPOSED) + column % 2 * 16
             if AGAIN:
                 bit = (bit + 1) % 32
             p = gl.where((of_elements(bits, p.shape[1]) >> bit) & 1 != 0, p, 0.0)
+        return p
+
+    @gluon.jit
+    def drop_packed(self, p, bits, TRANSPOSED: gl.constexpr):
+        """`drop` of a tile from `pack_pairs`, with fewer instructions."""
+        if self.DROPS:
+            COLUMNS: gl.constexpr = 2 * p.shape[1]
+            layout: gl.constexpr = p.type.layout
+            row = gl.arange(0, WG_ROWS, layout=gl.SliceLayout(1, layout))[:, None]
+            block = gl.arange(0, p.shape[1], layout=gl.SliceLayout(0, layout))[None, :] // 4
+            place = place_of(block, row, TRANSPOSED)
+            even, _ = gl.split(gl.reshape(of_elements(bits, COLUMNS), [WG_ROWS, p.shape[1], 2]))
+            # Bits 7 and 23, or 15 and 31, are now those of a pair; PRMT repeats them.
+            p &= repeated(even << (7 - place % 8), 0xAA88 + place // 8 * 0x1111)
         return p
 
     @gluon.jit
@@ -129,7 +127,7 @@ class Dropout:
 
 @gluon.jit
 def new_dropout(dropout, kv_heads, group, unused):
-    """From a kernel's argument: (seed, limit, keep_scale), or None; then ``unused`` stands in."""
+    """From a kernel's argument: (seed, addend, keep_scale), or None; then ``unused`` stands in."""
     if dropout is None:
         made = Dropout(unused, unused, unused, unused, False)
     else:
@@ -147,10 +145,10 @@ def by_thread(columns):
 
 @gluon.jit
 def philox(seed, first, second, third):
-    """Four int32 random numbers, from an int64 seed and a counter of three numbers and 0: Philox 4x32, 10 rounds."""
+    """Four int32 random numbers, from an int64 seed and a counter of three numbers and 0: Philox 4x32."""
     fourth = 0
     low, high = seed.to(gl.int32), (seed >> 32).to(gl.int32)
-    for _ in gl.static_range(10):
+    for _ in gl.static_range(ROUNDS):
         of_first, of_third = wide_product(first, 0xD2511F53), wide_product(third, 0xCD9E8D57)
         first, second = of_third[0] ^ second ^ low, of_third[1]
         third, fourth = of_first[0] ^ fourth ^ high, of_first[1]
@@ -172,6 +170,14 @@ def wide_product(x, FACTOR: gl.constexpr):
     return gl.inline_asm_elementwise(
         multiplication(FACTOR), "=r,=r,r", [x], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
+
+
+@gluon.jit
+def repeated(x, choice):
+    """The highest bit of four bytes of a number, each eight times; 8 added to a digit of PRMT's choice."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [x, choice], dtype=gl.int32, is_pure=True, pack=1
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -204,15 +210,22 @@ def merged(x, DISTANCE: gl.constexpr, LOWER: gl.constexpr, UPPER: gl.constexpr):
 
 
 @gluon.jit
-def halves_by_thread(x, DISTANCE: gl.constexpr):
-    """The lower halves of two threads' numbers in the first of them, the upper halves in the second."""
-    return merged(x, DISTANCE, 0x5410, 0x3276)
+def exchanged(x, TRANSPOSED: gl.constexpr):
+    """Of the bytes of two threads' numbers those of each thread: 0 and 2 in the first, 1 and 3 in the second.
+
+    TRANSPOSED: of four threads', whose lanes are 4 apart, bytes 0, 2, 1 and 3 in the first to the fourth.
+    """
+    return merged(merged(x, 4, 0x5410, 0x3276), 8, 0x6420, 0x3175) if TRANSPOSED else merged(x, 1, 0x6240, 0x3715)
 
 
 @gluon.jit
-def quarters_by_thread(x):
-    """Byte n of the numbers of four threads, whose lanes are 4 apart, in the n-th of them."""
-    return halves_by_thread(merged(x, 4, 0x6240, 0x3715), 8)
+def place_of(block, row, TRANSPOSED: gl.constexpr):
+    """The bit, of 16, of a row and the first of two adjacent columns in this block of eight."""
+    if TRANSPOSED:
+        place = block % 2 * 8 + block // 2 % 4 * 2 + row // 8 % 2
+    else:
+        place = block // 2 % 2 * 8 + block // 4 % 2 * 4 + row // 8 % 2 * 2 + block % 2
+    return place
 
 
 @gluon.jit

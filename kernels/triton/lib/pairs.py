@@ -5,7 +5,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ...call import DROPOUT_BITS, PHILOX_ROUNDS
 from .masks import visible
+
+ROUNDS = tl.constexpr(PHILOX_ROUNDS)
+LOWER_BITS = tl.constexpr(2**DROPOUT_BITS - 1)
 
 
 class HeadInfo(NamedTuple):
@@ -53,38 +57,47 @@ def visible_pairs(rows, columns, head, LEFT: tl.constexpr, RIGHT: tl.constexpr, 
 def keep_mask(first_row, first_column, head, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr):
     """Which probabilities of a tile dropout keeps: each by its own random number, the same for all tile sizes.
 
-    Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) makes four numbers, for four adjacent
-    columns, from the counter (column // 4, row, batch_head, 0). The tile is (COLUMNS, ROWS) if TRANSPOSED, otherwise
-    (ROWS, COLUMNS). Its first column is a multiple of 4.
+    Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) makes four words from the counter
+    (column // 16 * 2 + column % 8 // 4, row, batch_head, 0). A pair's number is in half column % 2 of word
+    column // 8 % 2 * 2 + column // 2 % 2. The tile is (COLUMNS, ROWS) if TRANSPOSED, otherwise (ROWS, COLUMNS). Its first
+    column is a multiple of 16.
     """
     if TRANSPOSED:
-        # Each thread computes all four and uses one. Exchanging them would synchronise threads between the matrix
+        # Each thread computes all eight and uses one. Exchanging them would synchronise threads between the matrix
         # instructions of this pass, which then run one after the other (C7515).
         columns = first_column + tl.arange(0, COLUMNS)[:, None] + tl.zeros([1, ROWS], tl.int32)
         rows = first_row + tl.arange(0, ROWS)[None, :] + columns * 0
-        first, second, third, fourth = random_words(columns // 4, rows, head)
-        word = columns % 4
-        number = tl.where(word < 2, tl.where(word == 0, first, second), tl.where(word == 2, third, fourth))
-        keep = is_kept(number, head)
+        first, second, third, fourth = random_words(columns // 16 * 2 + columns % 8 // 4, rows, head)
+        of_first = columns // 2 % 2 == 0
+        word = tl.where(columns // 8 % 2 == 0, tl.where(of_first, first, second), tl.where(of_first, third, fourth))
+        keep = is_kept(word >> (columns % 2 * 16).to(tl.uint32), head)
     else:
-        counters = first_column // 4 + tl.arange(0, COLUMNS // 4)[None, :] + tl.zeros([ROWS, 1], tl.int32)
+        counters = first_column // 8 + tl.arange(0, COLUMNS // 8)[None, :] + tl.zeros([ROWS, 1], tl.int32)
         rows = first_row + tl.arange(0, ROWS)[:, None] + counters * 0
         first, second, third, fourth = random_words(counters, rows, head)
-        # As bytes: they are exchanged between threads.
-        even = tl.join(is_kept(first, head).to(tl.int8), is_kept(third, head).to(tl.int8))
-        odd = tl.join(is_kept(second, head).to(tl.int8), is_kept(fourth, head).to(tl.int8))
-        keep = tl.reshape(tl.join(even, odd), (ROWS, COLUMNS)) != 0
+        upper = tl.join(kept_halves(first, head), kept_halves(third, head))
+        lower = tl.join(kept_halves(second, head), kept_halves(fourth, head))
+        # The last four axes are bits 2, 0, 3 and 1 of a column's number.
+        keep = tl.reshape(tl.join(upper, lower), (ROWS, COLUMNS // 16, 2, 2, 2, 2))
+        keep = tl.permute(keep, (0, 1, 4, 2, 5, 3))
+        keep = tl.reshape(keep, (ROWS, COLUMNS)) != 0
     return keep
 
 
 @triton.jit
+def kept_halves(words, head):
+    """`is_kept` of both numbers of each word, as bytes: they are exchanged between threads."""
+    return tl.join(is_kept(words, head).to(tl.int8), is_kept(words >> 16, head).to(tl.int8))
+
+
+@triton.jit
 def random_words(counters, rows, head):
-    """Four random 32-bit numbers for each counter and row."""
+    """Four random words of 32 bits for each counter and row."""
     zero = counters * 0
-    return tl.philox(tl.load(head.seed), counters, rows, head.batch_head.to(tl.int32) + zero, zero)
+    return tl.philox(tl.load(head.seed), counters, rows, head.batch_head.to(tl.int32) + zero, zero, ROUNDS)
 
 
 @triton.jit
 def is_kept(number, head):
-    """Whether dropout keeps the probability with this random number."""
-    return (number >> 1).to(tl.int32, bitcast=True) >= head.dropout_threshold
+    """Whether dropout keeps the probability with the random number in the lower bits of a word."""
+    return (number & LOWER_BITS).to(tl.int32, bitcast=True) >= head.dropout_threshold

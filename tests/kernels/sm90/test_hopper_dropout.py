@@ -178,11 +178,12 @@ def test_packed_sequences_of_a_length_are_a_batch(kernels):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    ("p", "limit"), [(2.0**-31, 1), (0.25, 2**30 - 1), (0.5, 2**31 - 1), (0.75, -(2**30) - 1), (1.0, -1)]
+    ("p", "addend"),
+    [(2.0**-15, 0x7FFF7FFF), (0.25, 0x60006000), (0.5, 0x40004000), (0.75, 0x20002000), (1.0, 0), (1 - 2**-17, 0)],
 )
-def test_the_largest_number_that_drops(p, limit):
-    """As an int32, whose bits are those of the unsigned number."""
+def test_what_is_added_to_two_random_numbers(p, addend):
+    """Where it reaches bit 15 of its half of the word, a number keeps its probability."""
     seed = torch.tensor([3])
     operand = dropout_operand(Options(0.1, dropout_p=p), Aux(seed=seed), int)
-    assert operand == (3, limit, 0.0 if p == 1.0 else 1 / (1 - p))
+    assert operand == (3, addend, 1 / (1 - p) if addend else 0.0)
     assert dropout_operand(Options(0.1, dropout_p=1e-12), Aux(seed=seed), int) is None

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import torch
 
 from .language import add_fragments, stand_ins
+from .values import Value
 
 KERNELS = Path(__file__).parents[4] / "kernels"
 SMS = 3
@@ -46,8 +47,8 @@ def emulated() -> SimpleNamespace:
         if "add_fragments" in module:
             module["add_fragments"] = add_fragments
         if "pack_pairs" in module:
-            module["pack_pairs"] = lambda x, dtype, pinned=False: x.to(dtype)
-            module["unpack_operand"] = lambda x, dtype, layout, columns: x
+            module["pack_pairs"] = lambda x, dtype, pinned=False: Value(x.to(dtype).x.view(torch.int32))
+            module["unpack_operand"] = lambda x, dtype, layout, columns: x.to(dtype, bitcast=True)
     backend.workspace_for = lambda device, tiles: torch.zeros(1 + tiles, dtype=torch.int32)
     # The portable kernels, which are interpreted, compute gradients after the backward.
     portable = "triton.captured_gradients"

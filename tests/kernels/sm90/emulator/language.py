@@ -40,7 +40,8 @@ def assembly(text, constraints, args, dtype, is_pure=True, pack=1):
         x = args[0].x.long() & WORD
         return Value((x << 1 | x >> 31).int())
     if text.startswith("prmt.b32"):
-        return chosen_bytes(*[x.x.long() & WORD for x in args])
+        x, *y, choice = (x.x.long() & WORD for x in args)
+        return chosen_bytes(x, y[0] if y else 0 * x, choice)
     if text.startswith("{.reg .b32 both;"):
         x = args[0].x.int()
         x[:, 1::2] <<= 8
@@ -71,9 +72,10 @@ def wide_product(x, factor):
 
 
 def chosen_bytes(x, y, choice):
-    """PTX's prmt without signs."""
+    """PTX's prmt."""
     sources = [number >> 8 * place & 0xFF for number in (x, y) for place in range(4)]
-    digits = [choice >> 4 * place & 7 for place in range(4)]
+    sources += [(byte >> 7) * 0xFF for byte in sources]
+    digits = torch.broadcast_tensors(*[choice >> 4 * place & 0xF for place in range(4)], x)[:4]
     found = [torch.stack(sources).gather(0, digit[None])[0] for digit in digits]
     return Value(torch.stack([byte << 8 * place for place, byte in enumerate(found)]).sum(0).int())
 
