@@ -154,14 +154,13 @@ def step(
     if EARLY:
         delta = memory.delta.index(stage).load(layout)
     p, slope = masked_probabilities(s, lse2, keys, inner * TILE_Q, seq, tile, head, scores, rules, MASKED)
-    if waits_for_never(TILE_Q, scores.SOFTCAP, mods.SCORE):
-        pairs = mods.dropout.drop_packed(pack_pairs(p, dtype, True), bits, True)
-        p_operand = unpack_operand(pairs, dtype, wide, TILE_Q)
+    WAITS: gl.constexpr = waits_for_never(TILE_Q, scores.SOFTCAP, mods.SCORE)
+    pairs = mods.dropout.drop_packed(pack_pairs(p, dtype, WAITS), bits, True)
+    p_operand = unpack_operand(pairs, dtype, wide, TILE_Q)
+    # Twice as many exponentials take longer alone than mixed with dS; and a soft cap has to keep S.
+    if WAITS:
         # Without a branch, ptxas moves the wait for dP above the exponentials.
         mbarrier.wait(memory.never, 1)
-    else:
-        # Twice as many exponentials take longer alone than mixed with dS; and a soft cap has to keep S.
-        p_operand = gl.convert_layout(mods.dropout.drop(p, bits, True).to(dtype), operand)
     if scores.SOFTCAP:
         # The derivative of tanh.
         p *= 1.0 - s * s
