@@ -115,7 +115,8 @@ def attention(
             k_len); a function of (b, h, q_idx, kv_idx), or what `mods.mask_mod` makes of one; or a mask made of rules.
             What causal and window hide stays hidden.
         sinks: (q_heads,), a logit for each head that joins the softmax without a value.
-        dropout_p: the probability that a weight of the softmax becomes 0; the others are divided by 1 - dropout_p.
+        dropout_p: the probability that a weight of the softmax becomes 0, rounded to a multiple of 2**-15; the others
+            are divided by 1 minus that.
             Which ones follows from the seed and a weight's batch entry, head, row and column alone.
         seed: of dropout, an int or an int64 tensor of one element; drawn from ``generator``, or from the device's
             generator, if None.

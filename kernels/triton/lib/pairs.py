@@ -59,8 +59,8 @@ def keep_mask(first_row, first_column, head, ROWS: tl.constexpr, COLUMNS: tl.con
 
     Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) makes four words from the counter
     (column // 16 * 2 + column % 8 // 4, row, batch_head, 0). A pair's number is in half column % 2 of word
-    column // 8 % 2 * 2 + column // 2 % 2. The tile is (COLUMNS, ROWS) if TRANSPOSED, otherwise (ROWS, COLUMNS). Its first
-    column is a multiple of 16.
+    column // 8 % 2 * 2 + column // 2 % 2. The tile is (COLUMNS, ROWS) if TRANSPOSED, otherwise (ROWS, COLUMNS); its
+    first column is a multiple of 16.
     """
     if TRANSPOSED:
         # Each thread computes all eight and uses one. Exchanging them would synchronise threads between the matrix
