@@ -69,6 +69,7 @@ class Report:
             "multiplies": re.search(MATRIX_INSTRUCTIONS, self.ptx) is not None,
             "stores": any(way in self.ptx for way in ("st.global", "red.global", "cp.reduce.async.bulk")),
             "reads_single_elements": "ld.global.b16" in self.ptx,
+            "starts_early": "griddepcontrol.wait" in self.ptx,
             "unset_reads": unset_reads(self.sass) if self.has_known_instructions else [],
         }
 

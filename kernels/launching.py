@@ -182,6 +182,12 @@ def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+@functools.cache
+def launches_early(device: torch.device) -> bool:
+    """Whether a device has programmatic dependent launch: a kernel starts before the one that it waits for is done."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def is_elsewhere(device: torch.device) -> bool:
     """Whether a CUDA device is not the current one, on which Triton launches."""
     return device.type == "cuda" and device.index != current_device()

@@ -7,6 +7,7 @@ program's tile are all new queries of all heads that share a head of k and v, wh
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..language import tanh
 from ..lib.softmax import LOG2_E
@@ -50,15 +51,18 @@ def decode_kernel(
     q, k, v, lengths, out, lse, sizes, q_strides, k_strides, v_strides,
     rows, new, capacity, before, heads, splits, scale, softcap,
     C: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FLIP: tl.constexpr, STRIDE_MULTIPLES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, LAUNCHES_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: (batch-heads of k * splits * tiles of rows, slices of v's columns).
 
     q is (batch, kv_heads, rows, d); rows are the ``new`` queries of the group's first head, then of its second, and so
     on. out (batch, kv_heads, rows, splits, dv) and lse (batch, kv_heads, rows, splits) are contiguous. ``lengths``:
     filled slots of each sequence, new tokens included. With WINDOW a query sees ``before`` slots before its own.
-    ``scale`` is |scale|, times log2(e) without SOFTCAP; FLIP negates q.
+    ``scale`` is |scale|, times log2(e) without SOFTCAP; FLIP negates q. LAUNCHES_EARLY: `merge_kernel` may start when
+    all programs have, and waits for them.
     """
+    if LAUNCHES_EARLY:
+        gdc_launch_dependents()
     tiles = tl.cdiv(rows, C.TILE_Q)
     program = tl.program_id(0)
     first_row = program % tiles * C.TILE_Q
@@ -109,12 +113,14 @@ def decode_kernel(
 @triton.jit(do_not_specialize=["splits"])
 def merge_kernel(
     split_out, split_lse, out, lse, splits,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, LAUNCHES_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: one program per row. split_out (rows, splits, WIDTH), split_lse (rows, splits); all contiguous.
 
     SPLITS: the next power of two of ``splits``. AT_ONCE: how many splits are added at a time.
     """
+    if LAUNCHES_EARLY:
+        gdc_wait()
     row = tl.cast(tl.program_id(0), tl.int64)
     numbers = tl.arange(0, SPLITS)
     lses = tl.load(split_lse + row * splits + numbers, mask=numbers < splits, other=float("-inf"))

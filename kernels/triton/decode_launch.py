@@ -48,6 +48,7 @@ class DecodePlan:
         self._programs = problem.kv_batch_heads * triton.cdiv(self._rows, self._tile_q)
         slices = problem.slices(call.v_head_dim)
         tiles = triton.cdiv(seen, self._config.tile_k)
+        self._early = {"LAUNCHES_EARLY": launching.launches_early(problem.device)}
         self.splits = num_splits(max(1, self._programs * slices), tiles, launching.num_sms(problem.device))
         self._launcher, self._merger = Launcher(decode_kernel), Launcher(merge_kernel)
 
@@ -88,7 +89,8 @@ class DecodePlan:
                 1.0 if softcap is None else softcap,
             ),
             {"C": problem.constants(config), "WINDOW": before is not None, "SOFTCAP": softcap is not None}
-            | {"FLIP": options.scale < 0, "STRIDE_MULTIPLES": multiples, "PRECISION": PRECISIONS[problem.precision]},
+            | {"FLIP": options.scale < 0, "STRIDE_MULTIPLES": multiples, "PRECISION": PRECISIONS[problem.precision]}
+            | self._early,
             config.options,
         )
 
@@ -97,7 +99,9 @@ class DecodePlan:
         width = split_out.shape[-1]
         block, splits = padded(width), triton.next_power_of_2(self.splits)
         constants = {"WIDTH": width, "BLOCK": block, "SPLITS": splits, "AT_ONCE": min(splits, MERGED_ELEMENTS // block)}
-        return Launch((lse.numel(), 1), (split_out, split_lse, out, lse), (self.splits,), constants, {"num_warps": 4})
+        tensors = split_out, split_lse, out, lse
+        options = {"num_warps": 4} | ({"launch_pdl": True} if self._early["LAUNCHES_EARLY"] else {})
+        return Launch((lse.numel(), 1), tensors, (self.splits,), constants | self._early, options)
 
 
 def num_splits(programs: int, tiles: int, sms: int) -> int:

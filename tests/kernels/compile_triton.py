@@ -170,11 +170,13 @@ def main(arguments: Iterable[str]) -> None:
     architecture, cases = arguments
     tiles.architecture_of = lambda device: architecture  # type: ignore[assignment]
     launching.num_sms = lambda device: 1  # type: ignore[assignment]
+    capability = int(architecture.removeprefix("sm_"))
+    launching.launches_early = lambda device: capability >= 90  # type: ignore[assignment]
     compiled = []
     for case in json.loads(cases):
         config: Sequence[Any] | None = case.pop("config", None)
         with nullcontext() if config is None else tiles.pin(**{case["kernel"]: tiles.TileConfig(*config)}):
-            compiled.append((case, compile_for(int(architecture.removeprefix("sm_")), *launch_of(**case))))
+            compiled.append((case, compile_for(capability, *launch_of(**case))))
     print(json.dumps(rows_of(compiled)))
 
 

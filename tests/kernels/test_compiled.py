@@ -187,6 +187,8 @@ def problems(architecture, case, row):
             yield warning
     if not row["multiplies"] and (not is_decoding or (precision == "half" and kernel != "merge")):
         yield "has no matrix instruction"
+    if row["starts_early"] != (kernel == "merge" and architecture not in ("sm_80", "sm_86")):
+        yield "waits for the kernel before it" if row["starts_early"] else "does not wait for the kernel before it"
     if not row["stores"]:
         yield "stores nothing"
     if row["reads_single_elements"] and (is_decoding or d in (34, 36, 40)) and "dv" not in case:
@@ -225,7 +227,7 @@ def test_kernels_compile(compiled_by, architecture, cases):
 
 
 GOOD = {"registers": 128, "spilled": 8, "shared": 1024, "warnings": ["(C7519)"], "multiplies": True, "stores": True}
-GOOD |= {"reads_single_elements": False, "unset_reads": []}
+GOOD |= {"reads_single_elements": False, "starts_early": False, "unset_reads": []}
 
 
 @pytest.mark.parametrize(
@@ -237,6 +239,7 @@ GOOD |= {"reads_single_elements": False, "unset_reads": []}
         ({"warnings": ["(C7510)"]}, {}),
         ({"multiplies": False}, {}),
         ({"stores": False}, {}),
+        ({"starts_early": True}, {}),
         ({"reads_single_elements": True}, {"d": 40}),
         ({"unset_reads": ["10: UIADD3 UR18, UR18, 0x20"]}, {}),
         ({"spilled": 8}, {"kernel": "decode", "rows": 4}),
