@@ -50,8 +50,8 @@ PRESETS = {
 }
 """Flags by the name of a sweep: `cpu` and `quick` are the defaults without and with a GPU, `paper` is the sweep of the
 FlashAttention papers, and the others are those of Stanford's CS336."""
-_USUAL = "--preset --lengths --head-dims --dtypes --masks --passes --batch --tokens --heads --channels --kv-heads --rep"
-_USUAL += " --peers --providers all --rounds 7 --most-rounds --warmup 5 --max-seconds 1 --no-tf32"
+_USUAL = "--preset --lengths --head-dims --dtypes --masks --passes --batch --tokens --heads --channels --kv-heads"
+_USUAL += " --v-head-dim --rep --peers --providers all --rounds 7 --most-rounds --warmup 5 --max-seconds 1 --no-tf32"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -98,7 +98,8 @@ def problems(options: argparse.Namespace) -> list[Problem]:
         kv_heads = heads if options.kv_heads is None else options.kv_heads
         if kv_heads != heads and (not heads or heads % kv_heads):
             raise ValueError(f"--kv-heads must divide the {heads} heads; got {kv_heads}")
-        found.append(Problem(dtype, mask, batch, heads, kv_heads, head_dim, length))
+        sizes = batch, heads, kv_heads, head_dim, length
+        found.append(Problem(dtype, mask, *sizes, v_head_dim=options.v_head_dim))
     return found
 
 

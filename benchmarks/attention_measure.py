@@ -51,15 +51,14 @@ class WrongResultError(ValueError):
 
 
 def random_tensors(problem: Problem, device: torch.device, seed: int) -> tuple[Tensor, ...]:
-    """q, k, v and the gradient of the output, each (batch, heads, length, d) with an axis of heads.
+    """q, k, v and the gradient of the output, each (batch, heads, length, d or dv) with an axis of heads.
 
     Values are independent and normal: kernels run faster on zeros than on real data.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    shapes = [
-        (problem.batch, max(1, heads), problem.length, problem.head_dim)
-        for heads in (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
-    ]
+    of_q, of_kv = ((problem.batch, max(1, heads), problem.length) for heads in (problem.heads, problem.kv_heads))
+    d, dv = problem.head_dim, problem.v_head_dim or problem.head_dim
+    shapes = [(*of_q, d), (*of_kv, d), (*of_kv, dv), (*of_q, dv)]
     return tuple(
         torch.randn(shape, generator=generator, device=device, dtype=DTYPES[problem.dtype]) for shape in shapes
     )

@@ -11,7 +11,7 @@ import importlib
 import site
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,7 +50,7 @@ _QUADRATIC_TENSORS: dict[Pass, int] = {"forward": 3, "backward": 5, "both": 5}
 
 @dataclass(frozen=True)
 class Problem(Case):
-    """The attention call of one case. ``heads`` 0 means tensors without an axis of heads."""
+    """The attention call of one case. ``heads`` 0: tensors without an axis of heads. ``v_head_dim`` None: as q's."""
 
     dtype: str
     mask: str
@@ -59,6 +59,7 @@ class Problem(Case):
     kv_heads: int
     head_dim: int
     length: int
+    v_head_dim: int | None = field(default=None, kw_only=True)
 
     @property
     def causal(self) -> bool:
@@ -68,7 +69,7 @@ class Problem(Case):
     def flops(self, which: Pass) -> float:
         """Operations of one call, as `attention_flops` counts them."""
         sizes = (self.batch, max(1, self.heads), self.length, self.length, self.head_dim)
-        return attention_flops(*sizes, causal=self.causal, which=which)
+        return attention_flops(*sizes, v_head_dim=self.v_head_dim, causal=self.causal, which=which)
 
     def quadratic_bytes(self, which: Pass) -> int:
         """Estimated bytes of an implementation that keeps the score matrix."""

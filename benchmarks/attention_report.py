@@ -95,9 +95,9 @@ def memory_tables(frame: pd.DataFrame) -> dict[str, str]:
     measured = matrix(backward.assign(held=kept), ["length", "head_dim"], "provider", "held")
     text = (
         "With batch B, H heads, length N, head dimension d and s bytes per element: inputs 3·B·H·N·d·s, output "
-        "B·H·N·d·s, scores and probabilities B·H·N²·s each. Saved for the backward are the output and 3, 2, 1 or 0 "
-        "tensors of N × N: scores, masked scores and probabilities; two of them; the probabilities alone; or a "
-        "log-sum-exp per query, 4·B·H·N."
+        "B·H·N·d·s (v and the output with v's head dimension, if that is another), scores and probabilities B·H·N²·s "
+        "each. Saved for the backward are the output and 3, 2, 1 or 0 tensors of N × N: scores, masked scores and "
+        "probabilities; two of them; the probabilities alone; or a log-sum-exp per query, 4·B·H·N."
     )
     return {
         "Memory account, MiB": f"{text}\n\n{markdown(analytic)}",
@@ -113,7 +113,13 @@ def _with_quadratic(row: dict[Any, Any]) -> str | None:
 def account(row: dict[Any, Any]) -> dict[str, int]:
     """Bytes of the tensors of a row's problem, by formula."""
     width = DTYPES[row["dtype"]].itemsize
-    return attention_memory(row["batch"], max(1, row["heads"]), row["length"], row["head_dim"], width)
+    return attention_memory(row["batch"], max(1, row["heads"]), row["length"], row["head_dim"], width, v_head_dim(row))
+
+
+def v_head_dim(row: dict[Any, Any]) -> int | None:
+    """The head dimension of v, if it is another than that of q; rows of older versions have no such column."""
+    value: Any = row.get("v_head_dim")
+    return None if pd.isna(value) else int(value)
 
 
 def benchmark(
@@ -230,5 +236,5 @@ def intensity(row: dict[Any, Any]) -> float:
     """Operations of a row's pass, as its rate counts them, per byte that the pass has to move."""
     heads, kv_heads = (max(1, row[name]) for name in ("heads", "kv_heads"))
     sizes = (row["batch"], heads, row["length"], row["length"], row["head_dim"], kv_heads)
-    moved = attention_bytes(*sizes, DTYPES[row["dtype"]].itemsize, row["pass"])
+    moved = attention_bytes(*sizes, DTYPES[row["dtype"]].itemsize, row["pass"], v_head_dim(row))
     return float(row["tflops"] * row["median_ms"] * 1e9 / moved)

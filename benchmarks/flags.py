@@ -118,6 +118,7 @@ _SINGLE: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "channels": (positive, "N", "channels of a query: heads = channels / head dimension"),
     "heads": (count, "H", "query heads; 0: tensors without a head axis"),
     "kv_heads": (positive, "H", "key and value heads (default: as many as query heads)"),
+    "v_head_dim": (positive, "D", "head dimension of v (default: as that of q and k)"),
     "steps": (positive, "N", "timed steps"),
     "most_steps": (
         positive,

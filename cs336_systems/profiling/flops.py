@@ -12,9 +12,10 @@ from typing import Literal
 Pass = Literal["forward", "backward", "both"]
 """The forward pass, the backward pass, or both together."""
 
-_PASS_FACTOR: dict[Pass, float] = {"forward": 1.0, "backward": 2.5, "both": 3.5}
+_PRODUCTS: dict[Pass, tuple[int, int]] = {"forward": (1, 1), "backward": (3, 2), "both": (4, 3)}
+"""How many products of a pass have the columns of q and k, and how many those of v."""
 
-PASSES: tuple[Pass, ...] = tuple(_PASS_FACTOR)
+PASSES: tuple[Pass, ...] = tuple(_PRODUCTS)
 
 
 def attention_flops(
@@ -24,19 +25,22 @@ def attention_flops(
     key_length: int,
     head_dim: int,
     *,
+    v_head_dim: int | None = None,
     causal: bool = False,
     which: Pass = "forward",
 ) -> float:
     """FLOPs of attention: 4 · batch · heads · query_length · key_length · head_dim forward, half of it if causal.
 
     As in the FlashAttention papers, the backward, which recomputes the scores, has five products to the forward's two.
-    ``heads`` are query heads.
+    Where v has ``v_head_dim`` columns, so have one of the forward's products and two of the backward's. ``heads`` are
+    query heads.
 
     Raises ValueError if ``which`` is unknown.
     """
     _check_pass(which)
     pairs = batch * heads * query_length * key_length * (0.5 if causal else 1.0)
-    return 4.0 * pairs * head_dim * _PASS_FACTOR[which]
+    wide, narrow = _PRODUCTS[which]
+    return 2.0 * pairs * (wide * head_dim + narrow * (v_head_dim or head_dim))
 
 
 def attention_bytes(
@@ -48,6 +52,7 @@ def attention_bytes(
     kv_heads: int,
     itemsize: int,
     which: Pass = "forward",
+    v_head_dim: int | None = None,
 ) -> int:
     """The least bytes that attention reads and writes in device memory, the log-sum-exp left out.
 
@@ -57,9 +62,9 @@ def attention_bytes(
     Raises ValueError if ``which`` is unknown.
     """
     _check_pass(which)
-    forward = 2 * heads * query_length + 2 * kv_heads * key_length
-    rows = {"forward": forward, "backward": 2 * forward, "both": 3 * forward}[which]
-    return batch * head_dim * itemsize * rows
+    rows = heads * query_length + kv_heads * key_length
+    times = {"forward": 1, "backward": 2, "both": 3}[which]
+    return batch * (head_dim + (v_head_dim or head_dim)) * itemsize * rows * times
 
 
 def _check_pass(which: str) -> None:
@@ -144,15 +149,19 @@ def implausible_rate(rate: float, device_name: str, dtype: str, *, tf32: bool) -
     return warning + (" with TF32" if tf32 else ": the products ran on tensor cores, in a narrower format")
 
 
-def attention_memory(batch: int, heads: int, length: int, head_dim: int, itemsize: int) -> dict[str, int]:
+def attention_memory(
+    batch: int, heads: int, length: int, head_dim: int, itemsize: int, v_head_dim: int | None = None
+) -> dict[str, int]:
     """Bytes of attention's tensors, with as many queries as keys, and of what it saves for the backward.
 
     With B, H (1 without a head axis), N and d, and s = ``itemsize`` bytes per element: inputs 3·B·H·N·d·s, output
-    B·H·N·d·s, scores and probabilities B·H·N²·s each. "saved with n" is the output and n tensors of the scores' size;
-    with 0, as in FlashAttention, the output and the float32 log-sum-exp, 4·B·H·N.
+    B·H·N·d·s, scores and probabilities B·H·N²·s each. Where v has ``v_head_dim`` columns, so has the output. "saved
+    with n" is the output and n tensors of the scores' size; with 0, as in FlashAttention, the output and the float32
+    log-sum-exp, 4·B·H·N.
     """
     rows = batch * heads * length
-    output, scores = rows * head_dim * itemsize, rows * length * itemsize
-    tensors = {"inputs": 3 * output, "scores": scores, "probabilities": scores, "output": output}
+    output, scores = rows * (v_head_dim or head_dim) * itemsize, rows * length * itemsize
+    inputs = 2 * rows * head_dim * itemsize + output
+    tensors = {"inputs": inputs, "scores": scores, "probabilities": scores, "output": output}
     saved = {f"saved with {count}": output + count * scores for count in (3, 2, 1)}
     return tensors | saved | {"saved with 0": output + 4 * rows}

@@ -44,6 +44,8 @@ def test_flags_replace_what_the_preset_says():
     text = "--preset paper --lengths 1024 256 --head-dims 64 --dtypes fp16 --masks full --passes forward --batch 2"
     options = parse([*text.split(), "--heads", "8", "--kv-heads", "2", "--device", "cpu"])
     assert problems(options) == [Problem("float16", "full", 2, 8, 2, 64, length) for length in (256, 1024)]
+    options = parse([*text.split(), "--heads", "8", "--v-head-dim", "32", "--device", "cpu"])
+    assert problems(options)[0] == Problem("float16", "full", 2, 8, 8, 64, 256, v_head_dim=32)
     assert (options.passes, options.rep) == (["forward"], 30.0)
     tokens = parse(["--preset", "course", "--device", "cpu", "--tokens", "16384", "--head-dims", "16"])
     assert {(p.batch * p.length, p.heads) for p in problems(tokens)} == {(16384, 0)}

@@ -222,6 +222,8 @@ def test_passes_are_what_they_say():
 
     tensors = random_tensors(dataclasses.replace(PROBLEM, kv_heads=2), CPU, 0)
     assert [x.shape[1] for x in tensors] == [4, 2, 2, 4]
+    of_other_width = random_tensors(dataclasses.replace(PROBLEM, v_head_dim=6), CPU, 0)
+    assert [x.shape[-1] for x in of_other_width] == [8, 8, 6, 6]
     assert torch.equal(tensors[0], random_tensors(PROBLEM, CPU, 0)[0])
     assert not torch.equal(tensors[0], random_tensors(PROBLEM, CPU, 1)[0])
     bound = Bound(provider("p", bind), PROBLEM, random_tensors(PROBLEM, CPU, 0), CPU)

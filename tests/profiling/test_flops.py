@@ -122,3 +122,14 @@ def test_rates():
     assert teraflops_per_second(5e12, 10.0) == pytest.approx(500.0)
     assert device_peak("AMD EPYC") is None
     assert implausible_rate(1e9, "AMD EPYC", "float32", tf32=False) is None
+
+
+def test_products_of_v_have_its_columns():
+    """S, dQ and dK have the columns of q; the output, dV and dP those of v."""
+    products = {"forward": (1, 1), "backward": (3, 2), "both": (4, 3)}
+    for which, (wide, narrow) in products.items():
+        expected = 2 * 2 * 3 * 5 * 7 * (wide * 11 + narrow * 13)
+        assert attention_flops(2, 3, 5, 7, 11, v_head_dim=13, which=which) == expected
+    sizes = attention_memory(2, 3, 64, 16, 4, v_head_dim=8)
+    assert (sizes["inputs"], sizes["output"]) == (2 * 3 * 64 * 40 * 4, 2 * 3 * 64 * 8 * 4)
+    assert attention_bytes(2, 3, 5, 7, 11, 1, 4, v_head_dim=13) == 2 * 4 * (3 * 5 + 7) * (11 + 13)
