@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .layouts import rows_like
 from .torch_names import current_device
-from .versions import compile_options, names_of, runner_of
+from .versions import build_launcher, compile_options, driver, hash_of_triton, names_of, runner_of
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether TRITON_INTERPRET was set when the kernels were defined: they then run on CPU tensors, and only there."""
@@ -43,9 +43,10 @@ class Launch(NamedTuple):
         return kernel[self.grid](*self.tensors, *self.arguments, **self.constants, **self.compile_options)
 
     def compile(self, kernel: Any, device: torch.device) -> None:
-        """Compile a kernel for a device, without a launch; the tensors need no data."""
+        """Compile a kernel for a device, and its launcher, without a launch; the tensors need no data."""
+        options = self.constants | self.compile_options
         with torch.cuda.device(device):
-            kernel.warmup(*self.tensors, *self.arguments, grid=self.grid, **self.constants, **self.compile_options)
+            build_launcher(kernel.warmup(*self.tensors, *self.arguments, grid=self.grid, **options))
 
     @property
     def compile_options(self) -> dict[str, Any]:
@@ -108,7 +109,7 @@ class Launcher:
             run(*arguments)
 
     def _first(self, operands: tuple[Any, ...], launch: Launch) -> None:
-        wait(_in_background.get(self._kernel, ()))
+        wait([*start_compiler(), *_in_background.get(self._kernel, ())])
         compiled = launch.of(self._kernel)
         if INTERPRETED:
             return
@@ -154,9 +155,21 @@ def compile_ahead(launches: Iterable[tuple[Any, Launch]], device: torch.device) 
     """
     if INTERPRETED:
         return
-    for kernel, launch in launches:
+    described = [*launches]
+    wait(start_compiler())
+    for kernel, launch in described:
         running = [future for future in _in_background.get(kernel, ()) if not future.done()]
         _in_background[kernel] = [*running, _compilers().submit(launch.compile, kernel, device)]
+
+
+@functools.cache
+def start_compiler() -> list[Future[Any]]:
+    """Begin what Triton does once a process before it compiles, in other threads.
+
+    It hashes its own files, and has a C compiler build its driver: 0.4 s each, in which other threads run.
+    """
+    steps = () if INTERPRETED else (hash_of_triton, driver)
+    return [_compilers().submit(step) for step in steps]
 
 
 @functools.cache

@@ -70,6 +70,9 @@ _ASTSource: Any = find("triton.compiler:ASTSource")
 _GluonASTSource: Any = find(f"{_GLUON}:GluonASTSource", f"{_GLUON}._runtime:GluonASTSource")
 _GPUTarget: Any = find("triton.backends.compiler:GPUTarget")
 
+# A hash of Triton's files, a part of every key of its cache, computed once a process. There is no public name for it.
+hash_of_triton: Callable[[], Any] = find("triton.runtime.cache:triton_key") or (lambda: None)
+
 DISASSEMBLER = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 """The program that the wheel carries. There is no public name for where it is."""
 
@@ -199,6 +202,20 @@ def _c_launcher(compiled: Any) -> tuple[Callable[..., None] | None, tuple[Any, .
         return (None if names else run.launch), options, ()
     launch = getattr(triton.runtime.driver.active.utils, "launch", None)
     return launch, options, (run.arg_annotations, run.kernel_signature)
+
+
+def driver() -> Any:
+    """Triton's driver. Where Triton's cache is empty, the first one that asks waits for a C compiler."""
+    return triton.runtime.driver.active
+
+
+def build_launcher(compiled: Any) -> None:
+    """Compile a kernel's launcher into Triton's cache, where its first launch finds it.
+
+    Before 3.7 each signature has one, on which a C compiler works for 0.3 s. Since then all kernels share one.
+    """
+    if triton.__version__.startswith("3.6."):
+        driver().launcher_cls(compiled.src, compiled.metadata)
 
 
 def names_of(kernel: Any) -> Sequence[str]:

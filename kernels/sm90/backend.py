@@ -125,6 +125,8 @@ def _unsupported_layout(call: Call) -> str | None:
 def plan_forward(call: Call) -> Forward:
     """A function of q, k, v and aux that returns out, laid out like q, and the natural log-sum-exp."""
     from .. import launching
+
+    launching.start_compiler()
     from .forward import forward_kernel
     from .launches import forward_launch, forward_tiles
 

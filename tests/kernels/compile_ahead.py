@@ -1,5 +1,5 @@
 """Compile the kernels of a backward in the background for a GPU that is not there, then all that forward and backward
-launch, and print the names of what was compiled at either time as JSON.
+launch, and print as JSON the names of what was compiled at either time, and of launchers built in the background.
 
 A separate program, because kernels defined under TRITON_INTERPRET cannot be compiled:
 
@@ -36,6 +36,12 @@ CPU = torch.device("cpu")
 
 class Driver:
     """What Triton asks a driver when it compiles."""
+
+    def __init__(self) -> None:
+        self.launchers: list[str] = []
+
+    def launcher_cls(self, src: Any, metadata: Any) -> None:
+        self.launchers.append(src.name)
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -78,7 +84,8 @@ def call_of(dtype: str, d: int, feature: str = "causal", return_lse: bool = Fals
 def main(arguments: Iterable[str]) -> None:
     family, case = arguments
     backend: Any = {"sm90": sm90, "triton": portable}[family]
-    triton.runtime.driver.set_active(Driver())
+    driver = Driver()
+    triton.runtime.driver.set_active(driver)
     compiled: list[str] = []
     triton.knobs.compilation.listener = lambda *, src, **_: compiled.append(src.name)
     torch.cuda.device = lambda device: nullcontext()  # type: ignore[assignment, return-value]
@@ -92,13 +99,14 @@ def main(arguments: Iterable[str]) -> None:
         q, k, v, aux = call.q, call.k, call.v, call.aux
         backend.compile_backward(call)
         wait([future for futures in launching._in_background.values() for future in futures])
-        ahead = [*compiled]
+        ahead, launchers = [*compiled], sorted(driver.launchers)
         out, lse = backend.plan_forward(call)(q, k, v, aux)
         of_forward = compiled[len(ahead) :]
         dlse = torch.ones_like(lse) if call.return_lse else None
         backend.plan_backward(call, out, out, call.return_lse, call.wanted)(q, k, v, out, lse, out, dlse, aux)
     late = compiled[len(ahead) + len(of_forward) :]
-    print(json.dumps([{"ahead": sorted(ahead), "of_forward": sorted(of_forward), "late": late}]))
+    row = {"ahead": sorted(ahead), "of_forward": sorted(of_forward), "late": late, "launchers": launchers}
+    print(json.dumps([row]))
 
 
 if __name__ == "__main__":

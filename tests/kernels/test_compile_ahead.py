@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import Future, wait
 
 import pytest
 import torch
+import triton
 
 from cs336_systems.attention import FlashAttentionFunction, attention, dispatch
 from cs336_systems.kernels import launching
@@ -29,6 +31,7 @@ class Kernel:
         if self.fails:
             raise RuntimeError("it does not compile")
         self.events.append("compiled")
+        return self
 
     def __getitem__(self, grid):
         return lambda *args, **options: self.events.append("launched")
@@ -38,6 +41,8 @@ class Kernel:
 def compiled_rather_than_interpreted(monkeypatch):
     monkeypatch.setattr(launching, "INTERPRETED", False)
     monkeypatch.setattr(launching, "_in_background", {})
+    monkeypatch.setattr(launching, "start_compiler", list)
+    monkeypatch.setattr(launching, "build_launcher", lambda kernel: kernel.events.append("built"))
     monkeypatch.setattr(launching, "runner_of", lambda compiled, grid: (None, None))
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.device("meta"))
 
@@ -56,9 +61,26 @@ def test_a_launch_waits_for_its_kernel_alone(fails):
     assert first.is_alive()
     kernel.may_compile.set()
     first.join(60)
-    assert kernel.events == (["compiling", "launched"] if fails else ["compiling", "compiled", "launched"])
+    assert kernel.events == (["compiling", "launched"] if fails else ["compiling", "compiled", "built", "launched"])
     assert "compiled" not in other.events
     other.may_compile.set()
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_kernels_wait_for_what_triton_does_once(monkeypatch, is_ahead):
+    begun, kernel = Future(), Kernel()
+    kernel.may_compile.set()
+    monkeypatch.setattr(launching, "start_compiler", lambda: [begun])
+    task = (compile_ahead, [(kernel, launch())], CPU) if is_ahead else (Launcher(kernel), (16,), launch)
+    thread = threading.Thread(target=task[0], args=task[1:])
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    assert not kernel.events
+    begun.set_result(None)
+    thread.join(60)
+    wait(launching._in_background.get(kernel, ()))
+    assert kernel.events == (["compiling", "compiled", "built"] if is_ahead else ["launched"])
 
 
 def test_nothing_is_described_for_the_interpreter(monkeypatch):
@@ -129,3 +151,4 @@ def test_what_was_compiled_is_what_is_launched(compiled_by, family, case, kernel
     assert row["ahead"] == kernels
     assert "forward_kernel" in row["of_forward"]
     assert row["late"] == []
+    assert row["launchers"] == (kernels if triton.__version__.startswith("3.6.") else [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,3 +87,17 @@ def test_registers_are_allocated_as_ptxas_does_by_itself(monkeypatch, version, g
     assert options.get("ptx_options") == ("--regAllocOptLevel=4 --verbose" if given else None)
     asked = {"enable_fp_fusion": False, **versions.default_ptx_options()}
     assert versions.compile_options(asked) == {"enable_fp_fusion": False, "ptx_options": "--verbose"}
+
+
+@pytest.mark.parametrize(("version", "built"), [("3.6.0", True), ("3.7.1", False), ("3.8.0", False), ("3.9.0", False)])
+def test_a_launcher_is_built_where_each_signature_has_one(monkeypatch, version, built):
+    made = []
+    driver = SimpleNamespace(launcher_cls=lambda src, metadata: made.append((src, metadata)))
+    monkeypatch.setattr(triton, "__version__", version)
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=driver))
+    versions.build_launcher(SimpleNamespace(src="source", metadata="metadata"))
+    assert made == [("source", "metadata")] * built
+
+
+def test_the_hash_of_triton_is_computed_once():
+    assert versions.hash_of_triton() is versions.hash_of_triton() is not None
