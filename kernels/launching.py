@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .layouts import rows_like
 from .torch_names import current_device
-from .versions import build_launcher, compile_options, driver, hash_of_triton, names_of, runner_of
+from .versions import build_launcher, compile_options, driver, find_key, hash_of_triton, names_of, runner_of
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether TRITON_INTERPRET was set when the kernels were defined: they then run on CPU tensors, and only there."""
@@ -88,6 +88,7 @@ class Launcher:
     """
 
     def __init__(self, kernel: Any) -> None:
+        find_key(kernel)
         self._kernel = kernel
         self._compiled: dict[Any, Compiled] = {}
         self._encoded: dict[tuple[int, int], list[Any]] = {}
@@ -156,6 +157,8 @@ def compile_ahead(launches: Iterable[tuple[Any, Launch]], device: torch.device) 
     if INTERPRETED:
         return
     described = [*launches]
+    for kernel, _ in described:
+        find_key(kernel)
     wait(start_compiler())
     for kernel, launch in described:
         running = [future for future in _in_background.get(kernel, ()) if not future.done()]

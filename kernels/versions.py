@@ -204,6 +204,17 @@ def _c_launcher(compiled: Any) -> tuple[Callable[..., None] | None, tuple[Any, .
     return launch, options, (run.arg_annotations, run.kernel_signature)
 
 
+def find_key(kernel: Any) -> None:
+    """Compute what Triton's cache on disk knows a kernel's source by.
+
+    Of functions that call one another, Triton 3.6 and 3.7 hash the first in full and the others without what is on its
+    way to them. So the key of a kernel depends on what was hashed before it, and every process has to hash the kernels
+    in the same order, one at a time.
+    """
+    if not triton.knobs.runtime.interpret:
+        _ = kernel.cache_key
+
+
 def driver() -> Any:
     """Triton's driver. Where Triton's cache is empty, the first one that asks waits for a C compiler."""
     return triton.runtime.driver.active

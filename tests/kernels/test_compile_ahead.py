@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +26,7 @@ class Kernel:
     """A kernel whose compilation ends once `may_compile` is set."""
 
     arg_names = ("x",)
+    cache_key = ""
 
     def __init__(self, fails=False):
         self.may_compile, self.events, self.fails = threading.Event(), [], fails
@@ -45,6 +51,38 @@ def compiled_rather_than_interpreted(monkeypatch):
     monkeypatch.setattr(launching, "build_launcher", lambda kernel: kernel.events.append("built"))
     monkeypatch.setattr(launching, "runner_of", lambda compiled, grid: (None, None))
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.device("meta"))
+
+
+KEYS = """
+from cs336_systems.kernels.launching import Launcher
+from cs336_systems.kernels.sm90 import backward, forward
+kernels = forward.forward_kernel, backward.backward_kernel
+for kernel in kernels:
+    Launcher(kernel)
+print(*[kernel.hash for kernel in kernels])
+"""
+
+
+@pytest.mark.every_triton
+def test_every_process_has_the_same_keys_for_the_cache_on_disk():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    how = {"env": environment, "cwd": Path(__file__).parents[2], "text": True}
+    found = [subprocess.check_output([sys.executable, "-c", KEYS], **how) for _ in "abc"]
+    assert len(set(found)) == 1
+    assert len(set(found[0].split())) == 2
+
+
+def test_kernels_are_hashed_in_their_order_before_other_threads_compile_them(monkeypatch):
+    events: list[Any] = []
+    kernels = [Kernel(), Kernel()]
+    monkeypatch.setattr(launching, "find_key", events.append)
+    monkeypatch.setattr(launching, "start_compiler", lambda: events.append("compiling") or [])
+    compile_ahead([(kernel, launch()) for kernel in kernels], CPU)
+    assert events == [*kernels, "compiling"]
+    for kernel in kernels:
+        kernel.may_compile.set()
+    Launcher(kernels[0])
+    assert events[-1] is kernels[0]
 
 
 def launch():

@@ -12,7 +12,9 @@ from ...versions import aggregate
 @dataclass_transform()
 def struct(cls: Any) -> Any:
     """An aggregate that is constructed from its fields in order, as Triton itself provides since 3.8."""
-    FIELDS = gl.constexpr(tuple((name, kind is gl.constexpr) for name, kind in cls.__annotations__.items()))
+    # No constexpr: Triton 3.6 and 3.7 hash constants of the same name in the order of their addresses, which differs
+    # from process to process, and so would the keys of all kernels on disk.
+    fields = tuple((name, kind is gl.constexpr) for name, kind in cls.__annotations__.items())
 
     @gluon.constexpr_function
     def __init__(self, *values):
@@ -22,7 +24,7 @@ def struct(cls: Any) -> Any:
                 return gl.tuple([constants(item) for item in value])
             return gl.constexpr(value) if isinstance(value, (int, float)) else value
 
-        for field, value in zip(FIELDS.value, values, strict=True):
+        for field, value in zip(fields, values, strict=True):
             setattr(self, field[0], gl.constexpr(value) if field[1] else constants(value))
 
     cls.__init__ = __init__
