@@ -22,7 +22,7 @@ from .plan import Run, remember
 from .precision import autocast_inputs
 from .rules import Mask, Scores
 from .sizes import Packed
-from .validation import Implementation, Window
+from .validation import Implementation, Window, check_cache, check_cache_values
 
 
 class TensorOptions(TypedDict, total=False):
@@ -179,8 +179,10 @@ def run(
     With ``packed``, q is (1, heads, all rows, d), and so on; with ``cache_lengths``, k and v are a KV cache. Under
     autocast inputs are cast.
     """
-    starts = () if packed is None else packed[:2]
-    is_traced = must_dispatch(q, k, v, *starts) or (cache_lengths is not None and must_dispatch(cache_lengths))
+    others: tuple[Tensor, ...] = () if packed is None else packed[:2]
+    if cache_lengths is not None:
+        others = (cache_lengths,)
+    is_traced = must_dispatch(q, k, v, *others)
     if is_traced or any_autocast():
         q, k, v = autocast_inputs(q, k, v)
     has_tensors = arguments.has_tensors
@@ -188,11 +190,14 @@ def run(
     if not is_traced:
         key, plan = _known_plan(q, k, v, arguments, has_tensors, impl, packed, cache_lengths)
     if plan is None:
+        if cache_lengths is not None:
+            check_cache(q, k, v, cache_lengths)
         call = make_call(q, k, v, arguments, packed, cache_lengths)
         plan, aux = dispatch.choose(call, impl).plan(call), call.aux
         if key is not None:
             remember(dispatch.plans, key, plan)
     elif cache_lengths is not None:
+        check_cache_values(q, k, v, cache_lengths)
         aux = Aux(cache_lengths=cache_lengths)
     elif packed is not None or has_tensors:
         aux = bind(arguments, sizes_of(q, k, packed), arguments.causal != "top_left", q.device)

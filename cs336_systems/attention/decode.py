@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ..kernels.torch_names import must_dispatch
 from .api import run
 from .call import Arguments, make_call
 from .explanation import Explanation, explain_call
 from .precision import autocast_inputs
-from .validation import INTEGERS, Implementation, Window, check_qkv, check_tensors, shape_of
+from .validation import Implementation, Window, check_cache, check_lengths
 
 
 @overload
@@ -97,10 +95,8 @@ def attention_with_cache(
     float32 inputs are computed in float32 if ``torch.get_float32_matmul_precision()`` is "highest", the default, and in
     TF32 otherwise. Under autocast inputs are cast to its dtype: keep the cache in that.
     """
-    q, k, v = autocast_inputs(q, k, v)  # before the check that they have the same dtype
     arguments = Arguments(True, window, scale, softcap, return_lse=return_lse)
-    _check(q, k, v, lengths)
-    out, lse = run(q, k, v, arguments, impl, cache_lengths=lengths)
+    out, lse = run(q, k, v, arguments, impl, cache_lengths=check_lengths(lengths))
     return out if lse is None else (out, lse)
 
 
@@ -117,35 +113,7 @@ def explain_with_cache(
     return_lse: bool = False,
 ) -> Explanation:
     """Which backend `attention_with_cache` would use, and why not each other one. Computes nothing."""
-    q, k, v = autocast_inputs(q, k, v)
+    q, k, v = autocast_inputs(q, k, v)  # before the check that they have the same dtype
     arguments = Arguments(True, window, scale, softcap, return_lse=return_lse)
-    _check(q, k, v, lengths)
+    check_cache(q, k, v, check_lengths(lengths))
     return explain_call(make_call(q, k, v, arguments, cache_lengths=lengths), impl)
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
-    """What a KV cache asks for besides what `attention` does."""
-    check_tensors(q=q, k=k, v=v)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise ValueError(
-            "q, k and v must need no gradients: attention over a cache has no backward pass; "
-            "call it under torch.no_grad(), or attention()"
-        )
-    check_qkv(q, k, v)
-    if q.ndim != 4:
-        raise ValueError(f"q must have shape (batch, q_heads, new, d); got {shape_of(q)}")
-    expected = "lengths must be (batch,) int32 or int64 numbers"
-    if not isinstance(lengths, Tensor):
-        raise TypeError(f"{expected}; got {type(lengths).__name__}")
-    if lengths.dtype not in INTEGERS:
-        raise TypeError(f"{expected}; got {lengths.dtype}")
-    if tuple(lengths.shape) != (q.shape[0],):
-        raise ValueError(f"lengths must have shape ({q.shape[0]},) to match q; got {shape_of(lengths)}")
-    if lengths.device != q.device:
-        raise ValueError(f"lengths must be on {q.device} to match q; got {lengths.device}")
-    if lengths.device.type != "cpu" or must_dispatch(lengths):
-        return  # only the device knows the numbers, and asking would wait for it
-    numbers: list[int] = lengths.tolist()
-    if numbers and (min(numbers) < 0 or max(numbers) > k.shape[-2]):
-        got = numbers if len(numbers) < 20 else f"{min(numbers)} to {max(numbers)}"
-        raise ValueError(f"lengths must be from 0 to {k.shape[-2]}, the slots of k; got {got}")

@@ -10,7 +10,7 @@ import sys
 import torch
 from torch import Tensor
 
-from ..kernels.torch_names import surely
+from ..kernels.torch_names import must_dispatch, surely
 
 FAR = 2**29
 """Window sides from here on are clamped before they are compared with symbolic lengths."""
@@ -143,6 +143,46 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         q_heads, kv_heads = q.shape[-3], k.shape[-3]
         if (kv_heads == 0) != (q_heads == 0) or (kv_heads and q_heads % kv_heads):
             raise ValueError(f"k must have a number of heads that divides q's {q_heads}; got {kv_heads}")
+
+
+_LENGTHS = "lengths must be (batch,) int32 or int64 numbers"
+
+
+def check_lengths(lengths: Tensor) -> Tensor:
+    """``lengths`` of `attention_with_cache`, if it is a tensor."""
+    if not isinstance(lengths, Tensor):
+        raise TypeError(f"{_LENGTHS}; got {type(lengths).__name__}")
+    return lengths
+
+
+def check_cache(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
+    """What a KV cache asks for besides what `attention` does."""
+    check_tensors(q=q, k=k, v=v)
+    check_qkv(q, k, v)
+    if q.ndim != 4:
+        raise ValueError(f"q must have shape (batch, q_heads, new, d); got {shape_of(q)}")
+    if lengths.dtype not in INTEGERS:
+        raise TypeError(f"{_LENGTHS}; got {lengths.dtype}")
+    if tuple(lengths.shape) != (q.shape[0],):
+        raise ValueError(f"lengths must have shape ({q.shape[0]},) to match q; got {shape_of(lengths)}")
+    if lengths.device != q.device:
+        raise ValueError(f"lengths must be on {q.device} to match q; got {lengths.device}")
+    check_cache_values(q, k, v, lengths)
+
+
+def check_cache_values(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
+    """What a KV cache asks for that does not follow from shapes, dtypes and devices."""
+    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+        raise ValueError(
+            "q, k and v must need no gradients: attention over a cache has no backward pass; "
+            "call it under torch.no_grad(), or attention()"
+        )
+    if lengths.device.type != "cpu" or must_dispatch(lengths):
+        return  # only the device knows the numbers, and asking would wait for it
+    numbers: list[int] = lengths.tolist()
+    if numbers and (min(numbers) < 0 or max(numbers) > k.shape[-2]):
+        got = numbers if len(numbers) < 20 else f"{min(numbers)} to {max(numbers)}"
+        raise ValueError(f"lengths must be from 0 to {k.shape[-2]}, the slots of k; got {got}")
 
 
 def check_tensors(**tensors: Tensor) -> None:

@@ -39,6 +39,8 @@ class DecodePlan:
         self.problem = problem = Problem(call)
         self._new, self._rows = call.q_len, problem.group * call.q_len
         self._grouped = call.q.shape[0], problem.kv_heads, self._rows, call.head_dim
+        # False where the new queries of all heads come before the next ones.
+        self._is_grouped = _is_view(call.q, self._grouped)
         self._out_shape = *call.q.shape[:-1], call.v_head_dim
         self._config = lookup_decode(problem.precision, problem.block, problem.device)
         self._tile_q = min(self._config.tile_q, padded(self._rows))
@@ -60,8 +62,8 @@ class DecodePlan:
             return out.zero_(), lse.fill_(-math.inf)
         assert aux.cache_lengths is not None
         lengths = aux.cache_lengths.contiguous()
-        # A view, unless the new queries of all heads come before the next ones.
-        q = q.reshape(self._grouped)
+        if not self._is_grouped:
+            q = q.reshape(self._grouped)
         split_out, split_lse = out, lse
         if self.splits > 1:
             shape = (*self._grouped[:-1], self.splits)
@@ -75,8 +77,8 @@ class DecodePlan:
         return out, lse
 
     def decode_launch(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, out: Tensor, lse: Tensor) -> Launch:
-        """The launch of `decode_kernel`; q is (batch, kv_heads, rows, d)."""
-        problem, options = self.problem, self.problem.options
+        """The launch of `decode_kernel`."""
+        problem, options, q = self.problem, self.problem.options, q.view(self._grouped)
         strides, multiples = stride_multiples([q, k, v])
         config = TileConfig(self._tile_q, self._config.tile_k, self._config.num_warps, self._config.num_stages)
         softcap, before = options.softcap, options.window_left
@@ -102,6 +104,15 @@ class DecodePlan:
         tensors = split_out, split_lse, out, lse
         options = {"num_warps": 4} | ({"launch_pdl": True} if self._early["LAUNCHES_EARLY"] else {})
         return Launch((lse.numel(), 1), tensors, (self.splits,), constants | self._early, options)
+
+
+def _is_view(x: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor has this shape without a copy."""
+    try:
+        x.view(shape)
+    except RuntimeError:
+        return False
+    return True
 
 
 def num_splits(programs: int, tiles: int, sms: int) -> int:
