@@ -7,13 +7,17 @@ from typing import Literal, overload
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from typing_extensions import Never
 
 from ..kernels.torch_names import must_dispatch
 from .api import run
 from .call import Arguments, make_call
 from .explanation import Explanation, explain_call
+from .hints import refuse_unknown
 from .precision import autocast_inputs
 from .validation import INTEGERS, Implementation, Window, check_qkv, check_tensors, shape_of
+
+OPTIONS = ("window", "scale", "softcap", "impl", "return_lse")
 
 
 @overload
@@ -57,6 +61,7 @@ def attention_with_cache(
     softcap: float | None = None,
     impl: str | Implementation = "auto",
     return_lse: bool = False,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q kᵀ · scale) v of the last tokens of each sequence, over all that a cache holds of it.
 
@@ -97,6 +102,8 @@ def attention_with_cache(
     float32 inputs are computed in float32 if ``torch.get_float32_matmul_precision()`` is "highest", the default, and in
     TF32 otherwise. Under autocast inputs are cast to its dtype: keep the cache in that.
     """
+    if unknown:
+        refuse_unknown(unknown, OPTIONS)
     q, k, v = autocast_inputs(q, k, v)  # before the check that they have the same dtype
     arguments = Arguments(True, window, scale, softcap, return_lse=return_lse)
     _check(q, k, v, lengths)
@@ -115,8 +122,11 @@ def explain_with_cache(
     softcap: float | None = None,
     impl: str | Implementation = "auto",
     return_lse: bool = False,
+    **unknown: Never,
 ) -> Explanation:
     """Which backend `attention_with_cache` would use, and why not each other one. Computes nothing."""
+    if unknown:
+        refuse_unknown(unknown, OPTIONS)
     q, k, v = autocast_inputs(q, k, v)
     arguments = Arguments(True, window, scale, softcap, return_lse=return_lse)
     _check(q, k, v, lengths)
