@@ -72,7 +72,7 @@ def test_importing_does_not_import(imports, module):
 
 def test_version(monkeypatch):
     source = (ROOT / "cs336_systems/__init__.py").read_text()
-    namespace: dict[str, str] = {}
+    namespace: dict[str, str] = {"__name__": "cs336_systems"}
 
     monkeypatch.setattr(metadata, "version", lambda name: {"cs336_systems": "1.2.3"}[name])
     exec(source, namespace)
