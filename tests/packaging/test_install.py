@@ -73,6 +73,12 @@ def test_sdist_holds_the_library_and_what_builds_it(built, modules):
     assert files - generated == {*modules, "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"}
 
 
+def test_an_index_would_take_them(built):
+    """Their metadata, and the README that the index shows."""
+    assert len([*built.iterdir()]) == 2
+    run(sys.executable, "-m", "twine", "check", "--strict", *built.iterdir(), cwd=built)
+
+
 @pytest.mark.parametrize("way", ["wheel", "sdist", "checkout", "editable", "path"])
 def test_imports(way, built, checkout, modules, tmp_path):
     python, site_packages = make_environment(tmp_path)

@@ -1,5 +1,6 @@
 """pyproject.toml, constraints.txt and the tree say the same."""
 
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -68,6 +69,18 @@ def test_importing_does_not_import(imports, module):
     code = f"import sys, {imports}; print({module!r} in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_the_changelog_begins_with_this_version():
+    versions = re.findall(r"^## (\S+)", (ROOT / "docs/changelog.md").read_text(), re.MULTILINE)
+    assert versions[0] == PROJECT["version"]
+
+
+def test_classifiers_begin_with_the_oldest_python_supported():
+    prefix = "Programming Language :: Python :: 3."
+    minors = [int(each.removeprefix(prefix)) for each in PROJECT["classifiers"] if each.startswith(prefix)]
+    assert minors == [*range(minors[0], minors[-1] + 1)]
+    assert PROJECT["requires-python"] == f">=3.{minors[0]}"
 
 
 def test_version(monkeypatch):
