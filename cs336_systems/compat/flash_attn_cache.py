@@ -77,6 +77,10 @@ def flash_attn_with_kvcache(
     if block_table is not None:
         raise ValueError("block_table must be None: paged keys and values are not supported; got a block table")
     _check(q, k_cache, v_cache, k, v, alibi_slopes)
+    _check_gradients(
+        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, alibi_slopes=alibi_slopes, rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+    )  # fmt: skip
     if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 0:
         raise ValueError(f"num_splits must be an integer from 0 on; got {num_splits!r}")
     causal, window = to_bool("causal", causal), to_window(window_size)
@@ -172,7 +176,7 @@ def _write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, entries: Tens
 def _check(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, slopes: Tensor | None
 ) -> None:
-    """Raise unless the tensors with heads fit, and none needs a gradient."""
+    """Raise unless the tensors with heads fit."""
     check_shape("q", q, "batch", "q_len", "q_heads", "d")
     check_shape("k_cache", k_cache, "cache_batch", "capacity", "kv_heads", q.shape[3])
     entries, capacity, heads, d = k_cache.shape
@@ -191,7 +195,10 @@ def _check(
         raise ValueError(
             f"alibi_slopes must have shape ({q.shape[2]},) or ({q.shape[0]}, {q.shape[2]}); got {tuple(slopes.shape)}"
         )
-    needs = [name for name, x in (given | {"alibi_slopes": slopes}).items() if x is not None and x.requires_grad]
+
+
+def _check_gradients(**tensors: Tensor | None) -> None:
+    needs = [name for name, x in tensors.items() if isinstance(x, Tensor) and x.requires_grad]
     if needs and torch.is_grad_enabled():
         raise ValueError(
             f"{needs[0]} must need no gradient: attention over a cache has no backward pass; "

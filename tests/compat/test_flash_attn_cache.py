@@ -219,6 +219,10 @@ INVALID = {
     "num_splits": ({"num_splits": -1}, "num_splits must be an integer from 0 on; got -1"),
     "slopes": ({"alibi_slopes": torch.ones(3)}, "alibi_slopes must have shape (4,) or (2, 4); got (3,)"),
     "causal": ({"causal": None}, "causal must be a bool; got None of type NoneType"),
+    "gradient_of_cos": (
+        {"rotary_cos": TABLE.clone().requires_grad_(), "rotary_sin": TABLE},
+        "rotary_cos must need no gradient: attention over a cache has no backward pass; call it under torch.no_grad()",
+    ),
     "gradient": (
         {"q": torch.zeros(2, 1, 4, 8, requires_grad=True)},
         "q must need no gradient: attention over a cache has no backward pass; call it under torch.no_grad()",
