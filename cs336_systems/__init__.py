@@ -14,7 +14,8 @@ Importing this package alone imports none of them, and not torch.
 from importlib import metadata
 
 try:
-    __version__ = metadata.version("cs336_systems")
+    # By this name, which a link to the package may change: another package called cs336_systems has another version.
+    __version__ = metadata.version(__name__)
 except metadata.PackageNotFoundError:
     # A checkout on the path that was never installed: its version is not known here, so none is made up.
     __version__ = "0+uninstalled"

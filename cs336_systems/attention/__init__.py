@@ -6,11 +6,14 @@ packed sequences, `attention_with_cache` the new tokens of generation. `score_st
 the entropy of each query.
 """
 
+import sys
+
 from .api import attention, explain
 from .decode import attention_with_cache, explain_with_cache
 from .dispatch import use_backends
 from .explanation import Explanation
 from .functions import FlashAttentionFunction, TiledAttentionFunction
+from .hints import UncallableModule
 from .modules import (
     Attention,
     CompiledAttention,
@@ -45,3 +48,6 @@ __all__ = [
     "score_statistics_varlen",
     "use_backends",
 ]
+
+# Calling the module instead would break graphs of torch.compile, and type checkers refuse it.
+sys.modules[__name__].__class__ = UncallableModule

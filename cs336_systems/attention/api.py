@@ -8,15 +8,16 @@ from typing import Any, Literal, TypedDict, overload
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from typing_extensions import Unpack
+from typing_extensions import Never, Unpack
 
 from ..kernels.call import NO_AUX, Aux
 from ..kernels.layouts import ALIGNMENT
 from ..kernels.torch_names import any_autocast, must_dispatch
 from . import dispatch
-from .call import Arguments, make_call, sizes_of
+from .call import ATTENTION_OPTIONS, Arguments, make_call, sizes_of
 from .explanation import Explanation, explain_call
 from .features import bind
+from .hints import refuse_unknown
 from .mods import MaskMod, ScoreMod, as_mask, as_scores
 from .plan import Run, remember
 from .precision import autocast_inputs
@@ -87,6 +88,7 @@ def attention(
     deterministic: bool | None = None,
     impl: str | Implementation = "auto",
     return_lse: bool = False,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q kᵀ · scale) v, by the fastest implementation that can compute it.
 
@@ -142,6 +144,8 @@ def attention(
     and the query heads that it serves, so a row about 1e5 times as large as the others costs these precision: see
     docs/kernels.md. Under autocast inputs are cast to its dtype.
     """
+    if unknown:
+        refuse_unknown(unknown, ATTENTION_OPTIONS)
     arguments = Arguments(
         causal, window, scale, softcap, dropout_p, deterministic, return_lse, alibi_slopes, bias,
         None if scores is None else as_scores(scores, q), None if mask is None else as_mask(mask, q),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..kernels.call import NO_AUX, Aux, Call, Options
 from .features import bind, check_features, expressions
+from .hints import refuse_unknown
 from .mods import as_mask, as_scores
 from .rules import Mask, Scores
 from .sizes import Packed, Sizes
@@ -57,6 +58,8 @@ class Arguments(NamedTuple):
     @classmethod
     def of(cls, q: Tensor | None = None, /, **options: Any) -> Arguments:
         """The arguments, with masks and score changes in place of functions of a pair. Raises what `mods` says."""
+        if not ATTENTION_OPTIONS.issuperset(options):
+            refuse_unknown({name: x for name, x in options.items() if name not in ATTENTION_OPTIONS}, ATTENTION_OPTIONS)
         scores, mask = as_scores(options.pop("scores", None), q), as_mask(options.pop("mask", None), q)
         return cls(scores=scores, mask=mask, **options)
 
@@ -75,6 +78,9 @@ class Arguments(NamedTuple):
             and generator is None
             and (dropout_p == 0) is True
         )
+
+
+ATTENTION_OPTIONS = frozenset(Arguments._fields)
 
 
 def _metadata(argument: Any) -> Any:

@@ -6,12 +6,16 @@ from typing import Literal, overload
 
 from jaxtyping import Float, Int
 from torch import Tensor
+from typing_extensions import Never
 
 from .api import run
 from .call import Arguments, make_call
 from .explanation import Explanation, explain_call
+from .hints import refuse_unknown
 from .precision import autocast_inputs
 from .validation import Implementation, Window, check_cache, check_lengths
+
+OPTIONS = ("window", "scale", "softcap", "impl", "return_lse")
 
 
 @overload
@@ -55,6 +59,7 @@ def attention_with_cache(
     softcap: float | None = None,
     impl: str | Implementation = "auto",
     return_lse: bool = False,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q kᵀ · scale) v of the last tokens of each sequence, over all that a cache holds of it.
 
@@ -95,6 +100,8 @@ def attention_with_cache(
     float32 inputs are computed in float32 if ``torch.get_float32_matmul_precision()`` is "highest", the default, and in
     TF32 otherwise. Under autocast inputs are cast to its dtype: keep the cache in that.
     """
+    if unknown:
+        refuse_unknown(unknown, OPTIONS)
     arguments = Arguments(True, window, scale, softcap, return_lse=return_lse)
     out, lse = run(q, k, v, arguments, impl, cache_lengths=check_lengths(lengths))
     return out if lse is None else (out, lse)
@@ -111,8 +118,11 @@ def explain_with_cache(
     softcap: float | None = None,
     impl: str | Implementation = "auto",
     return_lse: bool = False,
+    **unknown: Never,
 ) -> Explanation:
     """Which backend `attention_with_cache` would use, and why not each other one. Computes nothing."""
+    if unknown:
+        refuse_unknown(unknown, OPTIONS)
     q, k, v = autocast_inputs(q, k, v)  # before the check that they have the same dtype
     arguments = Arguments(True, window, scale, softcap, return_lse=return_lse)
     check_cache(q, k, v, check_lengths(lengths))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import ClassVar, TypedDict
 
 from torch import Tensor, nn
-from typing_extensions import Unpack
+from typing_extensions import Never, Unpack
 
 from .api import TensorOptions, attention
+from .hints import refuse_unknown
 from .validation import (
     Implementation,
     Window,
@@ -55,7 +56,10 @@ class Attention(nn.Module):
         dropout_p: float = 0.0,
         deterministic: bool | None = None,
         impl: str | Implementation = "auto",
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            refuse_unknown(unknown, ModuleOptions.__annotations__)
         super().__init__()
         check_causal(causal)
         check_scale(scale)

@@ -10,13 +10,14 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd import forward_ad
-from typing_extensions import Unpack
+from typing_extensions import Never, Unpack
 
 from ..kernels.call import Call
 from ..kernels.torch_names import in_forward_mode
 from . import dispatch, op
 from .call import Arguments, make_call
 from .dispatch import Backend
+from .hints import refuse_unknown
 from .mods import MaskMod, ScoreMod, as_mask, as_scores
 from .naive import visible_scores, with_sinks
 from .precision import autocast_inputs, without_autocast
@@ -77,6 +78,7 @@ def score_statistics(
     mask: Tensor | Mask | MaskMod | None = None,
     sinks: Tensor | None = None,
     impl: str | Implementation = "auto",
+    **unknown: Never,
 ) -> ScoreStatistics:
     """The log-sum-exp, the largest score and the entropy of each query's softmax, as `attention` computes it.
 
@@ -112,6 +114,8 @@ def score_statistics(
     The precision of float32 products is that of `attention`. Under autocast inputs are cast to its dtype. torch.compile
     traces the call into one graph. torch.func and forward-mode derivatives need "naive", which "auto" then takes.
     """
+    if unknown:
+        refuse_unknown(unknown, OPTIONS)
     arguments = Arguments(
         causal, window, scale, softcap, alibi_slopes=alibi_slopes, bias=bias, scores=as_scores(scores, q),
         mask=as_mask(mask, q), sinks=sinks,
@@ -143,7 +147,7 @@ def score_statistics_varlen(
     """
     arguments: dict[str, Any] = {**options}
     if not OPTIONS.issuperset(arguments):
-        raise TypeError(f"options must be some of {', '.join(sorted(OPTIONS))}; got {', '.join(sorted(arguments))}")
+        refuse_unknown({name: x for name, x in arguments.items() if name not in OPTIONS}, OPTIONS)
     impl = arguments.pop("impl", "auto")
     packed = packed_sequences(q, k, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, arguments.get("mask"))
     q, k, _ = as_heads(q, k, k)

@@ -16,12 +16,16 @@ import sys
 from contextlib import ExitStack
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
 from ..attention import attention
+from . import flash_attn_padding as padding
+from . import flash_attn_rotary as rotary
 from .arguments import Number, Pair, check_shape, to_options
+from .flash_attn_cache import flash_attn_with_kvcache
 from .flash_attn_varlen import (
     Returned,
     flash_attn_varlen_func,
@@ -126,7 +130,7 @@ def flash_attn_kvpacked_func(
 
 
 def install(*, force: bool = False) -> ExitStack:
-    """Make ``import flash_attn`` and ``import flash_attn.flash_attn_interface`` find these functions.
+    """Make ``import flash_attn`` find these functions, and its modules of `MODULES` theirs.
 
     Importing anything else of the real package then raises ImportError, as if it were not built.
 
@@ -144,9 +148,7 @@ def install(*, force: bool = False) -> ExitStack:
         raise RuntimeError(f"{PACKAGE} must not be imported before, unless force is True; got the package in {file}")
     names = [name for name in sys.modules if name == PACKAGE or name.startswith(f"{PACKAGE}.")]
     before = {name: sys.modules.pop(name) for name in names}
-    package, interface = _module(PACKAGE), _module(f"{PACKAGE}.flash_attn_interface")
-    package.__dict__.update(__path__=[], __version__=__version__, flash_attn_interface=interface)
-    ours = {module.__name__: module for module in (package, interface)}
+    ours = _modules()
     sys.modules.update(ours)
     undo = ExitStack()
     undo.callback(sys.modules.update, before)
@@ -158,12 +160,32 @@ def install(*, force: bool = False) -> ExitStack:
 _FUNCTIONS = (
     *(flash_attn_func, flash_attn_qkvpacked_func, flash_attn_kvpacked_func),
     *(flash_attn_varlen_func, flash_attn_varlen_qkvpacked_func, flash_attn_varlen_kvpacked_func),
+    flash_attn_with_kvcache,
 )
+MODULES: dict[str, tuple[Any, ...]] = {
+    "": _FUNCTIONS,
+    "flash_attn_interface": _FUNCTIONS,
+    "bert_padding": (
+        *(padding.unpad_input, padding.unpad_input_for_concatenated_sequences, padding.pad_input),
+        *(padding.index_first_axis, padding.index_put_first_axis),
+    ),
+    "layers": (),
+    "layers.rotary": (rotary.apply_rotary_emb, rotary.apply_rotary_emb_torch),
+}
+"""The functions of each module of the package, a package before its modules."""
 
 
-def _module(name: str) -> ModuleType:
-    module = ModuleType(name, __doc__)
-    # importlib.util.find_spec raises for a module without a spec.
-    module.__spec__ = ModuleSpec(name, None, origin=__file__)
-    module.__dict__.update({_MARK: True, **{function.__name__: function for function in _FUNCTIONS}})
-    return module
+def _modules() -> dict[str, ModuleType]:
+    """The package and its modules by their full names, each an attribute of its parent."""
+    made: dict[str, ModuleType] = {}
+    for name, functions in MODULES.items():
+        full = f"{PACKAGE}.{name}" if name else PACKAGE
+        module = made[full] = ModuleType(full, __doc__)
+        # importlib.util.find_spec raises for a module without a spec.
+        module.__spec__ = ModuleSpec(full, None, origin=__file__)
+        module.__dict__.update({_MARK: True, **{function.__name__: function for function in functions}})
+        parent, _, last = full.rpartition(".")
+        if parent:
+            made[parent].__dict__.update({"__path__": [], last: module})
+    made[PACKAGE].__dict__["__version__"] = __version__
+    return made

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from cs336_systems.kernels.torch_names import LIST, find
+from ..kernels.torch_names import LIST, find
 
 
 def _lacking(name: str) -> RuntimeError:

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+import cs336_systems.attention
 from cs336_systems.attention import attention
 from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs
 
@@ -143,3 +144,10 @@ def test_gradients_of_a_bias_with_any_strides(flash_device, strided):
     features = {"bias": bias.to(flash_device).detach().requires_grad_()}
     attend = partial(attention, impl="flash", return_lse=True)
     assert_same(evaluate(one_graph(attend), inputs, features), evaluate(attend, inputs, features))
+
+
+def test_the_function_as_an_attribute_of_its_module(device):
+    """The module's class is one of this library's."""
+    q = torch.randn(1, 2, 5, 8, device=device)
+    compiled = one_graph(lambda q: cs336_systems.attention.attention(q, q, q, causal=True))
+    torch.testing.assert_close(compiled(q), attention(q, q, q, causal=True))

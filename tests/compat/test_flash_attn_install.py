@@ -40,9 +40,24 @@ def test_nested_until_closed():
         assert kvpacked is flash_attn_kvpacked_func
         assert package.__version__ == flash_attn.__version__ == "2.8.3"
         assert importlib.util.find_spec("flash_attn") is not None
-        assert importlib.util.find_spec("flash_attn.bert_padding") is None
+        assert importlib.util.find_spec("flash_attn.ops") is None
     assert sys.modules["flash_attn"].flash_attn_func is flash_attn_func
     undo.close()
+    assert not remove_modules()
+
+
+def test_every_module_is_reached_both_ways():
+    with install():
+        import flash_attn as package
+        import flash_attn.layers.rotary
+        from flash_attn import bert_padding, flash_attn_with_kvcache
+        from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
+        from flash_attn.layers.rotary import apply_rotary_emb
+
+        assert package.layers.rotary.apply_rotary_emb is apply_rotary_emb
+        assert package.flash_attn_interface.flash_attn_with_kvcache is flash_attn_with_kvcache
+        assert (bert_padding.pad_input, bert_padding.unpad_input) == (pad_input, unpad_input)
+        assert index_first_axis.__module__ == "cs336_systems.compat.flash_attn_padding"
     assert not remove_modules()
 
 
@@ -56,5 +71,5 @@ def test_an_imported_package_is_kept_unless_forced():
     assert sys.modules["flash_attn"] is real
     with install(force=True):
         assert sys.modules["flash_attn"].flash_attn_func is flash_attn_func
-        assert "flash_attn.bert_padding" not in sys.modules
+        assert sys.modules["flash_attn.bert_padding"] is not submodule
     assert remove_modules() == {"flash_attn": real, "flash_attn.bert_padding": submodule}

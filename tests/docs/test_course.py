@@ -18,7 +18,8 @@ def test_every_adapter_is_one_line_and_returns_what_is_asked_for():
     assert len(functions) == 8
     assert all(len(function.body) == 1 for function in functions)
     names: dict[str, object] = {}
-    exec(example, names)
+    # Beside the assignment the library has another name: tests/packaging/test_course.py runs the example as it is.
+    exec(example.replace("cs336_attention", "cs336_systems"), names)
     assert names["get_flashattention_autograd_function_pytorch"]() is attention.TiledAttentionFunction
     assert names["get_flashattention_autograd_function_triton"]() is attention.FlashAttentionFunction
 

@@ -6,29 +6,19 @@ dependencies there.
 
 import os
 import shutil
-import subprocess
 import sys
 import tarfile
-import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from .environments import INSTALL, ROOT, make_environment, run
+
 pytestmark = [pytest.mark.wheel, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
 FILES = ["pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "Makefile"]
 FOLDERS = ["cs336_systems", "kernels", "tests", "benchmarks", "tools"]
-
-
-def run(*command: str | Path, cwd: Path, **environment: str) -> str:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(
-        command, cwd=cwd, env=inherited | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}"
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -83,28 +73,26 @@ def test_sdist_holds_the_library_and_what_builds_it(built, modules):
     assert files - generated == {*modules, "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"}
 
 
+def test_an_index_would_take_them(built):
+    """Their metadata, and the README that the index shows."""
+    assert len([*built.iterdir()]) == 2
+    run(sys.executable, "-m", "twine", "check", "--strict", *built.iterdir(), cwd=built)
+
+
 @pytest.mark.parametrize("way", ["wheel", "sdist", "checkout", "editable", "path"])
 def test_imports(way, built, checkout, modules, tmp_path):
-    venv.create(tmp_path / "venv", symlinks=True)
-    python = tmp_path / "venv/bin/python"
-    site_packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path)[:-1])
-    # Searched after the environment's own packages. An editable install of the checkout in there is not followed.
-    borrowed = [entry for entry in sys.path if entry and Path(entry).is_dir() and Path(entry).resolve() != ROOT]
-    (site_packages / "borrowed.pth").write_text("\n".join(borrowed))
-
+    python, site_packages = make_environment(tmp_path)
     environment = {}
     if way == "path":
         environment["PYTHONPATH"] = str(checkout)
     else:
-        # pip would leave the package out if the environment of the tests has it too, but for --ignore-installed.
-        install = [python, "-m", "pip", "install", "--no-index", "--no-deps", "--no-build-isolation"]
         what = {
             "wheel": [only(built, "*.whl")],
             "sdist": [only(built, "*.tar.gz")],
             "checkout": [checkout],
             "editable": ["--editable", checkout],
         }
-        run(*install, "--ignore-installed", *what[way], cwd=tmp_path)
+        run(python, *INSTALL, *what[way], cwd=tmp_path)
 
     files = [name for name in modules if name.endswith(".py") and not name.endswith("__main__.py")]
     names = [name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in files]

@@ -1,5 +1,6 @@
 """pyproject.toml, constraints.txt and the tree say the same."""
 
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -70,9 +71,21 @@ def test_importing_does_not_import(imports, module):
     assert done.stdout.strip() == "False"
 
 
+def test_the_changelog_begins_with_this_version():
+    versions = re.findall(r"^## (\S+)", (ROOT / "docs/changelog.md").read_text(), re.MULTILINE)
+    assert versions[0] == PROJECT["version"]
+
+
+def test_classifiers_begin_with_the_oldest_python_supported():
+    prefix = "Programming Language :: Python :: 3."
+    minors = [int(each.removeprefix(prefix)) for each in PROJECT["classifiers"] if each.startswith(prefix)]
+    assert minors == [*range(minors[0], minors[-1] + 1)]
+    assert PROJECT["requires-python"] == f">=3.{minors[0]}"
+
+
 def test_version(monkeypatch):
     source = (ROOT / "cs336_systems/__init__.py").read_text()
-    namespace: dict[str, str] = {}
+    namespace: dict[str, str] = {"__name__": "cs336_systems"}
 
     monkeypatch.setattr(metadata, "version", lambda name: {"cs336_systems": "1.2.3"}[name])
     exec(source, namespace)
