@@ -50,9 +50,10 @@ report: ## a page of every measurement, in a few minutes; ARGS="--preset 2025", 
 	$(environment) bench
 	$(python) benchmarks/report.py $(ARGS)
 
+# Not --quiet, which keeps warnings from --strict, too.
 docs: ## the site of docs/, in site/; what does not resolve is an error (Python 3.11 or newer)
 	$(environment) docs
-	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict --quiet $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict $(ARGS)
 
 lint: ## ruff (rules and format), then mypy
 	$(environment) dev
