@@ -19,6 +19,7 @@ def google_style(docstring: str) -> str:
     """The docstring as griffe and Markdown read it."""
     text = EXAMPLE.sub(lambda example: f"```pycon\n{example[0]}\n```", docstring)
     text = GROUP.sub(lambda group: "\n".join(f"    {name}: {group[2]}" for name in group[1].split(", ")), text)
+    text = text.replace("(*batch", r"(\*batch")  # two of them in a paragraph would be emphasis
     return re.sub(r"::$", ":", text, flags=re.MULTILINE)
 
 
