@@ -19,7 +19,7 @@ python := "$(VENV)/bin/python"
 endif
 environment := @bash tools/environment.sh "$(VENV)" "$(PYTHON)"
 
-.PHONY: help test test-all test-newest test-tritons bench report lint wheel-test
+.PHONY: help test test-all test-newest test-tritons bench report docs lint wheel-test
 
 help: ## this list
 	@echo "make TARGET [ARGS=...] [VENV=.venv | VENV=active] [PYTHON=python3]"
@@ -49,6 +49,11 @@ bench: ## the attention benchmark; ARGS=--help lists its options
 report: ## a page of every measurement, in a few minutes; ARGS="--preset 2025", ARGS=--help for the others
 	$(environment) bench
 	$(python) benchmarks/report.py $(ARGS)
+
+# Not --quiet, which keeps warnings from --strict, too.
+docs: ## the site of docs/, in site/; what does not resolve is an error (Python 3.11 or newer)
+	$(environment) docs
+	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict $(ARGS)
 
 lint: ## ruff (rules and format), then mypy
 	$(environment) dev

@@ -1,11 +1,11 @@
 """Attention, written so that it can be read, measured and trusted.
 
-- :mod:`cs336_systems.attention`: what to import to compute attention.
-- :mod:`cs336_systems.transformer`: a language model around it.
-- :mod:`cs336_systems.training`: to train one on text files.
-- :mod:`cs336_systems.parallel`: several GPUs, which share its parameters, its batch, and its sequences.
-- :mod:`cs336_systems.compat`: the same under the names that torch, flash_attn and transformers have for it.
-- :mod:`cs336_systems.profiling`: how to time it and account for its memory.
+- `cs336_systems.attention`: what to import to compute attention.
+- `cs336_systems.transformer`: a language model around it.
+- `cs336_systems.training`: to train one on text files.
+- `cs336_systems.parallel`: several GPUs, which share its parameters, its batch, and its sequences.
+- `cs336_systems.compat`: the same under the names that torch, flash_attn and transformers have for it.
+- `cs336_systems.profiling`: how to time it and account for its memory.
 - ``cs336_systems.kernels``: the Triton kernels and their launchers, which the others call.
 
 Importing this package alone imports none of them, and not torch.

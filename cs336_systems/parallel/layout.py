@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 NONE, DDP, FSDP, CONTEXT, FSDP_CONTEXT = "none", "ddp", "fsdp", "context", "fsdp+context"
 MODES = (NONE, DDP, FSDP, CONTEXT, FSDP_CONTEXT)
+"""How processes share the work of a step; docs/scaling.md compares them."""
 WITH_CONTEXT, WITH_SHARDS = (CONTEXT, FSDP_CONTEXT), (FSDP, FSDP_CONTEXT)
 
 T = TypeVar("T")

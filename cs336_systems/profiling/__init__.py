@@ -1,12 +1,12 @@
 """Time, FLOPs, kernels, memory and precision of a model's training step, for any PyTorch model.
 
-- :mod:`.steps`, :mod:`.timing`: time of each phase of a step; interleaved comparisons of functions.
-- :mod:`.flops`: FLOP counts, peak rates, and the bytes that attention moves and saves.
-- :mod:`.module_ranges`, :mod:`.trace`, :mod:`.nsys`: time by kernel, phase and region, from torch.profiler or Nsight
+- `steps`, `timing`: time of each phase of a step; interleaved comparisons of functions.
+- `flops`: FLOP counts, peak rates, and the bytes that attention moves and saves.
+- `module_ranges`, `trace`, `nsys`: time by kernel, phase and region, from torch.profiler or Nsight
   Systems.
-- :mod:`.memory`, :mod:`.saved`, :mod:`.recording`: peak and held memory, saved tensors, memory over time by category.
-- :mod:`.precision`: sums and autocast's dtypes in low precision.
-- :mod:`.environment`, :mod:`.report`: the environment of a measurement; tables as Markdown.
+- `memory`, `saved`, `recording`: peak and held memory, saved tensors, memory over time by category.
+- `precision`: sums and autocast's dtypes in low precision.
+- `environment`, `report`: the environment of a measurement; tables as Markdown.
 """
 
 from .environment import Environment, collect_environment

@@ -37,9 +37,11 @@ def prefix_tree(ends: Tensor) -> Mask:
 class TreeLayout(NamedTuple):
     """Of each token of packed trees, (batch, length) int32.
 
-    ends: the index after the last token of the subtree of its node; 0 for the tokens after the last node, which no
-    query sees and which see nothing. positions: how many tokens its path from the root has before it, as rotary
-    embeddings take them; 0 after the last node.
+    Attributes:
+        ends: the index after the last token of the subtree of its node; 0 for the tokens after the last node, which no
+            query sees and which see nothing.
+        positions: how many tokens its path from the root has before it, as rotary embeddings take them; 0 after the
+            last node.
     """
 
     ends: Tensor

@@ -129,29 +129,31 @@ def test_a_function_of_ones_own_by_distance(impl, device):
 
 
 def t5_of_the_docs():
-    """The example of the documentation, as it stands there."""
+    """The functions of the documentation's example, as they stand there."""
     text = (ROOT / "docs/features.md").read_text(encoding="utf-8")
     [example] = [part for part in text.split("```python\n") if "def bucket(" in part]
-    return compile(example.split("```")[0], "docs/features.md", "exec")
+    names = {"attention": attention}
+    exec(compile(example.split("```")[0], "docs/features.md", "exec"), names)
+    return names["bucket"], names["t5_bias"]
 
 
 def test_buckets_of_the_docs_are_t5s():
-    made = dict.fromkeys("qkv") | {"weights": torch.zeros(2, 32), "q_len": 1, "k_len": 1}
-    made["attention"] = lambda *given, **named: None
-    exec(t5_of_the_docs(), made)
+    bucket, _ = t5_of_the_docs()
     distances = torch.tensor([0, -1, -7, -8, -11, -12, -15, -16, -22, -23, -90, -91, -1000, 1, 7, 8, 12, 90, 91, 128])
     expected = torch.tensor([0, 1, 7, 8, 8, 9, 9, 10, 10, 11, 14, 15, 15, 17, 23, 24, 25, 30, 31, 31])
-    assert torch.equal(made["bucket"](distances), expected)
+    assert torch.equal(bucket(distances), expected)
 
 
 @each_implementation
 def test_t5_as_the_docs_say(impl, device):
-    inputs, outs = make_inputs(SHAPES, device=device), []
+    inputs = make_inputs(SHAPES, device=device)
     weights = torch.randn(4, 32, device=device).requires_grad_()
-    names = {"weights": weights, "q_len": 35, "k_len": 41, **dict(zip("qkv", inputs[:3], strict=True))}
-    names["attention"] = lambda *given, **named: outs.append(attention(*given, **named, impl=impl))
-    exec(t5_of_the_docs(), names)
+    bucket, t5_bias = t5_of_the_docs()
+    q, k, v = inputs[:3]
     distance = torch.arange(41, device=device) - torch.arange(35, device=device)[:, None]
-    outs.append(attention(*inputs[:3], bias=weights[:, names["bucket"](distance)], scale=1.0, impl="naive"))
+    outs = [
+        attention(q, k, v, scores=t5_bias(weights, 35, 41), scale=1.0, impl=impl),
+        attention(q, k, v, bias=weights[:, bucket(distance)], scale=1.0, impl="naive"),
+    ]
     torch.testing.assert_close(*outs)
     torch.testing.assert_close(*[torch.autograd.grad(out, weights, inputs.dout)[0] for out in outs])
