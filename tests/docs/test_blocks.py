@@ -22,14 +22,12 @@ RUN_BY = {
 }
 """Pages whose blocks other tests run, which also look at what they print."""
 SEVERAL_SECONDS = {"docs/transformer.md"}
-NEED_MORE_THAN_A_CPU = {"docs/compat.md": 2, "docs/transformer.md": 1, "docs/tutorial.md": 1}
+NEED_MORE_THAN_A_CPU = {"docs/compat.md": 3, "docs/transformer.md": 1, "docs/tutorial.md": 1}
 """How many blocks of a page are not run: they load weights, import transformers, replace a package or need a GPU."""
-NOT_DEFINED = {"docs/compat.md": "q, k, v, model, inputs, name"}
-"""Pages whose blocks need names that the page does not define."""
 
 
 def pages_to_run() -> list[object]:
-    named = [name for name, page in PAGES.items() if examples(page) and name not in RUN_BY | NOT_DEFINED]
+    named = [name for name, page in PAGES.items() if examples(page) and name not in RUN_BY]
     return [pytest.param(name, marks=[pytest.mark.slow] if name in SEVERAL_SECONDS else []) for name in named]
 
 
@@ -54,4 +52,4 @@ def test_no_block_of_python_is_left_out():
         notest = fences.count("```python notest")
         assert len(fences) == len(examples(page)) + notest, name
         assert notest <= NEED_MORE_THAN_A_CPU.get(name, 0), name
-    assert [name for name in RUN_BY | NOT_DEFINED if name not in PAGES] == []
+    assert [name for name in RUN_BY if name not in PAGES] == []
