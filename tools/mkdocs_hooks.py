@@ -42,7 +42,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
-    """Link to the pages of source files."""
+    """Link to the pages of source files. Fences have a language alone: Markdown for Python knows no other word there."""
     name = page.file.src_uri
     if name.startswith(("results/", "source/")) and not name.endswith("README.md"):
         page.meta["search"] = {"exclude": True}
@@ -52,7 +52,7 @@ def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
         path = source_of(match[0], name)
         return match[0] if path is None else f"{up}source/{path}.md"
 
-    return LINK.sub(replaced, markdown)
+    return LINK.sub(replaced, markdown.replace("```python notest\n", "```python\n"))
 
 
 def on_page_content(html: str, page: Any, **kwargs: Any) -> str:
