@@ -42,7 +42,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
-    """Link to the pages of source files. Fences have a language alone: Markdown for Python knows no other word there."""
+    """Link to the pages of source files. Fences keep their language alone: no other word is known there."""
     name = page.file.src_uri
     if name.startswith(("results/", "source/")) and not name.endswith("README.md"):
         page.meta["search"] = {"exclude": True}
