@@ -1,5 +1,6 @@
 """Time, FLOPs, kernels, memory and precision of a model's training step, for any PyTorch model.
 
+- `summary`: `profile`, all of these in one call.
 - `steps`, `timing`: time of each phase of a step; interleaved comparisons of functions.
 - `flops`: FLOP counts, peak rates, and the bytes that attention moves and saves.
 - `module_ranges`, `trace`, `nsys`: time by kernel, phase and region, from torch.profiler or Nsight
@@ -20,6 +21,7 @@ from .regions import region_of_module
 from .report import format_number, markdown_table
 from .saved import activation_bytes, saved_tensors
 from .steps import time_steps
+from .summary import Profile, profile
 from .timing import RoundTimes, TimingMethod, compare, measure_ms
 from .trace import read_trace, record_trace, time_by
 
@@ -29,6 +31,7 @@ __all__ = [
     "MemoryRecorder",
     "MemoryUsage",
     "ModuleRanges",
+    "Profile",
     "RoundTimes",
     "TimingMethod",
     "activation_bytes",
@@ -41,6 +44,7 @@ __all__ = [
     "markdown_table",
     "measure_memory",
     "measure_ms",
+    "profile",
     "read_nsys",
     "read_trace",
     "record_trace",

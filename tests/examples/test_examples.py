@@ -78,7 +78,7 @@ def test_profile_model_profiles_a_model_of_the_users(tmp_path):
     (tmp_path / "mine.py").write_text(OWN_MODEL)
     text = printed("profile_model", "mine:make", "--top", 3, folder=tmp_path)
     tables = [line.split("|")[1].strip() for line in text.split("\n") if re.match(r"\| [a-z]", line)]
-    for title in ("phase", "forward", "backward", "operator", "class of module", "at the peak", "saved MiB"):
+    for title in ("phase", "forward", "backward", "operator", "class of module", "at the peak", "saved by"):
         assert title in tables
     assert re.search(r"^\| Gate +\|", text, re.MULTILINE)
     assert "mine.py:7 forward" in text  # where autograd saves x and its sigmoid
