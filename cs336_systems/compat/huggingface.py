@@ -125,8 +125,8 @@ def attention_forward(
         if starts is None and causal and query.shape[-2] == key.shape[-2]:
             starts = starts_of_positions(kwargs.get("position_ids"), query.shape[0])
     if starts is not None:
-        causal = causal if starts.is_causal is None else starts.is_causal
-        options |= {"causal": causal, "window": _window(module, sliding_window, key.shape[-2], causal)}
+        if starts.is_causal is None:
+            options |= {"causal": causal, "window": _window(module, sliding_window, key.shape[-2], causal)}
         return _of_sequences(query, key, value, starts, position_bias, options), None
     if attention_mask is not None and attention_mask.is_floating_point():
         options["bias"] = attention_mask if position_bias is None else attention_mask + position_bias

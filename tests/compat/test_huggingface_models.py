@@ -71,10 +71,14 @@ def test_a_decoder(decoder, device, padded):
     assert_same(decoder, lambda: decoder(ids, attention_mask=mask, use_cache=False).logits[mask.bool()])
 
 
-def test_a_decoder_whose_sequences_are_one_call(decoder, device, calls, monkeypatch):
-    """As on a GPU."""
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Sequences are one call on a CPU, too."""
     for module in (huggingface, huggingface_masks):
         monkeypatch.setattr(module, "is_cpu", lambda device: False)
+
+
+def test_a_decoder_whose_sequences_are_one_call(decoder, device, calls, as_on_a_gpu):
     ids, mask = prompts(device, "left")
     assert_same(decoder, lambda: decoder(ids, attention_mask=mask, use_cache=False).logits[mask.bool()])
     assert [call["q_len"] for call in calls] == [4, 4]  # heads, which stand before d
@@ -147,6 +151,11 @@ def test_continuous_batching(decoder, device):
         requests, generation_config=settings, continuous_batching_config=small, progress_bar=False
     )
     assert [made[name].generated_tokens for name in sorted(made)] == expected
+
+
+@pytest.mark.parametrize("family", [*ENCODERS, *BOTH])
+def test_an_encoder_whose_sequences_are_one_call(family, device, as_on_a_gpu):
+    (test_an_encoder if family in ENCODERS else test_an_encoder_and_a_decoder)(family, device, "right")
 
 
 @pytest.mark.parametrize("padded", ["no", "right", "between"])
