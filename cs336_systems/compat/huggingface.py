@@ -4,31 +4,34 @@
 >>> huggingface.register()
 >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cs336_systems")
 
-If the queries are the last of the keys (in training, in a prefill, with a growing cache), causal masks, sliding windows
-and padding are passed to `attention` as such, without a mask of all pairs.
+Causal masks, sliding windows, padding at the ends and packed sequences are passed to `attention` and `attention_varlen`
+as such, without a mask of all pairs.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ..attention import Attention, Implementation, attention
+from ..attention import Attention, Implementation, attention, attention_varlen
+from .flash_attn import flash_attn_func
+from .flash_attn_varlen import flash_attn_varlen_func
+from .huggingface_masks import Starts, attention_mask, is_cpu, starts_of, starts_of_positions
 
 NAME = "cs336_systems"
+FLASH_NAME = "cs336_systems_flash"
+"""For what transformers does with implementations whose names contain "flash" alone, as continuous batching."""
 _NOT_PASSED = -1
 _INSTEAD = "use attn_implementation='eager' instead"
 
 
 def register(name: str = NAME, impl: str | Implementation = "auto") -> None:
-    """Register this library with transformers as ``attn_implementation=name``.
+    """Register this library with transformers as ``attn_implementation=name``, and as `FLASH_NAME`.
 
     Args:
-        name: must not contain "flash": transformers would look for a kernel of that name on its hub.
+        name: must not contain "flash": transformers would look for a kernel of that name.
         impl: as for `attention`.
 
     Raises:
@@ -40,9 +43,28 @@ def register(name: str = NAME, impl: str | Implementation = "auto") -> None:
     Attention(impl=impl)  # checks it
     if not isinstance(name, str) or not name or "flash" in name:
         raise ValueError(f"name must be a string without 'flash', which transformers treats specially; got {name!r}")
+    for each in (name, FLASH_NAME):
+        AttentionInterface.register(each, functools.partial(attention_forward, impl=impl))
+        AttentionMaskInterface.register(each, attention_mask)
+    _be_found()
 
-    AttentionInterface.register(name, functools.partial(attention_forward, impl=impl))
-    AttentionMaskInterface.register(name, attention_mask)
+
+def _be_found() -> None:
+    """Let transformers find `FLASH_NAME` here, where it would import packages or look into its hub."""
+    from transformers import modeling_flash_attention_utils as utils
+
+    find = getattr(utils, "_lazy_imports", None)
+    if find is None or hasattr(find, "finds_" + NAME):
+        return
+
+    @functools.wraps(find)
+    def find_here_too(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        if implementation != FLASH_NAME:
+            return find(implementation, *args, **kwargs)
+        return flash_attn_func, flash_attn_varlen_func, None, utils._pad_input, utils._unpad_input
+
+    setattr(find_here_too, "finds_" + NAME, True)
+    utils._lazy_imports = find_here_too
 
 
 def attention_forward(
@@ -58,6 +80,7 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    cache: Any = None,
     impl: str | Implementation = "auto",
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -76,89 +99,136 @@ def attention_forward(
         softcap: replaces scores by softcap * tanh(score / softcap).
         s_aux: (q_heads,), the sinks.
         position_bias: is added to the scores; broadcasts to (batch, q_heads, q_len, k_len).
+        cache: a paged cache of continuous batching, which keys and values are written to and read from.
         impl: as for `attention`.
+        kwargs: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, (sequences + 1,), where packed sequences begin among all rows;
+            ``position_ids``, (batch or 1, q_len), which are 0 where they begin.
 
     Returns:
         (out, None) with out (batch, q_len, q_heads, dv); probabilities are never returned.
 
-    Raises ValueError if probabilities or a paged cache are requested, or a layer does not pass its model's sliding
+    Raises ValueError if probabilities or a table of blocks are requested, or a layer does not pass its model's sliding
     window.
     """
-    for name in ("output_attentions", "cache"):
-        if kwargs.get(name) not in (None, False):
-            raise ValueError(f"{name} must be None or False; got {type(kwargs[name]).__name__}: {_INSTEAD}")
-    options: dict[str, Any] = {"bias": position_bias}
+    if kwargs.get("output_attentions"):
+        raise ValueError(f"output_attentions must be False: probabilities are not in memory; {_INSTEAD}")
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    options: dict[str, Any] = {
+        "scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout_p": dropout, "impl": impl,
+    }  # fmt: skip
+    if cache is not None:
+        key, value = _through_pages(module, key, value, cache, kwargs)
+        attention_mask = None
+    starts = starts_of(attention_mask)
+    if attention_mask is None:
+        starts = _given_starts(kwargs)
+        if starts is None and causal and query.shape[-2] == key.shape[-2]:
+            starts = starts_of_positions(kwargs.get("position_ids"), query.shape[0])
+    if starts is not None:
+        if starts.is_causal is None:
+            options |= {"causal": causal, "window": _window(module, sliding_window, key.shape[-2], causal)}
+        return _of_sequences(query, key, value, starts, position_bias, options), None
     if attention_mask is not None and attention_mask.is_floating_point():
         options["bias"] = attention_mask if position_bias is None else attention_mask + position_bias
     else:
-        options["mask"] = attention_mask
+        options |= {"bias": position_bias, "mask": attention_mask}
     # A mask with a row per query is complete; one with a single row is the padding of the keys.
     incomplete = attention_mask is None or attention_mask.shape[-2] < query.shape[-2]
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if options.get("mask") is not None and not incomplete and options["mask"].stride(-2) == 0:
+        options["mask"] = options["mask"][..., :1, :]  # the same row for all
     if incomplete and causal:
         options |= {"causal": True, "window": _window(module, sliding_window, key.shape[-2])}
-    out = attention(
-        query, key, value, **options, scale=scaling, softcap=softcap, sinks=s_aux, dropout_p=dropout, impl=impl
-    )
+    out = attention(query, key, value, **options)
     return out.transpose(1, 2).contiguous(), None
 
 
-def attention_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: Any = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    **kwargs: Any,
-) -> Tensor | None:
-    """The mask of a forward pass, for `attention_forward`; transformers calls it once for each type of layer.
+def _of_sequences(
+    query: Tensor, key: Tensor, value: Tensor, starts: Starts, position_bias: Tensor | None, options: dict[str, Any]
+) -> Tensor:
+    """out (batch, q_len, q_heads, dv) of sequences that are one after another in the rows of all entries.
 
-    Args:
-        q_length, kv_length: numbers of queries and keys.
-        q_offset, kv_offset: positions of the first query and key; with a static cache q_offset is a tensor.
-        mask_function: which pairs are visible, besides padding.
-        attention_mask: (batch, length) bools, False for padding.
-        allow_is_causal_skip: whether ``mask_function`` is a causal mask, with or without a sliding window.
-
-    Returns:
-        None, if the causal mask and the layer's window are enough; bools (batch, 1, 1, kv_length) for padding besides
-        these and several queries; otherwise bools (batch, 1, q_length, kv_length), True for visible pairs.
+    On a CPU each is a call, without those of padding, which get 0: torch's kernels compute what has no mask.
     """
-    from transformers.masking_utils import causal_mask_function, sdpa_mask
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    if position_bias is None and not is_cpu(query.device):
+        out = attention_varlen(q, k, v, starts.q, starts.k, **options)
+    else:
+        out = _one_by_one(q, k, v, starts, position_bias, options, (query.shape[-2], key.shape[-2]))
+    return out.unflatten(0, (query.shape[0], query.shape[-2]))
 
-    # A static cache has unused slots after the queries.
-    ends_together = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    if allow_is_causal_skip and ends_together:
-        if attention_mask is None:
-            return None
-        padding = attention_mask[:, kv_offset : kv_offset + kv_length]
-        if padding.shape[1] == kv_length:
-            # A compiled graph cannot depend on the mask's values.
-            if not torch.compiler.is_compiling() and bool(padding.all()):
-                return None
-            if q_length > 1:
-                return padding[:, None, None]
-    return sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function or causal_mask_function,
-        attention_mask=attention_mask,
-        allow_is_causal_skip=False,
-        **kwargs,
+
+def _one_by_one(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Starts,
+    position_bias: Tensor | None,
+    options: dict[str, Any],
+    lengths: tuple[int, int],
+) -> Tensor:
+    """out (rows of queries, q_heads, dv) of a call for each sequence. This waits for the device."""
+    q_starts, k_starts = starts.q.tolist(), starts.k.tolist()
+    q_rows, k_rows = q.shape[0], k.shape[0]
+    if not (0 == q_starts[0] <= q_starts[-1] <= q_rows and 0 == k_starts[0] <= k_starts[-1] <= k_rows):
+        raise ValueError(f"sequences must end at row {q_rows} of q and {k_rows} of k; got {q_starts} and {k_starts}")
+    real = [1] * (len(q_starts) - 1) if starts.is_real is None else starts.is_real.tolist()
+    outs: list[tuple[int, Tensor]] = []
+    for number, is_real in enumerate(real):
+        rows, columns = slice(*q_starts[number : number + 2]), slice(*k_starts[number : number + 2])
+        if is_real and rows.start < rows.stop:
+            bias = _part_of(position_bias, rows, columns, lengths)
+            parts = q[rows], k[columns], v[columns]
+            out = attention(*[x.transpose(0, 1)[None] for x in parts], bias=bias, **options)
+            outs.append((rows.start, out[0].transpose(0, 1)))
+    if not outs:
+        return q.new_zeros(q_rows, q.shape[1], v.shape[-1])
+    result = outs[0][1].new_zeros(q_rows, q.shape[1], v.shape[-1])
+    for first, out in outs:
+        result[first : first + out.shape[0]] = out
+    return result
+
+
+def _part_of(bias: Tensor | None, rows: slice, columns: slice, lengths: tuple[int, int]) -> Tensor | None:
+    """What a bias of (batch or 1, heads or 1, q_len or 1, k_len or 1) has for a sequence, which lies in one entry."""
+    if bias is None:
+        return None
+    entry, first = divmod(rows.start, lengths[0])
+    own = [slice(entry, entry + 1), slice(None), slice(first, first + rows.stop - rows.start)]
+    first = columns.start - entry * lengths[1]
+    own.append(slice(first, first + columns.stop - columns.start))
+    return bias[tuple(slice(None) if size == 1 else each for each, size in zip(own, bias.shape, strict=True))]
+
+
+def _given_starts(kwargs: dict[str, Any]) -> Starts | None:
+    """Where sequences begin, if the caller of the model says so."""
+    q, k = (kwargs.get(f"cu_seq_lens_{name}") for name in "qk")
+    if (q is None) != (k is None):
+        given, lacking = ("q", "k") if k is None else ("k", "q")
+        raise ValueError(f"cu_seq_lens_{lacking} must be given where cu_seq_lens_{given} is; got None")
+    return None if q is None or k is None else Starts(q, k)
+
+
+def _through_pages(
+    module: nn.Module, key: Tensor, value: Tensor, cache: Any, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """The keys and values of all requests, those in a paged cache too, which gets the new ones."""
+    if kwargs.get("block_table") is not None:
+        raise ValueError("block_table must be None: set max_blocks_per_request=0 in ContinuousBatchingConfig")
+    if not hasattr(cache, "update"):
+        raise TypeError(f"cache must be transformers' PagedAttentionCache; got {type(cache).__name__}")
+    both: tuple[Tensor, Tensor] = cache.update(
+        key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs
     )
+    return both
 
 
-def _window(module: nn.Module, sliding_window: int | None, k_len: int) -> tuple[int, int] | None:
-    if sliding_window == _NOT_PASSED:
+def _window(module: nn.Module, sliding_window: int | None, k_len: int, causal: bool = True) -> tuple[int, int] | None:
+    if sliding_window == _NOT_PASSED and causal:
         # Layers without a window pass none. So do some whose model has a window and applies it in the mask.
         size = getattr(getattr(module, "config", None), "sliding_window", None)
         if isinstance(size, int) and k_len > size:
             layer = type(module).__name__
             raise ValueError(f"sliding_window must be passed by {layer}, whose model has {size}; got none: {_INSTEAD}")
-    return (sliding_window - 1, 0) if sliding_window is not None and sliding_window > 0 else None
+    if sliding_window is None or sliding_window <= 0:
+        return None
+    return sliding_window - 1, 0 if causal else sliding_window - 1

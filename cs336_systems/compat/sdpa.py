@@ -1,7 +1,8 @@
-"""torch's ``scaled_dot_product_attention``, computed by this library, and `replaced` to redirect calls to it.
+"""torch's ``scaled_dot_product_attention``, computed by this library, and two ways to redirect calls to it.
 
->>> with replaced():
+>>> with replaced():  # any device and dtype
 ...     out = model(inputs)  # torch.nn.functional.scaled_dot_product_attention is this library's
+>>> activate()  # CUDA GPUs, torch 2.13 or newer: the kernels behind torch's function are this library's
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ..attention import Attention, Implementation, attention
 from .arguments import check_tensor
+from .torch_registry import activate as activate
+from .torch_registry import restore as restore
 
 
 def scaled_dot_product_attention(

@@ -1,8 +1,7 @@
-"""Small models of transformers with random weights: this library's attention against "eager"."""
+"""The functions that transformers calls: which pairs their masks show, and what layers may pass."""
 
 from __future__ import annotations
 
-import logging
 import re
 from types import SimpleNamespace
 
@@ -11,180 +10,12 @@ import torch
 
 from cs336_systems.attention import attention
 from cs336_systems.compat import huggingface
-from cs336_systems.compat.huggingface import NAME, attention_forward, attention_mask
+from cs336_systems.compat import huggingface_masks as masks
+from cs336_systems.compat.huggingface import attention_forward, attention_mask
+from cs336_systems.compat.huggingface_masks import of_sequences, starts_of
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("default")  # transformers' own warnings
-
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
-MODELS = {
-    "llama": ("LlamaConfig", {}),
-    "qwen2": ("Qwen2Config", {"use_sliding_window": True, **SLIDING}),
-    "qwen3": ("Qwen3Config", {}),
-    "mistral": ("MistralConfig", {"sliding_window": 4}),
-    "gemma2": ("Gemma2Config", {"attn_logit_softcapping": 1.0, **SLIDING}),
-    "gpt_oss": ("GptOssConfig", {"num_local_experts": 2, "num_experts_per_tok": 1, **SLIDING}),
-}
-LENGTH, PADDED = 10, 3
-
-
-@pytest.fixture(autouse=True)
-def _registered():
-    transformers.utils.logging.set_verbosity(logging.ERROR)
-    huggingface.register()
-
-
-@pytest.fixture(params=MODELS)
-def model(request, device):
-    name, own = MODELS[request.param]
-    made = transformers.AutoModelForCausalLM.from_config(
-        getattr(transformers, name)(**SIZES, **own), attn_implementation=NAME, experts_implementation="eager"
-    ).to(device)
-    for parameter in made.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)  # large enough for attention to affect the logits
-    return made.eval()
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """The arguments of each call of `attention`."""
-    seen = []
-
-    def record(q, k, v, **options):
-        seen.append({"q_len": q.shape[-2], "k_len": k.shape[-2], **options})
-        return attention(q, k, v, **options)
-
-    monkeypatch.setattr(huggingface, "attention", record)
-    return seen
-
-
-def prompts(device, padded=False):
-    """Tokens (2, LENGTH) and their attention mask; the second prompt may have padding on the left."""
-    ids = torch.randint(1, 64, (2, LENGTH), device=device)
-    mask = torch.ones_like(ids)
-    if padded:
-        mask[1, :PADDED] = 0
-    return ids, mask
-
-
-def with_both(model, compute):
-    """The results with this library's attention, and with the model's own."""
-    results = []
-    for name in (NAME, "eager"):
-        model.set_attn_implementation(name)
-        assert model.config._attn_implementation == name
-        results.append(compute())
-    return results
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_logits_and_gradients(model, device, padded):
-    ids, mask = prompts(device, padded)
-    # The first token after padding has no defined logits before it.
-    labels = ids.masked_fill(mask.cumsum(-1) <= 1, -100)
-
-    def compute():
-        model.train()
-        result = model(ids, attention_mask=mask if padded else None, labels=labels)
-        gradients = torch.autograd.grad(result.loss, list(model.parameters()), allow_unused=True)
-        return result.logits[mask.bool()], [x for x in gradients if x is not None]
-
-    (logits, gradients), (expected, expected_gradients) = with_both(model, compute)
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-5)
-    assert len(gradients) == len(expected_gradients) > 10
-    for actual, each in zip(gradients, expected_gradients, strict=True):
-        torch.testing.assert_close(actual, each, rtol=1e-4, atol=2e-6)
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_generation(model, device, padded):
-    ids, mask = prompts(device, padded)
-
-    def compute():
-        return model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
-
-    tokens, expected = with_both(model, compute)
-    assert tokens.shape == (2, LENGTH + 6)
-    assert torch.equal(tokens, expected)
-
-
-def test_a_prompt_in_parts(model, device):
-    """Several queries at a time after keys from the cache."""
-    ids, _ = prompts(device)
-    whole = model(ids).logits
-    first = model(ids[:, :6], use_cache=True)
-    second = model(ids[:, 6:], past_key_values=first.past_key_values)
-    torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), whole, rtol=1e-4, atol=2e-5)
-
-
-@pytest.mark.parametrize("model", ["llama", "gpt_oss"], indirect=True)
-def test_generation_with_a_static_cache(model, device):
-    ids, mask = prompts(device, True)
-
-    def compute():
-        settings = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static", "disable_compile": True}
-        return model.generate(ids, attention_mask=mask, **settings)
-
-    tokens, expected = with_both(model, compute)
-    assert torch.equal(tokens, expected)
-
-
-@pytest.mark.parametrize("model", ["llama"], indirect=True)
-def test_packed_sequences(model, device):
-    """Position ids that start anew separate what is in a row."""
-    ids, _ = prompts(device)
-    positions = torch.tensor([[*range(4), *range(6)]], device=device)
-    packed = model(ids[:1], position_ids=positions, use_cache=False).logits
-    alone = [model(part, use_cache=False).logits for part in (ids[:1, :4], ids[:1, 4:])]
-    torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-4, atol=2e-5)
-
-
-def test_an_encoder_and_a_decoder_with_position_biases(device):
-    """T5: layers that are not causal, padding on the right, and queries of one tensor with keys of another."""
-    config = transformers.T5Config(
-        vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0
-    )
-    model = transformers.T5ForConditionalGeneration(config).to(device).eval()
-    ids, mask = prompts(device, True)
-
-    def compute():
-        return model(input_ids=ids, attention_mask=mask.flip(1), decoder_input_ids=ids[:, :6]).logits
-
-    logits, expected = with_both(model, compute)
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-5)
-
-
-@pytest.mark.parametrize("model", ["gpt_oss"], indirect=True)
-def test_no_mask_of_all_pairs_is_made(model, device, calls):
-    """`attention` gets the window and the causal mask as such, and padding as a mask of keys."""
-    for padded in (False, True):
-        ids, mask = prompts(device, padded)
-        model(ids, attention_mask=mask)
-    assert [(call["causal"], call["window"]) for call in calls] == [(True, (3, 0)), (True, None)] * 2
-    assert [call["mask"] for call in calls[:2]] == [None] * 2
-    assert [call["mask"].shape for call in calls[2:]] == [(2, 1, 1, LENGTH)] * 2
-    assert all(call["sinks"] is not None for call in calls)
-
-
-@pytest.mark.parametrize("model", ["gpt_oss"], indirect=True)
-def test_no_mask_is_made_while_a_cache_grows(model, device, calls):
-    ids, mask = prompts(device)
-    model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
-    assert [(call["q_len"], call["k_len"]) for call in calls[2:]] == [(1, 4), (1, 11), (1, 4), (1, 12)]
-    assert all(call["mask"] is None for call in calls)
 
 
 def test_a_window_applies_to_one_query_with_a_full_cache(device):
@@ -236,28 +67,127 @@ def test_dropout(device):
     assert (out == 0).float().mean().item() == pytest.approx(0.25, abs=0.01)
 
 
-def test_other_masks_are_those_of_transformers(device):
-    """Unused slots of a static cache, other mask functions, and padding before a single query."""
+def shown(mask, q_length, kv_length, batch=2):
+    """The pairs that a causal layer sees with this mask, and which queries are in real sequences."""
+    causal = torch.ones(q_length, kv_length, dtype=torch.bool).tril(kv_length - q_length)
+    if mask is None:
+        return causal.expand(batch, 1, -1, -1), torch.ones(batch, 1, q_length, dtype=torch.bool)
+    starts = starts_of(mask)
+    assert starts is not None
+    assert starts.is_real is not None
+    visible = torch.zeros(batch * q_length, batch * kv_length, dtype=torch.bool)
+    real = torch.zeros(batch * q_length, dtype=torch.bool)
+    for number, is_real in enumerate(starts.is_real.tolist()):
+        rows, columns = (slice(*x[number : number + 2].tolist()) for x in (starts.q, starts.k))
+        part = visible[rows, columns]
+        part[:] = starts.is_causal is False or torch.ones_like(part).tril(part.shape[1] - part.shape[0])
+        real[rows] = bool(is_real)
+    assert (starts.q[-1].item(), starts.k[-1].item()) == visible.shape
+    visible = visible.view(batch, q_length, batch, kv_length)
+    return torch.stack([visible[i, :, i] for i in range(batch)])[:, None], real.view(batch, 1, q_length)
+
+
+SIZES = {"square": (6, 6, 0, 0), "cached": (3, 8, 5, 0), "static": (4, 9, torch.tensor(2), 0)}
+SIZES |= {"offset": (3, 5, 6, 4), "one": (1, 6, 5, 0), "queries_before": (5, 7, 0, 0)}
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("padding", ["none", "left", "right", "both", "all"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_sequences_show_what_the_masks_of_transformers_do(sizes, padding, full):
+    """To queries that are no padding; those of other kinds of layers to all."""
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+
+    q_length, kv_length, q_offset, kv_offset = SIZES[sizes]
+    real = torch.ones(2, kv_length + kv_offset, dtype=torch.bool)
+    real[1, {"none": [], "left": [0, 1], "right": [-1], "both": [0, -1], "all": [*range(len(real[1]))]}[padding]] = (
+        False
+    )
+    given = {"q_offset": q_offset, "kv_offset": kv_offset, "allow_is_causal_skip": not full}
+    given |= {"attention_mask": None if padding == "none" else real, "allow_is_bidirectional_skip": full}
+    mask = attention_mask(2, q_length, kv_length, **given)
+    function = bidirectional_mask_function if full else causal_mask_function
+    given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "mask_function": function}
+    expected = sdpa_mask(2, q_length, kv_length, **given)
+    if full and mask is None:
+        assert expected.all()
+        return
+    visible, is_real = shown(mask, q_length, kv_length)
+    assert torch.equal(visible & is_real[..., None], expected & is_real[..., None])
+    places = torch.arange(q_length) + q_offset
+    inside = (places >= kv_offset) & (places < kv_offset + kv_length)
+    missed = ~is_real[:, 0] & inside & real[:, places.clamp(max=real.shape[1] - 1)]
+    assert not (missed & expected.any(-1)[:, 0]).any()
+
+
+def test_other_masks_are_those_of_transformers(device, monkeypatch):
+    """Other mask functions, padding before a single query on a GPU, and unused slots with padding between."""
     from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function
 
+    monkeypatch.setattr(masks, "is_cpu", lambda device: False)
     padded = {"q_offset": 3, "attention_mask": torch.tensor([[False, True, True, True]], device=device)}
+    between = {"q_offset": 2, "attention_mask": torch.tensor([[True, False, True, True]], device=device)}
     for arguments in (
-        {"q_length": 3, "kv_length": 8, "q_offset": torch.tensor(2, device=device)},
-        {"q_length": 3, "kv_length": 8, "q_offset": 0},
         {"q_length": 4, "kv_length": 4, "allow_is_causal_skip": False},
         {"q_length": 1, "kv_length": 4, "mask_function": sliding_window_causal_mask_function(2), **padded},
+        {"q_length": 2, "kv_length": 6, **between},
     ):
         mask = attention_mask(1, **arguments, device=device)
         expected = sdpa_mask(batch_size=1, **arguments | {"allow_is_causal_skip": False}, device=device)
         assert torch.equal(mask, expected)
 
 
-def test_padding_of_a_cache_with_an_offset(device):
-    padding = torch.tensor([[False, False, False, True, True, True]], device=device)
+def test_padding_in_between_is_a_mask_of_keys(device):
+    padding = torch.tensor([[False, False, True, False, True, True]], device=device)
     mask = attention_mask(1, 2, 4, q_offset=4, kv_offset=2, attention_mask=padding)
     assert mask is not None
-    assert mask.tolist() == [[[[False, True, True, True]]]]
-    assert attention_mask(1, 2, 3, q_offset=4, kv_offset=3, attention_mask=padding) is None
+    assert mask.tolist() == [[[[True, False, True, True]]]]
+    full = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": True}
+    mask = attention_mask(1, 2, 6, attention_mask=padding, **full)
+    assert mask is not None
+    assert mask.tolist() == [[padding.tolist() * 2]]
+    assert attention_mask(1, 2, 3, q_offset=4, kv_offset=3, attention_mask=padding | True) is None
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_one_call_is_what_a_call_for_each_sequence_is(device, monkeypatch, causal):
+    """A GPU computes all sequences at once."""
+    q, k, v = (torch.randn(2, heads, 6, 4, device=device) for heads in (4, 2, 2))
+    padding = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0]], device=device).bool()
+    given = {"allow_is_causal_skip": causal, "allow_is_bidirectional_skip": not causal}
+    mask = attention_mask(2, 6, 6, attention_mask=padding, **given)
+    layer = SimpleNamespace(is_causal=True)  # which the mask of an encoder overrules
+    window = 3 if causal else None
+    results = []
+    for is_cpu in (True, False):
+        monkeypatch.setattr(huggingface, "is_cpu", lambda device, is_cpu=is_cpu: is_cpu)
+        results.append(attention_forward(layer, q, k, v, mask, sliding_window=window)[0])
+    seen = torch.ones_like(padding) if not causal else padding
+    torch.testing.assert_close(results[0][seen], results[1][seen])
+    pairs = padding[:, None, None] & torch.ones(6, 6, device=device).bool()
+    expected = attention(q, k, v, mask=pairs, causal=causal, window=(2, 0) if causal else None)
+    torch.testing.assert_close(results[0][seen], expected.transpose(1, 2)[seen])
+
+
+def test_position_ids_say_where_sequences_begin(device):
+    """Where transformers did not look at them, as for gpt-oss."""
+    packed = torch.tensor([[0, 1, 2, 0, 1, 0]], device=device)
+    for batch, expected in ((1, [0, 3, 5, 6]), (2, [0, 3, 5, 6, 9, 11, 12])):
+        starts = masks.starts_of_positions(packed, batch)
+        assert starts is not None
+        assert starts.q.tolist() == starts.k.tolist() == expected
+    packed[:] = torch.arange(6)
+    for others in (packed, torch.tensor([[0, 0, 5, 1]]), torch.arange(4), torch.arange(2, 6)[None], None):
+        assert masks.starts_of_positions(others, 1) is None
+
+
+def test_a_mask_of_sequences_fits_its_call(qkv):
+    mask = of_sequences([0, 2, 6], [0, 2, 6], [1, 1], True, qkv[0].device)
+    if qkv[0].device.type == "cpu":  # a GPU would have to be asked
+        refused(
+            "sequences must end at row 5 of q and 5 of k; got [0, 2, 6] and [0, 2, 6]",
+            lambda: attention_forward(LAYER, *qkv, mask),
+        )
 
 
 def refused(message, call):
@@ -265,11 +195,18 @@ def refused(message, call):
         call()
 
 
-def test_unsupported_features(qkv):
+def test_what_is_refused(qkv):
     instead = "use attn_implementation='eager' instead"
-    for name, value in (("output_attentions", True), ("cache", object())):
-        message = f"{name} must be None or False; got {type(value).__name__}: {instead}"
-        refused(message, lambda name=name, value=value: attention_forward(LAYER, *qkv, None, **{name: value}))
+    starts = torch.tensor([0, 5], device=qkv[0].device)
+    cache, pages = SimpleNamespace(update=None), "set max_blocks_per_request=0 in ContinuousBatchingConfig"
+    for message, arguments in (
+        (f"output_attentions must be False: probabilities are not in memory; {instead}", {"output_attentions": True}),
+        (f"block_table must be None: {pages}", {"cache": cache, "block_table": starts}),
+        ("cu_seq_lens_k must be given where cu_seq_lens_q is; got None", {"cu_seq_lens_q": starts}),
+    ):
+        refused(message, lambda arguments=arguments: attention_forward(LAYER, *qkv, None, **arguments))
+    with pytest.raises(TypeError, match=r"^cache must be transformers' PagedAttentionCache; got object$"):
+        attention_forward(LAYER, *qkv, None, cache=object())
     layer = SimpleNamespace(is_causal=True, config=SimpleNamespace(sliding_window=3))
     message = f"sliding_window must be passed by SimpleNamespace, whose model has 3; got none: {instead}"
     refused(message, lambda: attention_forward(layer, *qkv, None))
@@ -277,13 +214,5 @@ def test_unsupported_features(qkv):
     for wrong in ("cs336_flash", "", None):
         message = f"name must be a string without 'flash', which transformers treats specially; got {wrong!r}"
         refused(message, lambda wrong=wrong: huggingface.register(wrong))
-
-
-@pytest.mark.parametrize("model", ["llama"], indirect=True)
-def test_a_fixed_implementation(model, device, calls):
     with pytest.raises(ValueError, match=r"^impl must be one of .*; got 'fast'$"):
         huggingface.register(impl="fast")
-    huggingface.register("naive", impl="naive")
-    model.set_attn_implementation("naive")
-    model(prompts(device)[0])
-    assert [call["impl"] for call in calls] == ["naive"] * 2
