@@ -22,7 +22,7 @@ RUN_BY = {
 }
 """Pages whose blocks other tests run, which also look at what they print."""
 SEVERAL_SECONDS = {"docs/transformer.md"}
-NEED_MORE_THAN_A_CPU = {"docs/compat.md": 3, "docs/transformer.md": 1, "docs/tutorial.md": 1}
+NEED_MORE_THAN_A_CPU = {"docs/compat.md": 4, "docs/transformer.md": 1, "docs/tutorial.md": 1}
 """How many blocks of a page are not run: they load weights, import transformers, replace a package or need a GPU."""
 
 
