@@ -47,7 +47,7 @@ def emulated() -> SimpleNamespace:
         if "add_fragments" in module:
             module["add_fragments"] = add_fragments
         if "pack_pairs" in module:
-            module["pack_pairs"] = lambda x, dtype, pinned=False: Value(x.to(dtype).x.view(torch.int32))
+            module["pack_pairs"] = lambda x, dtype, pinned=False: Value(x.to(dtype).x.contiguous().view(torch.int32))
             module["unpack_operand"] = lambda x, dtype, layout, columns: x.to(dtype, bitcast=True)
     backend.workspace_for = lambda device, tiles: torch.zeros(1 + tiles, dtype=torch.int32)
     # The portable kernels, which are interpreted, compute gradients after the backward.
