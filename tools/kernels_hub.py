@@ -3,7 +3,7 @@
     python tools/kernels_hub.py build/hub --name cs336-attention --version 1
 
 FOLDER/build/torch-universal is `cs336_systems.attention` with its kernels, and pure Python. Its layout follows
-https://huggingface.co/docs/kernels/kernel-requirements: it is loaded under a name of its own, so every import of its
+https://huggingface.co/docs/kernels/kernel-requirements: it is loaded under another name, so every import of its
 files is relative, or of Python, torch, Triton, einops and what torch and Triton need.
 """
 

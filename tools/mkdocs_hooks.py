@@ -59,7 +59,7 @@ def on_page_content(html: str, page: Any, **kwargs: Any) -> str:
     """Warn of public names of a module that its page of the reference does not show."""
     for module in re.findall(r"^::: (\S+)", page.markdown, re.MULTILINE):
         for name in exported(module):
-            # A function in a file of the same name, which griffe takes for the file, has a line of its own.
+            # A function in a file of the same name, which griffe takes for the file, has a separate line.
             if not any(f'id="{module}.{each}"' in html for each in (name, f"{name}.{name}")):
                 log.warning("%s does not show %s of %s", page.file.src_uri, name, module)
     # In a cell a bar is written \\|, in code too; Markdown for Python leaves the backslash there.

@@ -157,7 +157,6 @@ def check_lengths(lengths: Tensor) -> Tensor:
 
 def check_cache(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> None:
     """What a KV cache asks for besides what `attention` does."""
-    check_tensors(q=q, k=k, v=v)
     check_qkv(q, k, v)
     if q.ndim != 4:
         raise ValueError(f"q must have shape (batch, q_heads, new, d); got {shape_of(q)}")

@@ -42,13 +42,13 @@ def of_sequences(q: Sequence[int], k: Sequence[int], real: Sequence[int], causal
 
 
 def is_cpu(device: Any) -> bool:
-    """Whether sequences are calls of their own, because it takes no time to launch them."""
+    """Whether each sequence is a call, because launching takes no time."""
     return torch.device(device).type == "cpu"
 
 
 def starts_of(mask: Tensor | None) -> Starts | None:
     """What `of_sequences` made a mask of; None for other masks."""
-    if mask is None or mask.ndim != 4 or mask.dtype not in (torch.int32, torch.int64):
+    if mask is None or mask.shape[1:] != (3, 1, 1) or mask.dtype not in (torch.int32, torch.int64):
         return None
     q, k, is_real = mask[:, :, 0, 0].to(torch.int32).T.contiguous()
     return Starts(q, k, is_real[:-1], None if mask.dtype == torch.int32 else False)
@@ -120,7 +120,7 @@ def attention_mask(
     is_full = allow_is_bidirectional_skip and local_size is None
     # A compiled graph cannot depend on the mask's values.
     if not torch.compiler.is_compiling():
-        # On a GPU a mask of keys is for one query, and beside a bias, with which each sequence would be a call.
+        # On a GPU one query takes a mask of keys, and so does a bias, with which each sequence would be a call.
         few = q_length == 1 or hasattr(kwargs.get("config"), "relative_attention_num_buckets")
         if (allow_is_causal_skip or is_full) and (not few or is_cpu(device)):
             end = int(q_offset) + q_length - kv_offset if allow_is_causal_skip else kv_length
