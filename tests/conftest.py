@@ -158,6 +158,14 @@ def _seed(request: pytest.FixtureRequest) -> None:
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
+@pytest.fixture(autouse=True)
+def _matmul_precision_for_others() -> Iterator[None]:
+    """What a test, or a program that it runs, sets for products of float32 matrices ends with the test."""
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
 MOST_KEPT = 2**30
 """Bytes of a GPU's memory that a worker may keep between tests."""
 
@@ -206,9 +214,7 @@ def requested_bytes() -> Callable[[], int]:
 
 
 @pytest.fixture
-def matmul_precision(request: pytest.FixtureRequest) -> Iterator[str]:
+def matmul_precision(request: pytest.FixtureRequest) -> str:
     """Indirectly parametrised: torch's setting for products of float32 matrices, for the time of the test."""
-    before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(request.param)
-    yield request.param
-    torch.set_float32_matmul_precision(before)
+    return request.param

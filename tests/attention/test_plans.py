@@ -129,13 +129,10 @@ def test_what_a_tensor_looks_like_is_part_of_the_key(planned, change, names):
 def test_what_is_set_outside_of_a_call_is_part_of_the_key(planned):
     tensors = {name: x.float() for name, x in made().items()}
     call = partial(attention, **tensors, impl="naive")
-    before = torch.get_float32_matmul_precision()
     call()
-    try:
-        torch.set_float32_matmul_precision("high")
-        call()
-    finally:
-        torch.set_float32_matmul_precision(before)
+    torch.set_float32_matmul_precision("high")
+    call()
+    torch.set_float32_matmul_precision("highest")
     with torch.no_grad():
         call()
     torch.use_deterministic_algorithms(True)

@@ -41,11 +41,7 @@ def context(out: Path | None = None, rows=(), **options):
 
 def measured(measure, case, *arguments, **options):
     """The row of a case, measured in this process; a failure is a row."""
-    before = torch.get_float32_matmul_precision()
-    try:
-        (row,) = harness.measure_here(measure, case, context(*arguments, **options))
-    finally:
-        torch.set_float32_matmul_precision(before)
+    (row,) = harness.measure_here(measure, case, context(*arguments, **options))
     return row
 
 
@@ -58,11 +54,7 @@ def measure_here(monkeypatch) -> None:
 def run_here(monkeypatch, main, folder: Path, *arguments: str) -> list[dict[str, str]]:
     """Run a program with its cases measured in this process; the rows of results.csv."""
     measure_here(monkeypatch)
-    before = torch.get_float32_matmul_precision()
-    try:
-        assert main([*arguments, "--out", str(folder)]) == 0
-    finally:
-        torch.set_float32_matmul_precision(before)
+    assert main([*arguments, "--out", str(folder)]) == 0
     with (folder / "results.csv").open(newline="") as file:
         return [*csv.DictReader(file)]
 
