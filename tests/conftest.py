@@ -152,6 +152,12 @@ def flash_device(device: torch.device) -> torch.device:
     return device
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> None:
+    """Each module's tables have random numbers of their own, the same on every run: it is imported to be collected."""
+    torch.manual_seed(zlib.crc32(collector.nodeid.encode()))
+
+
 @pytest.fixture(autouse=True)
 def _seed(request: pytest.FixtureRequest) -> None:
     """Each test has random numbers of its own, the same on every run."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from einops import rearrange
@@ -18,6 +18,9 @@ from ..kernels.call import Call, Options
 from ..kernels.rules import tensors_of
 from .evaluation import Asked, Features, Results, in_dtype, rounding_on
 from .inputs import Inputs
+
+SIGNS = 32
+"""How many draws of signs estimate a standard deviation, with an error of an eighth."""
 
 
 @torch.no_grad()
@@ -41,12 +44,13 @@ def terms(inputs: Inputs, **asked: Unpack[Asked]) -> Results:
     weights_once = weights * (1.0 + call.score_terms)
     weights_again = weights_once + weights * lse
     of_values = _root_sum_square(call.dout, call.v.mT) * call.kept
-    score_gradients = weights_again * (of_values + delta_terms) + weights * rounded_delta
+    of_captured = weights_again * (of_values + delta_terms)
+    score_gradients = of_captured + weights * rounded_delta
     # A slope is made of terms as large as 1, as that of a cap is, however flat it is.
     product_gradients = score_gradients * abs(call.record.options.scale) * call.slope.abs().clamp(min=1.0)
     made = call.sums(weights_once, product_gradients, weights_again)
     made["lse"] = (largest + sink_terms + lse + 1.0 + counted).squeeze(-1)
-    made |= _captured_terms(call, score_gradients)
+    made |= _captured_terms(call, of_captured)
     if call.record.aux.sinks is not None:
         # Four standard deviations of delta's rounding: naive does not round delta, so its error allows for none.
         of_sinks = torch.exp(call.sinks - call.lse_or_inf) * (
@@ -61,9 +65,10 @@ def terms(inputs: Inputs, **asked: Unpack[Asked]) -> Results:
 
 @torch.no_grad()
 def roundings(inputs: Inputs, **asked: Unpack[Asked]) -> Results:
-    """For out, dq, dk and dv, the standard deviation that rounding to 16 bits gives each element; {} for wider inputs.
+    """The standard deviation that rounding to 16 bits gives each element of most results; {} for wider inputs.
 
-    The matrix products round P and dS to the inputs' dtype, and delta is computed from an output rounded to it.
+    They are out, dq, dk, dv, and the gradients of what the scores captured. The matrix products round P and dS to the
+    inputs' dtype, and delta is computed from an output rounded to it.
     """
     if inputs.q.dtype.itemsize != 2:
         return {}
@@ -73,6 +78,7 @@ def roundings(inputs: Inputs, **asked: Unpack[Asked]) -> Results:
     hypotenuse = torch.hypot(score_gradients, weights * call.delta_terms)
     product_gradients = hypotenuse * call.record.options.scale * call.slope
     made = call.sums(weights, product_gradients, weights)
+    made |= _captured_roundings(call, score_gradients, weights * call.delta_terms)
     return {name: one_rounding(inputs) * size for name, size in made.items()}
 
 
@@ -161,6 +167,16 @@ class _Call:
         """The root of the sum of their squares."""
         return torch.linalg.vector_norm(self.delta_parts, dim=-1, keepdim=True)
 
+    def captured_sums(self, of_term: Callable[[Tensor | float], Tensor | float], pairs: Tensor) -> Results:
+        """The sums over pairs that make the gradients of captured tensors, of ``of_term(term)`` times ``pairs``."""
+        rows, columns = slice(0, self.record.q_len), slice(0, self.record.k_len)
+        names, made = list(self.captured), {}
+        for term in self.of_captured:
+            made[names[term.number]] = total = torch.zeros_like(self.by_scores[term.number])
+            changed = term._replace(term=of_term(term.term))
+            changed.add_to({term.number: total}, pairs, self.pairs, rows, columns)
+        return made
+
     def sums(self, weights: Tensor, product_gradients: Tensor, weights_of_dv: Tensor) -> Results:
         """The root of the sum of the squares of what makes out, dq, dk and dv."""
         return {
@@ -173,15 +189,23 @@ class _Call:
 
 def _captured_terms(call: _Call, score_gradients: Tensor) -> Results:
     """The same for what the scores captured and whose gradient is wanted."""
-    rows, columns = slice(0, call.record.q_len), slice(0, call.record.k_len)
-    made: dict[int, Tensor] = {}
-    for term in call.of_captured:
-        squares = torch.zeros_like(call.by_scores[term.number])
-        squared = term._replace(term=torch.as_tensor(term.term).square())
-        squared.add_to({term.number: squares}, score_gradients.square(), call.pairs, rows, columns)
-        made[term.number] = squares.sqrt()
+    made = call.captured_sums(lambda term: torch.as_tensor(term).square(), score_gradients.square())
     # Twice, because terms that are added up along a row share the roundings of its delta and its log-sum-exp.
-    return {name: 2 * made[number] for number, name in enumerate(call.captured) if number in made}
+    return {name: 2 * squares.sqrt() for name, squares in made.items()}
+
+
+def _captured_roundings(call: _Call, score_gradients: Tensor, of_delta: Tensor) -> Results:
+    """For the same tensors, what each pair's own rounding and the one of delta that all pairs of a row share give.
+
+    The variance of a sum of sums over rows, each times a sign, is the mean of its square over random signs.
+    """
+    squares = call.captured_sums(lambda term: torch.as_tensor(term).square(), score_gradients.square())
+    generator = torch.Generator(of_delta.device).manual_seed(0)
+    for _ in range(SIGNS):
+        signs = torch.randint(2, of_delta[..., :1].shape, generator=generator, device=of_delta.device) * 2 - 1
+        for name, total in call.captured_sums(lambda term: term, signs * of_delta).items():
+            squares[name] += total.square() / SIGNS
+    return {name: total.sqrt() for name, total in squares.items()}
 
 
 def _captured(features: Features) -> dict[str, Tensor]:
