@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -20,6 +21,9 @@ from .functions import FlashAttentionFunction, Plan, TiledAttentionFunction, Tra
 from .plan import KernelBackward, KernelPlan, Run, differentiable_run, remember
 from .validation import Implementation, parse_implementation
 
+MOST_SCORES_ON_CPU = 32 * 2**20
+"""Bytes of scores that ``impl="auto"`` lets naive have on a CPU, where it takes half of tiled's time or less: a
+training step keeps two or three times as much for each layer."""
 TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
 
 
@@ -29,12 +33,14 @@ class Backend:
     Attributes:
         name: what `explain` calls it.
         implementation: the ``impl`` that asks for it.
-        auto: the device types where ``impl="auto"`` asks it; None for all.
     """
 
     name: str
     implementation: Implementation
-    auto: tuple[str, ...] | None = None
+
+    def passed_over(self, call: Call) -> str | None:
+        """Why ``impl="auto"`` does not ask it for this call, or None if it does."""
+        return None
 
     def supports(self, call: Call) -> str | None:
         """Why this backend cannot compute a call, or None if it can."""
@@ -49,7 +55,6 @@ class KernelBackend(Backend):
     """Kernels in ``cs336_systems.kernels.<name>.backend``, imported when the first call asks for them."""
 
     implementation = Implementation.FLASH
-    auto = ("cuda",)
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -60,6 +65,9 @@ class KernelBackend(Backend):
         """The package's backend module."""
         _load(self.name)
         return self.loaded
+
+    def passed_over(self, call: Call) -> str | None:
+        return None if call.device.type == "cuda" else "interpreted kernels are slow, and only run if asked for"
 
     def supports(self, call: Call) -> str | None:
         return _why_not_triton(call.device) or self.module.supports(call)
@@ -83,7 +91,7 @@ class SDPA(Backend):
 
     def plan(self, call: Call) -> Run:
         options = call.options
-        return lambda q, k, v, aux: (sdpa.sdpa(q, k, v, options), None)
+        return lambda q, k, v, aux: (sdpa.packed_sdpa(q, k, v, options, aux), None)
 
 
 class Tiled(Backend):
@@ -91,6 +99,15 @@ class Tiled(Backend):
 
     name = "tiled"
     implementation = Implementation.TILED
+
+    def passed_over(self, call: Call) -> str | None:
+        # In 16 bits naive rounds its scores to them. Traced calls may have any length, packed ones have few pairs.
+        other = call.device.type != "cpu" or call.q.dtype.itemsize < 4 or call.is_packed or _is_excluded(NAIVE)
+        if other or must_dispatch(call.q, call.k, call.v):
+            return None
+        if math.prod(call.q.shape[:-1]) * call.k_len * call.q.dtype.itemsize > MOST_SCORES_ON_CPU:
+            return None
+        return f"'naive' is faster on cpu while its scores take at most {MOST_SCORES_ON_CPU >> 20} MiB"
 
     def supports(self, call: Call) -> str | None:
         return _why_not_decode(call)
@@ -104,7 +121,9 @@ class Compiled(Backend):
 
     name = "compiled"
     implementation = Implementation.COMPILED
-    auto = ()
+
+    def passed_over(self, call: Call) -> str | None:
+        return "it takes seconds to compile, and only runs if asked for"
 
     def supports(self, call: Call) -> str | None:
         if op.transforming():
@@ -131,7 +150,8 @@ class Naive(Backend):
 PORTABLE = KernelBackend("triton")
 KERNELS = (KernelBackend("sm90"), PORTABLE)
 """The most general ones last."""
-OTHERS: tuple[Backend, ...] = (SDPA(), Tiled(), Compiled(), Naive())
+NAIVE = Naive()
+OTHERS: tuple[Backend, ...] = (SDPA(), Tiled(), Compiled(), NAIVE)
 BACKENDS: tuple[Backend, ...] = (*KERNELS, *OTHERS)
 """In the order in which they are asked."""
 _WHILE_TRACED: tuple[Backend, ...] = (*KERNELS[::-1], *OTHERS)
@@ -204,7 +224,7 @@ def choose(
     implementation = parse_implementation(impl)
     reasons = []
     for backend in _WHILE_TRACED if must_dispatch(call.q, call.k, call.v) else BACKENDS:
-        if implementation is None and backend.auto is not None and call.device.type not in backend.auto:
+        if implementation is None and backend.passed_over(call) is not None:
             continue
         if implementation is not None and backend.implementation is not implementation:
             continue

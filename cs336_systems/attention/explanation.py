@@ -36,10 +36,13 @@ def explain_call(call: Call, impl: str | Implementation = "auto") -> Explanation
     """Choose as `choose` does, and say why not each other backend."""
     chosen = choose(call, impl)
     implementation = parse_implementation(impl)
-    passed = f"impl={chosen.implementation.value!r} was asked for"
-    if implementation is None:
-        passed = f"{chosen.name!r} comes before it on {call.device.type}"
-    reasons = {backend.name: supports(backend, call) or passed for backend in BACKENDS if backend is not chosen}
+    reasons = {}
+    for backend in BACKENDS:
+        if backend is not chosen:
+            passed = f"impl={chosen.implementation.value!r} was asked for"
+            if implementation is None:
+                passed = backend.passed_over(call) or f"{chosen.name!r} comes before it on {call.device.type}"
+            reasons[backend.name] = supports(backend, call) or passed
     backward = None
     if isinstance(chosen, KernelBackend) and call.aux.cache_lengths is None:
         backend, refused = choose_backward(call, call.wanted)

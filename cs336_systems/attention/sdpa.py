@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..kernels.call import Call, Options
+from ..kernels.call import Aux, Call, Options
 from ..kernels.torch_names import must_dispatch
+from .naive import naive
 from .pairs import Pairs, seen_pairs
 
 ANY_SCALE = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -26,7 +27,8 @@ _ALIGNMENT = 16
 
 def supports(call: Call) -> str | None:
     """Why torch cannot compute a call as the other implementations do, or None if it can."""
-    if call.aux.tensors or not call.options.is_causal_or_full:
+    by_sequence = _is_packed_on_cpu(call)
+    if (call.aux.tensors and not by_sequence) or not call.options.is_causal_or_full:
         return "torch's kernels are asked for causal masks alone"
     if call.options.deterministic and call.device.type == "cuda":
         return "not all of torch's kernels are deterministic"
@@ -34,9 +36,39 @@ def supports(call: Call) -> str | None:
         return "torch's scaled_dot_product_attention does not return the log-sum-exp"
     if call.is_empty:
         return "torch's kernels disagree on empty inputs"
-    if call.hides_rows:
+    if call.hides_rows and not by_sequence:
         return "torch's kernels disagree on queries that see no key"
     return None
+
+
+def _is_packed_on_cpu(call: Call) -> bool:
+    """Whether nothing is known of the pairs but packed sequences, and their lengths without stopping a device."""
+    starts = call.aux.cu_seqlens_q, call.aux.cu_seqlens_k
+    if None in starts or len(call.aux.tensors) > len(starts) or call.device.type != "cpu":
+        return False
+    return not must_dispatch(call.q, call.k, call.v, *call.aux.tensors)
+
+
+def packed_sdpa(q: Tensor, k: Tensor, v: Tensor, options: Options, aux: Aux) -> Tensor:
+    """`sdpa` of one packed sequence after another."""
+    if aux.cu_seqlens_q is None or aux.cu_seqlens_k is None:
+        return sdpa(q, k, v, options)
+    q_lens, k_lens = aux.cu_seqlens_q.diff().tolist(), aux.cu_seqlens_k.diff().tolist()
+    # Queries that see nothing: the first ones of sequences with fewer keys, those without keys, and the rest.
+    causal = options.window_right is not None and options.bottom_right
+    blind = [n if m == 0 else max(0, n - m) if causal else 0 for n, m in zip(q_lens, k_lens, strict=True)]
+    if blind == q_lens:
+        return naive(q, k, v, options, False, aux)[0]
+    # split, whose gradient is one concatenation, where each slice would make a gradient of all rows.
+    rest = q.shape[-2] - sum(q_lens)
+    q_pieces = q.split([*q_lens, rest], -2)
+    k_pieces, v_pieces = (x.split([*k_lens, x.shape[-2] - sum(k_lens)], -2) for x in (k, v))
+    out = []
+    for q_own, k_own, v_own, hidden in zip(q_pieces, k_pieces, v_pieces, [*blind, rest], strict=True):
+        out.append(q.new_zeros(*q.shape[:-2], hidden, v.shape[-1]))
+        if hidden < q_own.shape[-2]:
+            out.append(sdpa(q_own[..., hidden:, :], k_own, v_own, options))
+    return torch.cat(out, -2)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:

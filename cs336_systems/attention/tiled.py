@@ -7,6 +7,7 @@ softmax is one number a row, the log-sum-exp. Everything is accumulated in float
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
@@ -25,6 +26,8 @@ from .precision import without_autocast
 TILE_Q = 512
 TILE_K = 512
 """Rows of q and of k in a tile: large enough that time goes into products rather than into Python."""
+SHORT = 64
+"""Packed sequences share a tile of so many rows: few pairs are of two sequences, and tiles are not too many."""
 
 GROUPED = "... (kv group) row d -> ... kv group row d"
 UNGROUPED = "... kv group row d -> ... (kv group) row d"
@@ -39,30 +42,56 @@ def tiles(length: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, length))
 
 
-def tiles_seen(length: int, size: int, rows: slice, band: Band, aux: Aux) -> Iterator[slice]:
-    """The tiles of keys that some of these rows may see."""
-    if aux.cu_seqlens_q is not None and aux.cu_seqlens_k is not None:
-        yield from _tiles_of_sequences(length, size, rows, aux.cu_seqlens_q, aux.cu_seqlens_k)
+def tiles_of_rows(length: int, size: int, aux: Aux) -> Iterator[slice]:
+    """The tiles of queries: of packed sequences whose lengths are known, each of one, or of several short ones."""
+    starts = _known_starts(aux)
+    if starts is None:
+        yield from tiles(length, size)
         return
+    begin, stops = 0, [*starts[0][1:], length]
+    for stop, following in zip(stops, [*stops[1:], math.inf], strict=True):
+        if following - begin > min(SHORT, size):
+            yield from _shifted(tiles(stop - begin, size), begin)
+            begin = stop
+
+
+def tiles_seen(length: int, size: int, rows: slice, band: Band, aux: Aux, bottom_right: bool) -> Iterator[slice]:
+    """The tiles of keys that some of these rows may see."""
     left, right = band
-    for columns in tiles(length, size):
+    first, stop = 0, length
+    starts = _known_starts(aux)
+    if starts is not None:
+        q_starts, k_starts = starts
+        last = len(q_starts) - 2
+        one, other = (
+            min(last, max(0, place - 1))
+            for place in (bisect_right(q_starts, rows.start), bisect_left(q_starts, rows.stop))
+        )
+        first, stop = k_starts[one], k_starts[other + 1]
+        # The band is relative to the diagonal of a sequence.
+        shift = first - q_starts[one]
+        if bottom_right:
+            shift += (stop - first) - (q_starts[one + 1] - q_starts[one])
+        left, right = (None if side is None or one != other else side + shift for side in (left, right))
+    elif aux.cu_seqlens_q is not None:
+        left = right = None
+    for columns in _shifted(tiles(stop - first, size), first):
         after = right is not None and columns.start > rows.stop - 1 + right
         before = left is not None and columns.stop - 1 < rows.start + left
         if not (after or before):
             yield columns
 
 
-def _tiles_of_sequences(length: int, size: int, rows: slice, q_starts: Tensor, k_starts: Tensor) -> Iterator[slice]:
-    """The tiles that hold keys of the sequences of these rows; all of them where looking would stop the device."""
-    first, stop = 0, length
-    if q_starts.device.type == "cpu" and not must_dispatch(q_starts, k_starts):
-        q_first, k_first = q_starts.tolist(), k_starts.tolist()
-        last = len(q_first) - 2
-        first = k_first[min(last, max(0, bisect_right(q_first, rows.start) - 1))]
-        stop = k_first[min(last, max(0, bisect_left(q_first, rows.stop) - 1)) + 1]
-    for columns in tiles(length, size):
-        if columns.stop > first and columns.start < stop:
-            yield columns
+def _known_starts(aux: Aux) -> tuple[list[int], list[int]] | None:
+    """Where packed sequences begin; None where looking would stop the device, or there are none."""
+    q_starts, k_starts = aux.cu_seqlens_q, aux.cu_seqlens_k
+    if q_starts is None or k_starts is None or q_starts.device.type != "cpu" or must_dispatch(q_starts, k_starts):
+        return None
+    return q_starts.tolist(), k_starts.tolist()
+
+
+def _shifted(slices: Iterator[slice], by: int) -> Iterator[slice]:
+    return (slice(each.start + by, each.stop + by) for each in slices)
 
 
 def hidden(scores: Tensor, options: Options, pairs: Pairs, band: Band, aux: Aux) -> Tensor:
@@ -85,11 +114,11 @@ def forward(
     band = options.band(q.shape[-2], k.shape[-2], packed=aux.cu_seqlens_q is not None)
     # Weights add up to 1 at most, so that no sum of values is beyond the range that they have.
     share = 2.0 ** -(k.shape[-2] + 1).bit_length()
-    for rows in tiles(q.shape[-2], TILE_Q):
+    for rows in tiles_of_rows(q.shape[-2], TILE_Q, aux):
         q_tile = rearrange(q[..., rows, :].to(wide), GROUPED, kv=max(1, k.shape[-3]))
         accumulated = q_tile.new_zeros(*q_tile.shape[:-1], v.shape[-1])
         maximum, total = before_any_key(q_tile, k, aux.sinks, share)
-        for columns in tiles_seen(k.shape[-2], TILE_K, rows, band, aux):
+        for columns in tiles_seen(k.shape[-2], TILE_K, rows, band, aux, options.bottom_right):
             pairs = Pairs.of(options, aux, q, k, rows, columns)
             scores = einsum(q_tile, k[..., columns, :].to(wide), PRODUCTS) * options.scale
             scores = hidden(changed_scores(options, scores, pairs, aux.score_aux), options, pairs, band, aux)
@@ -149,7 +178,7 @@ def backward(
     }
     band = options.band(q.shape[-2], k.shape[-2], packed=aux.cu_seqlens_q is not None)
     kv = max(1, k.shape[-3])
-    for rows in tiles(q.shape[-2], TILE_Q):
+    for rows in tiles_of_rows(q.shape[-2], TILE_Q, aux):
         q_tile = rearrange(q[..., rows, :].to(wide), GROUPED, kv=kv)
         dout_tile = rearrange(dout[..., rows, :].to(wide), GROUPED, kv=kv)
         row_lse = rearrange(lse[..., rows, None], GROUPED, kv=kv)
@@ -157,7 +186,7 @@ def backward(
         # exp(-inf - +inf) is 0: rows that see nothing have no weights. Those that see a score of +inf have NaN.
         row_lse = row_lse.masked_fill(row_lse == float("inf"), float("nan"))
         row_lse = row_lse.masked_fill(row_lse == float("-inf"), float("inf"))
-        for columns in tiles_seen(k.shape[-2], TILE_K, rows, band, aux):
+        for columns in tiles_seen(k.shape[-2], TILE_K, rows, band, aux, options.bottom_right):
             pairs = Pairs.of(options, aux, q, k, rows, columns)
             k_tile, v_tile = k[..., columns, :].to(wide), v[..., columns, :].to(wide)
             scores = einsum(q_tile, k_tile, PRODUCTS) * options.scale

@@ -43,11 +43,11 @@ def forward(
         wide = torch.promote_types(q.dtype, torch.float32)
         lse, max_scores, entropy = (q.new_empty(q.shape[:-1], dtype=wide) for _ in range(3))
         band = options.band(q.shape[-2], k.shape[-2], packed=aux.cu_seqlens_q is not None)
-        for rows in tiled.tiles(q.shape[-2], tiled.TILE_Q):
+        for rows in tiled.tiles_of_rows(q.shape[-2], tiled.TILE_Q, aux):
             q_tile = rearrange(q[..., rows, :].to(wide), GROUPED, kv=max(1, k.shape[-3]))
             maximum, total = before_any_key(q_tile, k, aux.sinks, 1.0)
             largest, weighted = torch.full_like(maximum, -math.inf), torch.zeros_like(maximum)
-            for columns in tiles_seen(k.shape[-2], tiled.TILE_K, rows, band, aux):
+            for columns in tiles_seen(k.shape[-2], tiled.TILE_K, rows, band, aux, options.bottom_right):
                 pairs = Pairs.of(options, aux, q, k, rows, columns)
                 scores = einsum(q_tile, k[..., columns, :].to(wide), PRODUCTS) * options.scale
                 scores = hidden(changed_scores(options, scores, pairs, aux.score_aux), options, pairs, band, aux)
@@ -99,10 +99,10 @@ def backward(
         band = options.band(q.shape[-2], k.shape[-2], packed=aux.cu_seqlens_q is not None)
         kv = max(1, k.shape[-3])
         of_rows = lse, entropy, dlse, dentropy
-        for rows in tiled.tiles(q.shape[-2], tiled.TILE_Q):
+        for rows in tiled.tiles_of_rows(q.shape[-2], tiled.TILE_Q, aux):
             q_tile = rearrange(q[..., rows, :].to(wide), GROUPED, kv=kv)
             row = [rearrange(x[..., rows], ROWS, kv=kv) for x in of_rows]
-            for columns in tiles_seen(k.shape[-2], tiled.TILE_K, rows, band, aux):
+            for columns in tiles_seen(k.shape[-2], tiled.TILE_K, rows, band, aux, options.bottom_right):
                 pairs = Pairs.of(options, aux, q, k, rows, columns)
                 k_tile = k[..., columns, :].to(wide)
                 scores = einsum(q_tile, k_tile, PRODUCTS) * options.scale

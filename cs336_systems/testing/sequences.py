@@ -56,9 +56,10 @@ def assert_packed_within_budget(
     whole: list[Results] = [
         {name: torch.zeros_like(x, dtype=torch.float64) for name, x in actual.items()} for _ in POWERS
     ]
-    blind = features.get("sinks", torch.full((actual["lse"].shape[0],), -math.inf))
-    for total in whole[:2]:
-        total["lse"] += blind.detach().to(total["lse"])[:, None]  # of rows of no sequence, which see nothing
+    if returns_lse := "lse" in actual:
+        blind = features.get("sinks", torch.full((actual["lse"].shape[0],), -math.inf))
+        for total in whole[:2]:
+            total["lse"] += blind.detach().to(total["lse"])[:, None]  # of rows of no sequence, which see nothing
     first_q = first_k = 0
     for number, (q_len, k_len) in enumerate(lengths):
         rows, columns = slice(first_q, first_q + q_len), slice(first_k, first_k + k_len)
@@ -71,9 +72,12 @@ def assert_packed_within_budget(
             for name, x in features.items()
         }
         own = Inputs(q, k, v, dout, inputs.dlse[None, :, rows])
-        for total, power, results in zip(whole, POWERS, budget_of(own, causal=causal, features=given), strict=True):
+        budget = budget_of(own, causal=causal, features=given, return_lse=returns_lse)
+        for total, power, results in zip(whole, POWERS, budget, strict=True):
             assert results is not None
             for name, x in results.items():
+                if name not in actual:
+                    continue
                 span = {"out": rows, "dq": rows, "dk": columns, "dv": columns}.get(name)
                 if name == "lse":
                     total[name][:, rows] = x.reshape(total[name][:, rows].shape)

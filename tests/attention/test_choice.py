@@ -73,10 +73,12 @@ CPU_CALLS = {
     "plain": ({}, {}, SDPA),
     "longer_keys": ({"q_len": 3, "k_len": 7}, {"causal": True}, SDPA),
     "wide_double": ({"dtype": DOUBLE, "d": 300, "dv": 300}, {}, SDPA),
-    "log_sum_exp": ({}, {"return_lse": True}, TILED),
-    "blind_rows": ({"q_len": 7, "k_len": 3}, {"causal": True}, TILED),
+    "log_sum_exp": ({}, {"return_lse": True}, NAIVE),
+    "log_sum_exp_in_16_bits": ({"dtype": HALF}, {"return_lse": True}, TILED),
+    "many_scores": ({"q_len": 2048, "k_len": 2049}, {"return_lse": True}, TILED),
+    "blind_rows": ({"q_len": 7, "k_len": 3}, {"causal": True}, NAIVE),
     "no_blind_rows": ({"q_len": 7, "k_len": 3}, {"causal": "top_left"}, SDPA),
-    "no_keys": ({"k_len": 0}, {}, TILED),
+    "no_keys": ({"k_len": 0}, {}, NAIVE),
 }
 
 
@@ -135,13 +137,15 @@ def test_the_implementation_asked_for_never_falls_back(ran, call, name):
 def test_an_explanation_has_a_line_for_each_backend(not_interpreted):
     lines = str(explain(*tensors(), return_lse=True)).splitlines()
     assert lines == [
-        "tiled: chosen",
+        "naive: chosen",
         f"sm90: {NEEDS_A_GPU}",
         f"triton: {NEEDS_A_GPU}",
         f"sdpa: {NO_LSE}",
-        "compiled: 'tiled' comes before it on cpu",
-        "naive: 'tiled' comes before it on cpu",
+        "tiled: 'naive' is faster on cpu while its scores take at most 32 MiB",
+        "compiled: it takes seconds to compile, and only runs if asked for",
     ]
+    reasons = explain(*tensors(dtype=HALF), return_lse=True).reasons
+    assert reasons["naive"] == "'tiled' comes before it on cpu"
     reasons = explain(*tensors(), impl="naive").reasons
     assert reasons == dict.fromkeys(("sm90", "triton"), NEEDS_A_GPU) | dict.fromkeys(
         ("sdpa", "tiled", "compiled"), "impl='naive' was asked for"
@@ -208,16 +212,18 @@ def test_the_backward_may_be_another_backend_s(flash_device, no_plans, monkeypat
 
 def test_use_backends_allows_only_the_named_ones(ran):
     with use_backends("tiled", "naive"):
-        attention(*tensors())
+        attention(*tensors(dtype=HALF))
         reasons = explain(*tensors()).reasons
         assert reasons["sdpa"] == reasons["triton"] == "use_backends() allows only tiled, naive"
         with pytest.raises(ValueError, match=r"impl='sdpa' cannot compute this call: use_backends\(\) allows only"):
             attention(*tensors(), impl="sdpa")
         with use_backends("naive"):
+            attention(*tensors(dtype=HALF))
+        with use_backends("tiled"):
             attention(*tensors())
         attention(*tensors())
     attention(*tensors())
-    assert ran == [TILED, NAIVE, TILED, SDPA]
+    assert ran == [TILED, NAIVE, TILED, NAIVE, SDPA]
     with pytest.raises(ValueError, match=r"^names must be of sm90, triton, sdpa, tiled, compiled, naive; got 'flash'$"):
         use_backends("flash").__enter__()
     with use_backends("triton"), pytest.raises(ValueError, match=r"^no backend can compute this call: .*tiled: use_"):
@@ -228,6 +234,8 @@ def test_use_backends_allows_only_the_named_ones(ran):
 def test_what_is_chosen_for_packed_sequences():
     q, starts = torch.zeros(5, 2, 16), torch.tensor([0, 2, 5])
     explanation = explain_varlen(q, q, q, starts, causal=True)
+    assert explanation.choice is SDPA
+    explanation = explain_varlen(q, q, q, starts, window=(1, 0))
     assert explanation.choice is TILED
     assert explanation.reasons["sdpa"] == MASKS_ALONE
     assert explain_varlen(q, q, q, starts, impl="naive").choice is NAIVE

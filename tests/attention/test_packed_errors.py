@@ -76,7 +76,7 @@ WRONG_VALUES = {
         "mask must have blocks that were found for these sequences; got others in cu_seqlens_q",
     ),
     "window": ({"window": (-1, 2)}, "window must be (before, after)"),
-    "sdpa": ({"impl": "sdpa"}, "torch's kernels are asked for causal masks alone"),
+    "sdpa": ({"impl": "sdpa", "softcap": 2.0}, "torch's kernels are asked for causal masks alone"),
 }
 
 

@@ -21,12 +21,14 @@ from .helpers import (
     FLOAT,
     FLOATS,
     HALF,
+    assert_packed_within_budget,
     assert_same,
     check_packed,
     each_dtype,
     each_implementation,
     named,
     one_graph,
+    packed_arguments,
     slow,
 )
 
@@ -66,6 +68,26 @@ def test_values_and_gradients_are_within_the_budget(impl, dtype, device, name):
     causal, features = CASES[name]
     inputs = make_packed(LENGTHS, heads=HEADS, d=8, dv=12, beyond=3, dtype=dtype, device=device)
     check_packed(impl, inputs, LENGTHS, causal, features(maker(LENGTHS, HEADS[0], dtype, device)))
+
+
+@pytest.mark.parametrize("causal", [False, True, "top_left"])
+@pytest.mark.parametrize("lengths", [LENGTHS, [(3, 0), (0, 5)], [(7, 2), (0, 0)], [(2, 2)]])
+@pytest.mark.parametrize("dtype", [FLOAT, pytest.param(HALF, marks=slow), pytest.param(DOUBLE, marks=slow)])
+def test_torch_computes_one_sequence_after_another_on_a_cpu(lengths, causal, dtype):
+    inputs = make_packed(lengths, heads=HEADS, d=8, dv=8, beyond=3, dtype=dtype)
+    check_packed("sdpa", inputs, lengths, causal)
+
+
+@pytest.mark.parametrize("causal", [True, "top_left"])
+@pytest.mark.parametrize("window", [(3, None), (20, 4)])
+def test_tiles_of_long_and_short_sequences(causal, window):
+    """Short ones share tiles; of a long one, what no row of a tile sees is skipped."""
+    lengths = [(5, 7)] * 9 + [(100, 190), (1, 2), (150, 60), (0, 9), (3, 0), (40, 40)]
+    inputs = make_packed(lengths, heads=(2, 1), d=8, beyond=5, dtype=FLOAT)
+    given = packed_arguments(lengths, inputs.q.device)
+    attend = partial(attention_varlen, causal=causal, window=window, return_lse=True, impl="tiled", **given)
+    results = evaluate(attend, inputs)
+    assert_packed_within_budget(results, inputs, lengths, causal=causal, features={"window": window})
 
 
 def test_heads_wider_than_a_tile(flash_device):
