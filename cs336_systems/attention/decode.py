@@ -84,8 +84,9 @@ def attention_with_cache(
         window: (before, after), how many slots before its own a query sees, None for all; ``after`` changes nothing.
         scale: what scores are multiplied by; 1 / sqrt(d) if None.
         softcap: bounds scores by softcap * tanh(score / softcap).
-        impl: "flash" (Triton), "naive" (plain PyTorch, every score in memory), or "auto" to choose. A named one never
-            falls back to another.
+        impl: "flash" (Triton), "naive" (plain PyTorch, every score in memory), "sdpa" (torch's function, one sequence
+            after another: on a CPU, without a soft cap, with a window for one new token), or "auto" to choose. A named
+            one never falls back to another.
         return_lse: also return the log-sum-exp of each query's scores.
 
     Returns:

@@ -91,7 +91,7 @@ class SDPA(Backend):
 
     def plan(self, call: Call) -> Run:
         options = call.options
-        return lambda q, k, v, aux: (sdpa.packed_sdpa(q, k, v, options, aux), None)
+        return lambda q, k, v, aux: (sdpa.sdpa_by_sequence(q, k, v, options, aux), None)
 
 
 class Tiled(Backend):

@@ -27,8 +27,10 @@ _ALIGNMENT = 16
 
 def supports(call: Call) -> str | None:
     """Why torch cannot compute a call as the other implementations do, or None if it can."""
-    by_sequence = _is_packed_on_cpu(call)
-    if (call.aux.tensors and not by_sequence) or not call.options.is_causal_or_full:
+    options, by_sequence = call.options, _has_known_sequences(call)
+    if call.aux.cache_lengths is not None and call.q_len == 1:
+        options = options._replace(window_left=None)
+    if (call.aux.tensors and not by_sequence) or not options.is_causal_or_full:
         return "torch's kernels are asked for causal masks alone"
     if call.options.deterministic and call.device.type == "cuda":
         return "not all of torch's kernels are deterministic"
@@ -41,16 +43,19 @@ def supports(call: Call) -> str | None:
     return None
 
 
-def _is_packed_on_cpu(call: Call) -> bool:
-    """Whether nothing is known of the pairs but packed sequences, and their lengths without stopping a device."""
-    starts = call.aux.cu_seqlens_q, call.aux.cu_seqlens_k
-    if None in starts or len(call.aux.tensors) > len(starts) or call.device.type != "cpu":
+def _has_known_sequences(call: Call) -> bool:
+    """Whether all that is known besides q, k and v are lengths of sequences, which a CPU can look at."""
+    aux = call.aux
+    lengths = (aux.cu_seqlens_q, aux.cu_seqlens_k) if aux.cache_lengths is None else (aux.cache_lengths,)
+    if None in lengths or len(aux.tensors) > len(lengths) or call.device.type != "cpu":
         return False
-    return not must_dispatch(call.q, call.k, call.v, *call.aux.tensors)
+    return not must_dispatch(call.q, call.k, call.v, *aux.tensors)
 
 
-def packed_sdpa(q: Tensor, k: Tensor, v: Tensor, options: Options, aux: Aux) -> Tensor:
-    """`sdpa` of one packed sequence after another."""
+def sdpa_by_sequence(q: Tensor, k: Tensor, v: Tensor, options: Options, aux: Aux) -> Tensor:
+    """`sdpa`, of packed sequences and of a KV cache one sequence after another."""
+    if aux.cache_lengths is not None:
+        return _over_cache(q, k, v, options, aux.cache_lengths.tolist())
     if aux.cu_seqlens_q is None or aux.cu_seqlens_k is None:
         return sdpa(q, k, v, options)
     q_lens, k_lens = aux.cu_seqlens_q.diff().tolist(), aux.cu_seqlens_k.diff().tolist()
@@ -71,6 +76,21 @@ def packed_sdpa(q: Tensor, k: Tensor, v: Tensor, options: Options, aux: Aux) -> 
     return torch.cat(out, -2)
 
 
+def _over_cache(q: Tensor, k: Tensor, v: Tensor, options: Options, lengths: list[int]) -> Tensor:
+    """Each entry's queries over the slots it has filled; one call for all where they have as many."""
+    new, before = q.shape[-2], options.window_left
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    all_alike = len(set(lengths)) == 1
+    for number, length in enumerate(lengths[:1] if all_alike else lengths):
+        entries = slice(None) if all_alike else slice(number, number + 1)
+        hidden = max(0, new - length)
+        # A window comes with a single query.
+        slots = slice(0 if before is None else max(0, length - 1 - before), length)
+        if hidden < new:
+            out[entries, :, hidden:] = sdpa(q[entries, :, hidden:], k[entries, :, slots], v[entries, :, slots], options)
+    return out
+
+
 def sdpa(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
     """torch's ``scaled_dot_product_attention``, whose fused kernels take four dimensions."""
     q4, k4, v4 = q, k, v
@@ -84,6 +104,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
     q_len, k_len = q.shape[-2], k.shape[-2]
     mask = None
     is_causal = options.window_right is not None
+    if options.bottom_right and not torch.compiler.is_compiling() and q_len == 1:
+        is_causal = False  # the last query sees all keys
     if is_causal and options.bottom_right and q_len != k_len:
         if torch.compiler.is_compiling() or F.scaled_dot_product_attention is not scaled_dot_product_attention:
             # The subclass, which lets the fused kernels skip what is hidden, is more than torch.compile can trace, and

@@ -140,14 +140,14 @@ def make_cache(
 
 def assert_cached_within_budget(
     out: Tensor,
-    lse: Tensor,
+    lse: Tensor | None,
     cache: Cache,
     *,
     scale: float | None = None,
     eps: float | None = None,
     features: Features | None = None,
 ) -> None:
-    """Hold ``out`` and ``lse`` of each sequence to the budget of `assert_within_budget`.
+    """Hold ``out`` and, if given, ``lse`` of each sequence to the budget of `assert_within_budget`.
 
     The oracle, naive and the terms are those of causal attention over the sequence's own slots. ``features`` are a
     ``window`` and a ``softcap``, if any.
@@ -158,7 +158,8 @@ def assert_cached_within_budget(
     for number, length in enumerate(cache.lengths.clamp(0, capacity).tolist()):
         one = slice(number, number + 1)
         q, k, v = cache.q[one], cache.k[one, :, :length], cache.v[one, :, :length]
-        inputs = Inputs(q, k, v, torch.zeros_like(out[one]), torch.zeros_like(lse[one]))
+        inputs = Inputs(q, k, v, torch.zeros_like(out[one]), out.new_zeros(q.shape[:-1]))
         held_to = budget_of(inputs, causal=True, scale=scale, features=features)
         message = f"the error of sequence {number}, of {length} slots, is beyond the budget"
-        hold({"out": out[one], "lse": lse[one]}, held_to, message, eps=eps)
+        given = {"out": out[one]} if lse is None else {"out": out[one], "lse": lse[one]}
+        hold(given, held_to, message, eps=eps)

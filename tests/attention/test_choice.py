@@ -244,7 +244,11 @@ def test_what_is_chosen_for_packed_sequences():
 def test_what_is_chosen_for_a_cache(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     q, k, lengths = torch.zeros(1, 2, 1, 16), torch.zeros(1, 1, 16, 16), torch.tensor([9])
-    explanation = explain_with_cache(q, k, k, lengths)
+    assert explain_with_cache(q, k, k, lengths).choice is SDPA
+    assert explain_with_cache(q, k, k, lengths, window=(3, None)).choice is SDPA
+    two = torch.zeros(1, 2, 2, 16)
+    assert explain_with_cache(two, k, k, lengths, window=(3, None)).choice is NAIVE
+    explanation = explain_with_cache(q, k, k, lengths, softcap=2.0)
     assert explanation.choice is NAIVE
     assert explanation.reasons["tiled"] == "it takes no KV cache lengths that the device alone knows"
     assert explain_with_cache(q, k, k, lengths, impl="flash").choice is FLASH

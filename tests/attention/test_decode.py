@@ -58,6 +58,16 @@ def test_values_are_within_the_budget(impl, dtype, device, name, many_sms):
     check(impl, make_cache([75, 0, 1, 33, 64], capacity=capacity, **sizes, dtype=dtype, device=device), **features)
 
 
+@pytest.mark.parametrize("lengths", [[75, 0, 1, 33, 64], [40, 40], [2]])
+@pytest.mark.parametrize(("new", "window"), [(1, None), (3, None), (1, (20, None)), (1, (0, 0)), (1, (2**63, None))])
+@pytest.mark.parametrize("dtype", [FLOAT, HALF])
+def test_torch_reads_one_cache_after_another_on_a_cpu(lengths, new, window, dtype):
+    cache = make_cache(lengths, capacity=80, q_heads=4, kv_heads=2, d=16, new=new, dtype=dtype)
+    for _ in range(2):  # planned, then found again
+        out = attention_with_cache(*cache, impl="sdpa", window=window)
+        assert_cached_within_budget(out, None, cache, features={"window": window})
+
+
 @st.composite
 def calls(draw):
     kv_heads = draw(st.integers(1, 3))

@@ -106,7 +106,7 @@ WRONG_CACHE_VALUES = {
     "device": ({"lengths": CACHE["lengths"].to("meta")}, "lengths must be on cpu to match q; got meta"),
     "softcap": ({"softcap": 0.0}, "softcap must be above 0 and finite; got 0.0"),
     "impl": (
-        {"impl": "sdpa"},
+        {"impl": "sdpa", "softcap": 2.0},
         "impl='sdpa' cannot compute this call: torch's kernels are asked for causal masks alone",
     ),
     "gradients": (
