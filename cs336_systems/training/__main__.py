@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,10 +13,11 @@ from pathlib import Path
 
 import torch
 
-from ..devices import choose_device
+from ..devices import choose_device, fastest_threads
 from ..parallel import Layout, start
+from ..transformer import Transformer
 from .checkpoint import CHECKPOINTS, CONFIG, newest
-from .config import TrainingConfig, build_parser
+from .config import VOCAB_MULTIPLE, TrainingConfig, build_parser
 from .data import prepare
 from .loop import Trainer
 
@@ -29,7 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
         try:
             config = TrainingConfig(**given) if resume is None else TrainingConfig.load(resume / CONFIG).resumed(given)
-            layout = stack.enter_context(start(config.parallel, choose_device(config.device), config.context_size))
+            device = choose_device(config.device)
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            config = with_threads(config, device)
+            layout = stack.enter_context(start(config.parallel, device, config.context_size))
             trainer = begin(config, resume, layout)
         except (ValueError, TypeError, OSError) as error:
             say(f"error: {error}")
@@ -53,6 +59,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return SIGNALLED + stopped if stopped else 0
 
 
+def with_threads(config: TrainingConfig, device: torch.device) -> TrainingConfig:
+    """Set the number of threads on a CPU, and record a measured one: a resumed run rounds as with the same number."""
+    if device.type != "cpu":
+        return config
+    if config.threads is None and "OMP_NUM_THREADS" not in os.environ and config.parallel == "none":
+        sizes = dataclasses.replace(config.model(VOCAB_MULTIPLE), num_layers=1)
+        model = Transformer(sizes)
+        tokens = torch.zeros(config.micro_batch(1), sizes.context_length, dtype=torch.long)
+        config = dataclasses.replace(config, threads=fastest_threads(lambda: model(tokens).sum().backward()))
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    return config
+
+
 def begin(config: TrainingConfig, resume: Path | None, layout: Layout) -> Trainer:
     """The run at its start, or at its newest checkpoint. Raises ValueError or OSError for unusable options."""
     folder = resume or Path(config.out or f"runs/{config.preset}-{datetime.now():%Y-%m-%d-%H%M%S}")
@@ -73,7 +93,8 @@ def begin(config: TrainingConfig, resume: Path | None, layout: Layout) -> Traine
         dtype = "bfloat16 autocast" if trainer.autocast else "float32"
         say(f"data: {len(trainer.train):,} tokens for training, {held_out:,} for validation")
         say(f"model: {trainer.sizes.parameters():,} parameters, context length {trainer.sizes.context_length:,}")
-        say(f"in {folder}, from step {trainer.step}; processes: {layout.size}, device: {layout.device.type}, {dtype}")
+        place = layout.device.type if layout.device.type != "cpu" else f"cpu, threads: {torch.get_num_threads()}"
+        say(f"in {folder}, from step {trainer.step}; processes: {layout.size}, device: {place}, {dtype}")
     return trainer
 
 

@@ -81,6 +81,7 @@ class TrainingConfig:
     seed: int = _fixed(0, "seed of the initial parameters and of the order of the data")
 
     device: str = _free("auto", "cuda, cuda:1, mps or cpu (default: the first available)")
+    threads: int | None = _free(None, "threads on a CPU (default: OMP_NUM_THREADS, else the fastest number)")
     dtype: str = _free("auto", "bfloat16 autocast, or float32 (default: bfloat16 on GPUs that support it)")
     micro_batch_size: int | None = _free(None, "sequences per forward pass (default: the whole batch)")
     parallel: str = _free("none", f"how torchrun's processes share the work: {', '.join(MODES)}")
@@ -110,7 +111,7 @@ class TrainingConfig:
         if not self.data:
             raise ValueError("data must be at least one file or folder; got none")
         sizes = "steps batch_size micro_batch_size context_size recompute_every loss_chunk log_every eval_sequences"
-        sizes += " sample_tokens checkpoint_every keep"
+        sizes += " threads sample_tokens checkpoint_every keep"
         self._check(sizes, lambda value: 1 <= value < 10**8, "from 1 to 99999999")
         self._check("warmup_steps eval_every sample_every", lambda value: value >= 0, "at least 0")
         self._check("seed", lambda value: 0 <= value < 2**64, "from 0 to 2**64 - 1")

@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
 
+from cs336_systems import devices
 from cs336_systems.training import Trainer
 from cs336_systems.training.__main__ import main
 from cs336_systems.training.checkpoint import checkpoints, newest
@@ -53,6 +55,32 @@ def test_a_run_and_more_steps(flags, tmp_path, last_line):
     assert sorted(losses(out)) == list(range(1, 9))
     assert losses(out)[5] == first[5]
     assert json.loads((out / "config.json").read_text())["steps"] == 8
+
+
+@pytest.mark.parametrize(("given", "taken"), [({}, 3), ({"threads": 2}, 2)])
+def test_threads_are_measured_unless_given_and_recorded(flags, tmp_path, monkeypatch, capsys, given, taken):
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("cs336_systems.training.__main__.fastest_threads", lambda work: work() or 3)
+    out = tmp_path / "run"
+    assert main(flags(out=out, steps=2, **given)) == 0
+    assert f"device: cpu, threads: {taken}" in capsys.readouterr().err
+    assert json.loads((out / "config.json").read_text())["threads"] == taken
+    assert torch.get_num_threads() == before
+    assert main(["--resume", str(out), "--steps", "3"]) == 0
+    assert f"device: cpu, threads: {taken}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fastest"), [({1: 0.3, 2: 0.10, 4: 0.099}, 2), ({1: 0.1, 2: 0.2, 4: 0.4}, 1), ({1: 0.6, 2: 0, 4: 0}, 4)]
+)
+def test_the_fewest_threads_that_are_nearly_the_fastest(monkeypatch, seconds, fastest):
+    threads, clock = [4], [0.0]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(devices, "time", SimpleNamespace(perf_counter=lambda: clock[-1]))
+    assert devices.fastest_threads(lambda: clock.append(clock[-1] + seconds[threads[-1]])) == fastest
+    assert threads[-1] == 4
 
 
 @pytest.fixture
