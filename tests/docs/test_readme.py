@@ -1,8 +1,12 @@
-"""README.md: the first example explains its call. docs/transformer.md: the table has every preset."""
+"""README.md: the first example explains its call, the second runs. docs/transformer.md: the table has every preset."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
 
 import cs336_systems.attention
 from cs336_systems.attention import Explanation
@@ -35,6 +39,23 @@ def test_the_first_example_explains_the_call_that_it_makes(monkeypatch, capsys):
     assert all(x.grad.isfinite().all() for x in tensors)
     assert isinstance(results[1], Explanation)
     assert capsys.readouterr().out == f"{results[1]}\n"
+
+
+@pytest.mark.filterwarnings("default")  # transformers' own warnings
+def test_the_second_example_is_for_other_libraries():
+    pytest.importorskip("transformers")
+    if not hasattr(torch.nn.attention, "restore_flash_attention_impl"):
+        pytest.skip("needs torch 2.13")
+    names: dict[str, Any] = {}
+    try:
+        exec(examples(PAGE)[1], names)
+        assert torch.nn.attention.current_flash_attention_impl() == "cs336_systems"
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
+    q, k, v = torch.randn(3, 2, 8, 4, 16)  # (batch, length, heads, d)
+    expected = names["flash_attn_func"](q, k, v)
+    out = names["flex_attention"](*(x.transpose(1, 2) for x in (q, k, v)))
+    torch.testing.assert_close(out.transpose(1, 2), expected)
 
 
 def test_the_table_has_every_preset():
