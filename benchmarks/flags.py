@@ -106,6 +106,7 @@ _SEVERAL: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "models": (str, "NAME", "model sizes"),
     "modes": (str, "MODE", "what of a model is measured"),
     "batches": (positive, "B", "batch sizes, in sequences"),
+    "batching": (str, "HOW", "how sequences make a batch"),
     "compile": (str, "HOW", "what torch.compile compiles"),
     "warmup_steps": (count, "N", "steps before those that are timed"),
 }
@@ -119,6 +120,7 @@ _SINGLE: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "heads": (count, "H", "query heads; 0: tensors without a head axis"),
     "kv_heads": (positive, "H", "key and value heads (default: as many as query heads)"),
     "v_head_dim": (positive, "D", "head dimension of v (default: as that of q and k)"),
+    "layers": (positive, "N", "layers of a model"),
     "steps": (positive, "N", "timed steps"),
     "most_steps": (
         positive,
