@@ -21,6 +21,7 @@ from cs336_systems.testing import (
     naive_results,
     oracle,
     poisoned_memory,
+    roundings,
 )
 
 GROUPED = Shapes.of(2, q_len=4, k_len=6, d=3, dv=2, q_heads=4, kv_heads=2)
@@ -207,6 +208,20 @@ def test_wrong_kernels_are_beyond_the_budget(wrong, dtype):
 def test_probabilities_of_too_few_bits_are_beyond_the_budget():
     results = evaluate(probabilities_of_eight_bits, long_call(torch.float16)[0])
     assert {"out", "dv"} <= beyond(results, torch.float16)
+
+
+@pytest.mark.parametrize("q_len", [1, 40])
+def test_all_pairs_of_a_row_share_the_rounding_of_delta(q_len):
+    """A bias of a whole head gets the sum of all score gradients, which delta moves by a row's weights, which are 1."""
+    inputs = make_inputs(Shapes.of(1, q_len=q_len, k_len=50, d=16), dtype=torch.float16)
+    features = {"bias": torch.zeros(1, 1, 1).requires_grad_()}
+    deviation = float(roundings(inputs, features=features)["dbias"])
+    q, k, v, dout, dlse = (x.double() for x in inputs)
+    weights = torch.softmax(q @ k.mT / 4, -1)
+    products = dout * (weights @ v)
+    own = weights * (dout @ v.mT - (products.sum(-1) - dlse)[..., None])
+    expected = math.sqrt(float(own.square().sum() + products.square().sum())) * 2.0**-10 / math.sqrt(12)
+    assert deviation == pytest.approx(expected, rel=1e-6 if q_len == 1 else 0.5)
 
 
 def test_one_key_gives_gradients_of_0_that_are_differences_of_roundings():
