@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -16,39 +15,13 @@ from torch import Tensor
 from ..kernels.call import Call, Wanted, plan_caches
 from ..kernels.language import interpreting
 from ..kernels.torch_names import constant_when_traced, must_dispatch
-from . import naive, op, sdpa, tiled
+from . import naive, op, tiled
+from .backends import SDPA, Backend, Compiled, Naive, why_not_decode
 from .functions import FlashAttentionFunction, Plan, TiledAttentionFunction, TracedPlan
 from .plan import KernelBackward, KernelPlan, Run, differentiable_run, remember
 from .validation import Implementation, parse_implementation
 
-MOST_SCORES_ON_CPU = 32 * 2**20
-"""Bytes of scores that ``impl="auto"`` lets naive have on a CPU, where it takes half of tiled's time or less: a
-training step keeps two or three times as much for each layer."""
 TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
-
-
-class Backend:
-    """One way to compute attention.
-
-    Attributes:
-        name: what `explain` calls it.
-        implementation: the ``impl`` that asks for it.
-    """
-
-    name: str
-    implementation: Implementation
-
-    def passed_over(self, call: Call) -> str | None:
-        """Why ``impl="auto"`` does not ask it for this call, or None if it does."""
-        return None
-
-    def supports(self, call: Call) -> str | None:
-        """Why this backend cannot compute a call, or None if it can."""
-        return None
-
-    def plan(self, call: Call) -> Run:
-        """What computes calls with the metadata of this one."""
-        raise NotImplementedError
 
 
 class KernelBackend(Backend):
@@ -80,20 +53,6 @@ class KernelBackend(Backend):
         return differentiable_run(FlashAttentionFunction, differentiable_plan(self, call), call.return_lse)
 
 
-class SDPA(Backend):
-    """torch's scaled_dot_product_attention."""
-
-    name = "sdpa"
-    implementation = Implementation.SDPA
-
-    def supports(self, call: Call) -> str | None:
-        return sdpa.supports(call)
-
-    def plan(self, call: Call) -> Run:
-        options = call.options
-        return lambda q, k, v, aux: (sdpa.sdpa_by_sequence(q, k, v, options, aux), None)
-
-
 class Tiled(Backend):
     """FlashAttention-2 in plain PyTorch."""
 
@@ -101,50 +60,15 @@ class Tiled(Backend):
     implementation = Implementation.TILED
 
     def passed_over(self, call: Call) -> str | None:
-        # In 16 bits naive rounds its scores to them. Traced calls may have any length, packed ones have few pairs.
-        other = call.device.type != "cpu" or call.q.dtype.itemsize < 4 or call.is_packed or _is_excluded(NAIVE)
-        if other or must_dispatch(call.q, call.k, call.v):
+        if _is_excluded(NAIVE) or not naive.is_faster_than_tiled(call):
             return None
-        if math.prod(call.q.shape[:-1]) * call.k_len * call.q.dtype.itemsize > MOST_SCORES_ON_CPU:
-            return None
-        return f"'naive' is faster on cpu while its scores take at most {MOST_SCORES_ON_CPU >> 20} MiB"
+        return f"'naive' is faster on cpu while its scores take at most {naive.MOST_SCORES_ON_CPU >> 20} MiB"
 
     def supports(self, call: Call) -> str | None:
-        return _why_not_decode(call)
+        return why_not_decode(call)
 
     def plan(self, call: Call) -> Run:
         return differentiable_run(TiledAttentionFunction, differentiable_plan(self, call), call.return_lse)
-
-
-class Compiled(Backend):
-    """The naive formula through torch.compile; only on request, since compiling takes seconds."""
-
-    name = "compiled"
-    implementation = Implementation.COMPILED
-
-    def passed_over(self, call: Call) -> str | None:
-        return "it takes seconds to compile, and only runs if asked for"
-
-    def supports(self, call: Call) -> str | None:
-        if op.transforming():
-            return "torch.func does not transform what torch.compile made; compile the transform, of impl='naive'"
-        return _why_not_decode(call)
-
-    def plan(self, call: Call) -> Run:
-        options, return_lse = call.options, call.return_lse
-        function = naive.naive if torch.compiler.is_compiling() else naive.compiled
-        return lambda q, k, v, aux: function(q, k, v, options, return_lse, aux)
-
-
-class Naive(Backend):
-    """The formula, with every score in memory."""
-
-    name = "naive"
-    implementation = Implementation.NAIVE
-
-    def plan(self, call: Call) -> Run:
-        options, return_lse = call.options, call.return_lse
-        return lambda q, k, v, aux: naive.naive(q, k, v, options, return_lse, aux)
 
 
 PORTABLE = KernelBackend("triton")
@@ -262,10 +186,6 @@ def _why_not_triton(device: torch.device) -> str | None:
     if device.type != "cuda" and not (device.type == "cpu" and interpreting()):
         return f"it needs tensors on a CUDA GPU (or TRITON_INTERPRET=1 to run on a CPU, slowly); got {device}"
     return None
-
-
-def _why_not_decode(call: Call) -> str | None:
-    return None if call.aux.cache_lengths is None else "it takes no KV cache lengths that the device alone knows"
 
 
 def differentiable_plan(backend: Backend, call: Call) -> Plan:

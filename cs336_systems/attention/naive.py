@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,11 +14,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..kernels.call import NO_AUX, Aux, Call, Options
-from ..kernels.torch_names import exporting, recompiled
+from ..kernels.torch_names import exporting, must_dispatch, recompiled
 from ..ranges import named_range
 from .pairs import Pairs, by_group, changed_scores, kept_pairs, seen_pairs
 from .precision import without_autocast
 
+MOST_SCORES_ON_CPU = 32 * 2**20
+"""Bytes of scores for which naive is chosen on a CPU; a training step keeps two or three times that for each layer."""
 MOST_VARIANTS = 256
 _one_at_a_time = threading.Lock()
 
@@ -95,6 +98,16 @@ def with_sinks(scores: Tensor, sinks: Tensor, k: Tensor) -> Tensor:
     """The scores with one more key, which every query sees: the sink of its head."""
     logits = by_group(sinks.to(scores.dtype), k)[..., None]
     return torch.cat([scores, logits.expand(*scores.shape[:-1], 1)], -1)
+
+
+def is_faster_than_tiled(call: Call) -> bool:
+    """Whether naive is the better choice on a CPU, where it takes half of tiled's time or less: scores are few.
+
+    In 16 bits naive rounds its scores to them. What is traced may have any length, and packed sequences have few pairs.
+    """
+    if call.device.type != "cpu" or call.dtype.itemsize < 4 or call.is_packed or must_dispatch(call.q, call.k, call.v):
+        return False
+    return math.prod(call.q.shape[:-1]) * call.k_len * call.dtype.itemsize <= MOST_SCORES_ON_CPU
 
 
 def _filled(cache_lengths: Tensor, capacity: int) -> Tensor:

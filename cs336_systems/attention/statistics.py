@@ -15,8 +15,8 @@ from typing_extensions import Never, Unpack
 from ..kernels.call import Call
 from ..kernels.torch_names import in_forward_mode
 from . import dispatch, op
+from .backends import Backend
 from .call import Arguments, make_call
-from .dispatch import Backend
 from .hints import refuse_unknown
 from .mods import MaskMod, ScoreMod, as_mask, as_scores
 from .naive import visible_scores, with_sinks
