@@ -125,7 +125,9 @@ def cases_of(name, dim):
             others[-1] |= {"deterministic": True}
     elif (name, dim) == ("forward", 64):
         others.append(unmasked | {"length": SHORT_LENGTH})
-    rules = [causal | {"rules": kind} for kind in ("document_listed", "spread", "bent")]
+    # The masks' own code does not depend on the head dimension: above 128 one of them stands for both.
+    kinds = ("document_listed", *["spread"] * (dim <= 128), "bent")
+    rules = [causal | {"rules": kind} for kind in kinds]
     more_rules = [unmasked | {"rules": "alibi"}]
     more_rules += [causal | {"rules": kind} for kind in ("relative_bias", "sinks") if name == "forward"]
     pairs = [causal | {"rules": kind} for kind in ("bias", "float32_bias")]
@@ -164,7 +166,7 @@ def cases_of(name, dim):
         # Tiles of pairs leave little shared memory.
         pytest.param("forward backward pair_gradient", {64}, "pairs", marks=pytest.mark.slow),
         pytest.param("forward backward pair_gradient", {128}, "pairs", marks=every_triton),
-        pytest.param("forward", {80, 96, 192, 256}, "pairs", marks=pytest.mark.slow),
+        pytest.param("forward", {192, 256}, "pairs", marks=pytest.mark.slow),
     ],
 )
 def test_kernels_compile(compiled_by, passes, dims, cases):
