@@ -101,7 +101,7 @@ def with_sinks(scores: Tensor, sinks: Tensor, k: Tensor) -> Tensor:
 
 
 def is_faster_than_tiled(call: Call) -> bool:
-    """Whether naive is the better choice on a CPU, where it takes half of tiled's time or less: scores are few.
+    """Whether naive is the better choice on a CPU, where it passes over its scores fewer times: they are few.
 
     In 16 bits naive rounds its scores to them. What is traced may have any length, and packed sequences have few pairs.
     """
