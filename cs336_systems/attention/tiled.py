@@ -27,7 +27,7 @@ TILE_Q = 512
 TILE_K = 512
 """Rows of q and of k in a tile: large enough that time goes into products rather than into Python."""
 SHORT = 64
-"""Packed sequences share a tile of so many rows: few pairs are of two sequences, and tiles are not too many."""
+"""Packed sequences share a tile while they have at most this many rows together: few of its pairs are of two."""
 
 GROUPED = "... (kv group) row d -> ... kv group row d"
 UNGROUPED = "... kv group row d -> ... (kv group) row d"
@@ -42,44 +42,53 @@ def tiles(length: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, length))
 
 
-def tiles_of_rows(length: int, size: int, aux: Aux) -> Iterator[slice]:
-    """The tiles of queries: of packed sequences whose lengths are known, each of one, or of several short ones."""
+def tiles_seen(
+    q_len: int, k_len: int, tile_q: int, tile_k: int, band: Band, aux: Aux, bottom_right: bool
+) -> Iterator[tuple[slice, Iterator[slice]]]:
+    """Each tile of queries, with the tiles of keys that some of its rows may see.
+
+    Of packed sequences whose lengths are known, a tile of queries is of one, or of several short ones.
+    """
     starts = _known_starts(aux)
     if starts is None:
-        yield from tiles(length, size)
+        limits = band if aux.cu_seqlens_q is None else (None, None)
+        for rows in tiles(q_len, tile_q):
+            yield rows, _within(limits, rows, tiles(k_len, tile_k))
         return
-    begin, stops = 0, [*starts[0][1:], length]
+    q_starts, k_starts = starts
+    begin, stops = 0, [*q_starts[1:], q_len]
     for stop, following in zip(stops, [*stops[1:], math.inf], strict=True):
-        if following - begin > min(SHORT, size):
-            yield from _shifted(tiles(stop - begin, size), begin)
+        if following - begin > min(SHORT, tile_q):
+            for rows in _shifted(tiles(stop - begin, tile_q), begin):
+                yield rows, _keys_of_sequences(rows, tile_k, band, q_starts, k_starts, bottom_right)
             begin = stop
 
 
-def tiles_seen(length: int, size: int, rows: slice, band: Band, aux: Aux, bottom_right: bool) -> Iterator[slice]:
-    """The tiles of keys that some of these rows may see."""
+def _keys_of_sequences(
+    rows: slice, size: int, band: Band, q_starts: list[int], k_starts: list[int], bottom_right: bool
+) -> Iterator[slice]:
+    """The tiles that hold keys of the sequences of these rows; of a single one, those within the band."""
+    last = len(q_starts) - 2
+    one, other = (
+        min(last, max(0, place - 1)) for place in (bisect_right(q_starts, rows.start), bisect_left(q_starts, rows.stop))
+    )
+    first, stop = k_starts[one], k_starts[other + 1]
+    # The band is relative to the diagonal of a sequence.
+    shift = first - q_starts[one]
+    if bottom_right:
+        shift += (stop - first) - (q_starts[one + 1] - q_starts[one])
+    left, right = (None if side is None or one != other else side + shift for side in band)
+    return _within((left, right), rows, _shifted(tiles(stop - first, size), first))
+
+
+def _within(band: Band, rows: slice, columns: Iterator[slice]) -> Iterator[slice]:
+    """The tiles of keys in which some of these rows has a key between the limits."""
     left, right = band
-    first, stop = 0, length
-    starts = _known_starts(aux)
-    if starts is not None:
-        q_starts, k_starts = starts
-        last = len(q_starts) - 2
-        one, other = (
-            min(last, max(0, place - 1))
-            for place in (bisect_right(q_starts, rows.start), bisect_left(q_starts, rows.stop))
-        )
-        first, stop = k_starts[one], k_starts[other + 1]
-        # The band is relative to the diagonal of a sequence.
-        shift = first - q_starts[one]
-        if bottom_right:
-            shift += (stop - first) - (q_starts[one + 1] - q_starts[one])
-        left, right = (None if side is None or one != other else side + shift for side in (left, right))
-    elif aux.cu_seqlens_q is not None:
-        left = right = None
-    for columns in _shifted(tiles(stop - first, size), first):
-        after = right is not None and columns.start > rows.stop - 1 + right
-        before = left is not None and columns.stop - 1 < rows.start + left
+    for tile in columns:
+        after = right is not None and tile.start > rows.stop - 1 + right
+        before = left is not None and tile.stop - 1 < rows.start + left
         if not (after or before):
-            yield columns
+            yield tile
 
 
 def _known_starts(aux: Aux) -> tuple[list[int], list[int]] | None:
@@ -114,11 +123,11 @@ def forward(
     band = options.band(q.shape[-2], k.shape[-2], packed=aux.cu_seqlens_q is not None)
     # Weights add up to 1 at most, so that no sum of values is beyond the range that they have.
     share = 2.0 ** -(k.shape[-2] + 1).bit_length()
-    for rows in tiles_of_rows(q.shape[-2], TILE_Q, aux):
+    for rows, seen in tiles_seen(q.shape[-2], k.shape[-2], TILE_Q, TILE_K, band, aux, options.bottom_right):
         q_tile = rearrange(q[..., rows, :].to(wide), GROUPED, kv=max(1, k.shape[-3]))
         accumulated = q_tile.new_zeros(*q_tile.shape[:-1], v.shape[-1])
         maximum, total = before_any_key(q_tile, k, aux.sinks, share)
-        for columns in tiles_seen(k.shape[-2], TILE_K, rows, band, aux, options.bottom_right):
+        for columns in seen:
             pairs = Pairs.of(options, aux, q, k, rows, columns)
             scores = einsum(q_tile, k[..., columns, :].to(wide), PRODUCTS) * options.scale
             scores = hidden(changed_scores(options, scores, pairs, aux.score_aux), options, pairs, band, aux)
@@ -178,7 +187,7 @@ def backward(
     }
     band = options.band(q.shape[-2], k.shape[-2], packed=aux.cu_seqlens_q is not None)
     kv = max(1, k.shape[-3])
-    for rows in tiles_of_rows(q.shape[-2], TILE_Q, aux):
+    for rows, seen in tiles_seen(q.shape[-2], k.shape[-2], TILE_Q, TILE_K, band, aux, options.bottom_right):
         q_tile = rearrange(q[..., rows, :].to(wide), GROUPED, kv=kv)
         dout_tile = rearrange(dout[..., rows, :].to(wide), GROUPED, kv=kv)
         row_lse = rearrange(lse[..., rows, None], GROUPED, kv=kv)
@@ -186,7 +195,7 @@ def backward(
         # exp(-inf - +inf) is 0: rows that see nothing have no weights. Those that see a score of +inf have NaN.
         row_lse = row_lse.masked_fill(row_lse == float("inf"), float("nan"))
         row_lse = row_lse.masked_fill(row_lse == float("-inf"), float("inf"))
-        for columns in tiles_seen(k.shape[-2], TILE_K, rows, band, aux, options.bottom_right):
+        for columns in seen:
             pairs = Pairs.of(options, aux, q, k, rows, columns)
             k_tile, v_tile = k[..., columns, :].to(wide), v[..., columns, :].to(wide)
             scores = einsum(q_tile, k_tile, PRODUCTS) * options.scale

@@ -42,12 +42,13 @@ def forward(
     with without_autocast(q.device):
         wide = torch.promote_types(q.dtype, torch.float32)
         lse, max_scores, entropy = (q.new_empty(q.shape[:-1], dtype=wide) for _ in range(3))
-        band = options.band(q.shape[-2], k.shape[-2], packed=aux.cu_seqlens_q is not None)
-        for rows in tiled.tiles_of_rows(q.shape[-2], tiled.TILE_Q, aux):
+        lengths = q.shape[-2], k.shape[-2]
+        band = options.band(*lengths, packed=aux.cu_seqlens_q is not None)
+        for rows, seen in tiles_seen(*lengths, tiled.TILE_Q, tiled.TILE_K, band, aux, options.bottom_right):
             q_tile = rearrange(q[..., rows, :].to(wide), GROUPED, kv=max(1, k.shape[-3]))
             maximum, total = before_any_key(q_tile, k, aux.sinks, 1.0)
             largest, weighted = torch.full_like(maximum, -math.inf), torch.zeros_like(maximum)
-            for columns in tiles_seen(k.shape[-2], tiled.TILE_K, rows, band, aux, options.bottom_right):
+            for columns in seen:
                 pairs = Pairs.of(options, aux, q, k, rows, columns)
                 scores = einsum(q_tile, k[..., columns, :].to(wide), PRODUCTS) * options.scale
                 scores = hidden(changed_scores(options, scores, pairs, aux.score_aux), options, pairs, band, aux)
@@ -96,13 +97,14 @@ def backward(
         dlse, dentropy = (torch.zeros_like(lse) if x is None else x for x in (dlse, dentropy))
         dq, dk = (rows_like(x, x.shape[-1]).empty(wide, x.device).zero_() for x in (q, k))
         of_captured = {n: torch.zeros_like(x, dtype=wide) for n, x in enumerate(aux.score_aux) if wanted.score_aux[n]}
-        band = options.band(q.shape[-2], k.shape[-2], packed=aux.cu_seqlens_q is not None)
+        lengths = q.shape[-2], k.shape[-2]
+        band = options.band(*lengths, packed=aux.cu_seqlens_q is not None)
         kv = max(1, k.shape[-3])
         of_rows = lse, entropy, dlse, dentropy
-        for rows in tiled.tiles_of_rows(q.shape[-2], tiled.TILE_Q, aux):
+        for rows, seen in tiles_seen(*lengths, tiled.TILE_Q, tiled.TILE_K, band, aux, options.bottom_right):
             q_tile = rearrange(q[..., rows, :].to(wide), GROUPED, kv=kv)
             row = [rearrange(x[..., rows], ROWS, kv=kv) for x in of_rows]
-            for columns in tiles_seen(k.shape[-2], tiled.TILE_K, rows, band, aux, options.bottom_right):
+            for columns in seen:
                 pairs = Pairs.of(options, aux, q, k, rows, columns)
                 k_tile = k[..., columns, :].to(wide)
                 scores = einsum(q_tile, k_tile, PRODUCTS) * options.scale
