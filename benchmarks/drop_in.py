@@ -1,4 +1,4 @@
-"""Training throughput of models of transformers by `attn_implementation`: this library's beside the others.
+"""Training throughput of models of transformers with this library as `attn_implementation`, and with each other one.
 
     python benchmarks/drop_in.py                                     # every model and batch; small without a GPU
     python benchmarks/drop_in.py --peers PEERS                       # with flash-attn from that folder
@@ -13,6 +13,7 @@ that depends on the implementation is reported.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import sys
@@ -33,7 +34,7 @@ from benchmarks.comparison import Comparison, Context, plausible_difference, tim
 from benchmarks.harness import Case, Row
 from benchmarks.intervals import figures_with_intervals
 from benchmarks.tables import bullets, markdown, number, sections
-from cs336_systems.profiling.timing import call_milliseconds, measure_ms, synchronize
+from cs336_systems.profiling.timing import call_milliseconds, measure_ms
 from cs336_systems.profiling.torch_names import COMPILER
 
 OURS = "cs336_systems"
@@ -56,6 +57,9 @@ class DropInCase(Case):
     layers: int
     heads: int
     head_dim: int
+
+
+AXES = [field.name for field in dataclasses.fields(DropInCase)]
 
 
 def make_model(case: DropInCase, device: torch.device) -> Any:
@@ -97,7 +101,7 @@ def make_batch(case: DropInCase, device: torch.device) -> tuple[dict[str, torch.
     if case.batching == EQUAL:
         lengths = [case.length] * case.batch
     rows = 1 if case.batching == PACKED else case.batch
-    ids = torch.randint(VOCAB_SIZE, (rows, sum(lengths) if rows == 1 else case.length), device=device)
+    ids = torch.randint(VOCAB_SIZE, (rows, sum(lengths) if case.batching == PACKED else case.length), device=device)
     given = {"input_ids": ids, "labels": ids.clone()}
     if case.batching == PACKED:
         given["position_ids"] = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
@@ -117,21 +121,22 @@ def measure(case: DropInCase, context: Context) -> list[Row]:
     given, tokens = make_batch(case, device)
     no_cache = {} if case.model == "bert" else {"use_cache": False}
 
-    def step(provider: str) -> float:
-        model.set_attn_implementation(provider)
+    def step() -> torch.Tensor:
         model.zero_grad()
-        loss = model(**given, **no_cache).loss
+        loss: torch.Tensor = model(**given, **no_cache).loss
         loss.backward()
-        return float(loss.detach())
+        return loss.detach()
 
     def milliseconds(provider: str) -> float:
-        return measure_ms(lambda: step(provider), device=device, method=method)
+        model.set_attn_implementation(provider)
+        return measure_ms(step, device=device, method=method)
 
     def first(provider: str) -> Row:
-        loss = step(provider)  # compiles
+        model.set_attn_implementation(provider)
+        loss = float(step())  # compiles
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        time = call_milliseconds(lambda: step(provider), device)
+        time = call_milliseconds(step, device)
         peak = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
         return {"loss": loss, "probe_ms": time, "peak_mib": peak}
 
@@ -142,7 +147,6 @@ def measure(case: DropInCase, context: Context) -> list[Row]:
         found[name] = row or dict.fromkeys(("loss", "probe_ms", "peak_mib"))
         if row and not comparison.skip_if_slow(name, row["probe_ms"], options.max_seconds):
             calls[name] = functools.partial(milliseconds, name)
-    synchronize(device)
     comparison.interleave(calls, method)
     rows = []
     for name in options.providers:
@@ -156,11 +160,13 @@ def measure(case: DropInCase, context: Context) -> list[Row]:
 def wrong_losses(frame: pd.DataFrame) -> list[str]:
     """Warnings: the parameters and tokens are the same, so the loss is."""
     texts = []
-    for key, rows in frame.dropna(subset=["loss"]).groupby(["model", "batching", "dtype", "length"], sort=False):
-        low, high = rows["loss"].min(), rows["loss"].max()
-        if high - low > plausible_difference(str(key[2]), gradients=False) * abs(low):
+    for _, rows in frame.dropna(subset=["loss"]).groupby(AXES, sort=False):
+        first, low, high = rows.iloc[0], rows["loss"].min(), rows["loss"].max()
+        if high - low > plausible_difference(first["dtype"], gradients=False) * abs(low):
             losses = ", ".join(f"{row.loss:.4f} with {row.provider}" for row in rows.itertuples())
-            texts.append(f"{' '.join(map(str, key))}: the loss is {losses}")
+            texts.append(
+                f"{first['model']} {first['batching']} {first['dtype']} {first['length']}: the loss is {losses}"
+            )
     return texts
 
 
@@ -168,10 +174,9 @@ def tables(frame: pd.DataFrame) -> str:
     """A line for each case and implementation, and losses that differ."""
     if "provider" not in frame:
         return ""
-    axes = ["model", "batching", "dtype", "batch", "length", "provider"]
     figures = ["median_ms", "tokens_per_second", "peak_mib", "speedup_of_first", "status"]
     speedups = figures_with_intervals(frame, "speedup_of_first")
-    shown = frame.assign(speedup_of_first=speedups).reindex(columns=[*axes, *figures])
+    shown = frame.assign(speedup_of_first=speedups).reindex(columns=[*AXES, "provider", *figures])
     for name in figures[:3]:
         shown[name] = shown[name].map(number)
     return sections({"Training steps": markdown(shown), "Losses": bullets(wrong_losses(frame))})

@@ -45,13 +45,15 @@ def test_what_a_batch_is_of():
 
 
 def test_losses_that_differ_are_reported():
-    sizes = {"model": "llama", "batching": "equal", "dtype": "bfloat16", "length": 16}
+    sizes = vars(DropInCase("llama", "equal", "bfloat16", batch=4, length=16, layers=1, heads=2, head_dim=8))
     names = ("cs336_systems", "sdpa", "eager")
     for losses, texts in (((5.0, 5.1, None), []), ((5.0, 5.5, None), ["5.0000 with cs336_systems, 5.5000 with sdpa"])):
         frame = pd.DataFrame(
             [{**sizes, "provider": name, "loss": loss} for name, loss in zip(names, losses, strict=True)]
         )
         assert wrong_losses(frame) == [f"llama equal bfloat16 16: the loss is {text}" for text in texts]
+        wider = frame.assign(head_dim=16, loss=frame["loss"] + 1)
+        assert len(wrong_losses(pd.concat([frame, wider]))) == 2 * len(texts), "another model has another loss"
 
 
 def test_a_dry_run_lists_no_packed_bert(capsys):
