@@ -154,7 +154,7 @@ def flash_device(device: torch.device) -> torch.device:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> None:
-    """Each module's tables have random numbers of their own, the same on every run: it is imported to be collected."""
+    """Tables of a module draw the same random numbers on every run: collecting a module imports it."""
     torch.manual_seed(zlib.crc32(collector.nodeid.encode()))
 
 

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def with_threads(config: TrainingConfig, device: torch.device) -> TrainingConfig:
-    """Set the number of threads on a CPU, and record a measured one: a resumed run rounds as with the same number."""
+    """Set the number of threads on a CPU, and record a measured one: a resumed run takes it too, and rounds alike."""
     if device.type != "cpu":
         return config
     if config.threads is None and "OMP_NUM_THREADS" not in os.environ and config.parallel == "none":
