@@ -29,7 +29,7 @@ import pandas as pd
 import torch
 
 from benchmarks import flags, harness
-from benchmarks.attention_providers import add_peers
+from benchmarks.attention_providers import PEER_DISTRIBUTIONS, add_peers
 from benchmarks.comparison import Comparison, Context, plausible_difference, timing_method
 from benchmarks.harness import Case, Row
 from benchmarks.intervals import figures_with_intervals
@@ -38,7 +38,7 @@ from cs336_systems.profiling.timing import call_milliseconds, measure_ms
 from cs336_systems.profiling.torch_names import COMPILER
 
 OURS = "cs336_systems"
-PROVIDERS = (OURS, "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
+PROVIDERS = (OURS, "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 MODELS = ("llama", "gemma2", "bert")
 """Causal with grouped heads; a soft cap, and a window of a quarter in every second layer; bidirectional."""
 EQUAL, PADDED, PACKED = BATCHING = ("equal", "padded", "packed")
@@ -193,7 +193,7 @@ PROGRAM = harness.Program(
         "speedup of first: how many times as fast the first of the implementations is as the one of the row",
     ),
     preload=COMPILER,
-    packages=("transformers", "flash-attn"),
+    packages=("transformers", "flash-attn", *PEER_DISTRIBUTIONS),
 )
 
 _USUAL = f"--models {' '.join(MODELS)} --batching {' '.join(BATCHING)} --rounds 5 --most-rounds --warmup 0 --peers"
