@@ -72,8 +72,7 @@ def masked_probabilities(s, lse2, keys, first_row, seq, tile, head, scores, mods
     changed, slope = mods.differentiate(s, pairs)
     p = probabilities(changed * scores.scale - lse2)
     if MASKED:
-        p = mods.hide(p, pairs, ZERO)
-        p = gl.where(visible(keys, first_row, seq, layout, ROWS), p, 0.0)
+        p = mods.hide(p, visible(keys, first_row, seq, layout, ROWS), pairs, ZERO)
     return p, slope
 
 

@@ -88,8 +88,7 @@ def changed_scores(s, scores, mods, rows, inner, seq, tile, MASKED: gl.constexpr
     pairs = pairs_of(rows, inner * seq.INNER_TILE, seq, tile, layout, LAST)
     s = mods.change(scores.softcap(s), pairs)
     if MASKED:
-        s = mods.hide(s, pairs, MINUS_INFINITY)
-        s = gl.where(visible(rows, inner * seq.INNER_TILE, seq, layout), s, float("-inf"))
+        s = mods.hide(s, visible(rows, inner * seq.INNER_TILE, seq, layout), pairs, MINUS_INFINITY)
     return s
 
 

@@ -91,15 +91,21 @@ class Mods:
         return Mods((of_mask, of_scores), self.natural, self.dropout, self.MASK, self.SCORE)
 
     @gluon.jit
-    def hide(self, x, pairs, HIDDEN: gl.constexpr):
-        """float32 x where MASK leaves a pair, and HIDDEN, as PTX writes it, elsewhere. `opaque` says why in PTX."""
+    def hide(self, x, seen, pairs, HIDDEN: gl.constexpr):
+        """float32 x where a pair is ``seen`` and MASK leaves it, and HIDDEN, as PTX writes it, elsewhere."""
         if self.MASK is not None:
-            seen = self.MASK(pairs.batch, pairs.head, pairs.rows, pairs.columns, self.captured[0])
-            x = gl.inline_asm_elementwise(
-                "{.reg .pred seen; setp.ne.b32 seen, $2, 0; selp.f32 $0, $1, " + HIDDEN + ", seen;}", "=f,f,r",
-                [x, seen.to(gl.int32)], dtype=gl.float32, is_pure=True, pack=1,
-            )  # fmt: skip
-        return x
+            unmasked = self.MASK(pairs.batch, pairs.head, pairs.rows, pairs.columns, self.captured[0])
+            seen = seen & (unmasked != 0)
+        return selected(x, seen, HIDDEN)
+
+
+@gluon.jit
+def selected(x, seen, HIDDEN: gl.constexpr):
+    """float32 x where ``seen``, and HIDDEN, as PTX writes it, elsewhere. `opaque` says why in PTX."""
+    return gl.inline_asm_elementwise(
+        "{.reg .pred seen; setp.ne.b32 seen, $2, 0; selp.f32 $0, $1, " + HIDDEN + ", seen;}", "=f,f,r",
+        [x, seen.to(gl.int32)], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit

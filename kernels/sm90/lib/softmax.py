@@ -10,9 +10,6 @@ LN_2 = gl.constexpr(0.6931471805599453)
 OVERFLOW_SUM = gl.constexpr(2.0**64)
 """A row sum from which on probabilities, or what they multiply, may have overflowed."""
 
-LARGEST_EXPONENT = gl.constexpr(2.0**20)
-"""The largest pivot for `update`, which rounds it but not the scores: above, equal scores may differ by 1/16."""
-
 TWO_LOG2_E = gl.constexpr(2.8853900817779268)
 SMALL = gl.constexpr(0.4)
 """Up to here tanh is a polynomial, with a relative error below 1.2e-7. Above, the other formula's is below 3.1e-7."""
@@ -48,7 +45,9 @@ class ScoreScale:
 
 @struct
 class OnlineSoftmax:
-    """For each row a pivot, the score before its factor that P is relative to, and sums of P.
+    """For each row a pivot, the exponent of 2 that P is relative to, and sums of P.
+
+    The pivot is rounded; the differences from it, of exact products of scores with their factor, are rounded once.
 
     The sums (rows, 8) are over the columns that are equal modulo 8, which one thread holds. They are added across
     threads once, at the end.
@@ -68,17 +67,16 @@ class OnlineSoftmax:
 
         ``scale`` takes scores to exponents of 2. The pivot becomes the row maximum so far.
         """
-        row_max = gl.maximum(self.pivot, gl.max(s, 1))
-        pivot = finite(row_max)
-        rescale = gl.exp2((self.pivot - pivot) * scale)
-        p = gl.exp2((s - pivot[:, None]) * scale)
+        row_max = gl.maximum(self.pivot, gl.max(s, 1) * scale)
+        rescale = gl.exp2(self.pivot - finite(row_max))
+        p = relative(s, scale, row_max)
         of_sums = gl.convert_layout(rescale, gl.SliceLayout(1, self.sums.type.layout), assert_trivial=True)
         return OnlineSoftmax(row_max, self.sums * of_sums[:, None] + partial_sums(p)), p, rescale
 
     @gluon.jit
     def update(self, s, scale):
         """Take in a tile of scores without a mask, keeping the pivot: the softmax and P."""
-        p = gl.exp2(s * scale - (finite(self.pivot) * scale)[:, None])
+        p = relative(s, scale, self.pivot)
         return OnlineSoftmax(self.pivot, self.sums + partial_sums(p)), p
 
     @gluon.jit
@@ -87,15 +85,15 @@ class OnlineSoftmax:
         return gl.convert_layout(gl.sum(self.sums, 1), self.pivot.type.layout)
 
     @gluon.jit
-    def finalize(self, scale, sink):
+    def finalize(self, sink):
         """Each row's 1 / sum, and the natural log-sum-exp of its scaled scores.
 
         They are 0 and -inf where a row saw nothing, or only scores that are -inf. sink: the exponent of 2 of a logit
         that joins every row's sum, and is a row's log-sum-exp in place of -inf; or None.
         """
         totals = self.row_sums()
-        row_max = finite(self.pivot) * scale
-        empty = (totals == 0.0) | (row_max == float("-inf"))
+        row_max = finite(self.pivot)
+        empty = totals == 0.0
         nothing = float("-inf")
         if sink is not None:
             nothing = sink * LN_2
@@ -108,12 +106,12 @@ class OnlineSoftmax:
         return gl.where(empty, 0.0, 1.0 / totals), gl.where(empty, nothing, lse)
 
     @gluon.jit
-    def is_overflow_free(self, out, updated, scale):
+    def is_overflow_free(self, out, updated):
         """Whether neither P nor an unnormalized output row (rows, columns) has overflowed or underflowed.
 
-        ``updated``: whether `update` was called, which needs a pivot that is not -inf and not large.
+        ``updated``: whether `update` was called, which needs a finite pivot.
         """
-        has_pivot = (gl.abs(self.pivot * scale) < LARGEST_EXPONENT) | (not updated)
+        has_pivot = (gl.abs(self.pivot) < float("inf")) | (not updated)
         small = ((self.row_sums() < OVERFLOW_SUM) & has_pivot).to(gl.int32)
         # 0 times what is not finite is not 0.
         is_finite = (gl.sum(out * 0.0, 1) == 0.0).to(gl.int32)
@@ -123,9 +121,15 @@ class OnlineSoftmax:
 @gluon.jit
 def first_update(s, scale):
     """The softmax and P of the first tile of scores, -inf where masked."""
-    row_max = gl.max(s, 1)
-    p = gl.exp2((s - finite(row_max)[:, None]) * scale)
+    row_max = gl.max(s, 1) * scale
+    p = relative(s, scale, row_max)
     return OnlineSoftmax(row_max, partial_sums(p)), p
+
+
+@gluon.jit
+def relative(s, scale, pivot):
+    """P of scores, relative to the pivots."""
+    return gl.exp2(gl.fma(s, scale, -finite(pivot)[:, None]))
 
 
 @gluon.jit

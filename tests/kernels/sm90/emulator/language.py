@@ -187,6 +187,7 @@ def _language() -> types.ModuleType:
     }  # fmt: skip
     for name in ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "floor", "ceil"):
         names[name] = _elementwise(getattr(torch, name))
+    names["fma"] = _elementwise(lambda x, y, z: (x.double() * y.double() + z.double()).float())
     for name in ("SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "BlockedLayout", "SwizzledSharedLayout"):
         names[name] = lambda *unused: None
     names["NVMMASharedLayout"] = _SharedLayout
