@@ -2,7 +2,7 @@
 
 >>> with replaced():  # any device and dtype
 ...     out = model(inputs)  # torch.nn.functional.scaled_dot_product_attention is this library's
->>> activate()  # CUDA GPUs, torch 2.13 or newer: the kernels behind torch's function are this library's
+>>> activate()  # CUDA GPUs: the kernels behind torch's function are this library's
 """
 
 from __future__ import annotations

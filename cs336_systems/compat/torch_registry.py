@@ -34,30 +34,16 @@ def activate() -> None:
 
     The same as ``torch.nn.attention.activate_flash_attention_impl("cs336_systems")``. It also turns torch's cuDNN
     backend off, which torch prefers to flash on Hopper GPUs and newer, until `restore`.
-
-    Raises:
-        RuntimeError: this torch has no registry of flash attention.
     """
-    _registry().activate_flash_attention_impl(NAME)
+    torch.nn.attention.activate_flash_attention_impl(NAME)
 
 
 def restore() -> None:
     """Let torch run its own kernels again, and cuDNN's if it did before.
 
-    The same as ``torch.nn.attention.restore_flash_attention_impl()``. Raises what `activate` does.
+    The same as ``torch.nn.attention.restore_flash_attention_impl()``.
     """
-    _registry().restore_flash_attention_impl()
-
-
-def _registry() -> Any:
-    from torch.nn import attention
-
-    if not hasattr(attention, "activate_flash_attention_impl"):
-        raise RuntimeError(
-            f"torch must be 2.13 or newer to have a registry of flash attention; got {torch.__version__}: "
-            "use cs336_systems.compat.sdpa.replaced() instead"
-        )
-    return attention
+    torch.nn.attention.restore_flash_attention_impl()
 
 
 class Handle:
@@ -244,5 +230,4 @@ def _laid_out(x: Tensor, like: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
-if hasattr(torch.nn.attention, "register_flash_attention_impl"):
-    torch.nn.attention.register_flash_attention_impl(NAME, register_fn=Handle)
+torch.nn.attention.register_flash_attention_impl(NAME, register_fn=Handle)

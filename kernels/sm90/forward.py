@@ -58,7 +58,7 @@ def consumer(
         sink = None
         if tensors.SINKS:
             sink = gl.load(tensors.sinks + tile.head).to(gl.float32) * LOG2_E
-        inverse_sum, row_lse = softmax.finalize(sink)
+        inverse_sum, row_lse = softmax.finalize(scores.scale, sink, recompute)
         inverse_sum = mods.dropout.scale(inverse_sum)
         lse = tile_map.per_row(tensors.lse, tile, seq)
         epilogue(out, out_tail, inverse_sum, row_lse, lse, rows, tensors, memory, seq, tile, first_row, CONSUMER)

@@ -10,6 +10,9 @@ LN_2 = gl.constexpr(0.6931471805599453)
 OVERFLOW_SUM = gl.constexpr(2.0**64)
 """A row sum from which on probabilities, or what they multiply, may have overflowed."""
 
+LARGEST_EXPONENT = gl.constexpr(2.0**24)
+"""The largest pivot that is rounded: by half a unit, so P of a row's maximum is at most sqrt(2), not 1."""
+
 TWO_LOG2_E = gl.constexpr(2.8853900817779268)
 SMALL = gl.constexpr(0.4)
 """Up to here tanh is a polynomial, with a relative error below 1.2e-7. Above, the other formula's is below 3.1e-7."""
@@ -47,7 +50,8 @@ class ScoreScale:
 class OnlineSoftmax:
     """For each row a pivot, the exponent of 2 that P is relative to, and sums of P.
 
-    The pivot is rounded; the differences from it, of exact products of scores with their factor, are rounded once.
+    It is a rounded product of a score and the factor; how much the exact products of others exceed it is one FMA, rounded
+    once. Where pivots are large, a softmax is EXACT: its pivots are scores, which scores are compared with before the factor.
 
     The sums (rows, 8) are over the columns that are equal modulo 8, which one thread holds. They are added across
     threads once, at the end.
@@ -62,21 +66,21 @@ class OnlineSoftmax:
     sums: gl.tensor
 
     @gluon.jit
-    def update_rescaling(self, s, scale):
+    def update_rescaling(self, s, scale, exact):
         """Take in a tile of scores, -inf where masked: the softmax, P, and the factor for what was summed before.
 
         ``scale`` takes scores to exponents of 2. The pivot becomes the row maximum so far.
         """
-        row_max = gl.maximum(self.pivot, gl.max(s, 1) * scale)
-        rescale = gl.exp2(self.pivot - finite(row_max))
-        p = relative(s, scale, row_max)
+        row_max = gl.maximum(self.pivot, gl.max(s, 1) * gl.where(exact, 1.0, scale))
+        rescale = gl.exp2((self.pivot - finite(row_max)) * gl.where(exact, scale, 1.0))
+        p = relative(s, scale, row_max, exact)
         of_sums = gl.convert_layout(rescale, gl.SliceLayout(1, self.sums.type.layout), assert_trivial=True)
         return OnlineSoftmax(row_max, self.sums * of_sums[:, None] + partial_sums(p)), p, rescale
 
     @gluon.jit
     def update(self, s, scale):
         """Take in a tile of scores without a mask, keeping the pivot: the softmax and P."""
-        p = relative(s, scale, self.pivot)
+        p = relative(s, scale, self.pivot, False)
         return OnlineSoftmax(self.pivot, self.sums + partial_sums(p)), p
 
     @gluon.jit
@@ -85,14 +89,14 @@ class OnlineSoftmax:
         return gl.convert_layout(gl.sum(self.sums, 1), self.pivot.type.layout)
 
     @gluon.jit
-    def finalize(self, sink):
+    def finalize(self, scale, sink, exact):
         """Each row's 1 / sum, and the natural log-sum-exp of its scaled scores.
 
         They are 0 and -inf where a row saw nothing, or only scores that are -inf. sink: the exponent of 2 of a logit
         that joins every row's sum, and is a row's log-sum-exp in place of -inf; or None.
         """
         totals = self.row_sums()
-        row_max = finite(self.pivot)
+        row_max = finite(self.pivot) * gl.where(exact, scale, 1.0)
         empty = totals == 0.0
         nothing = float("-inf")
         if sink is not None:
@@ -111,7 +115,8 @@ class OnlineSoftmax:
 
         ``updated``: whether `update` was called, which needs a finite pivot.
         """
-        has_pivot = (gl.abs(self.pivot) < float("inf")) | (not updated)
+        sees_nothing = (self.pivot == float("-inf")) & (not updated)
+        has_pivot = (gl.abs(self.pivot) < LARGEST_EXPONENT) | sees_nothing
         small = ((self.row_sums() < OVERFLOW_SUM) & has_pivot).to(gl.int32)
         # 0 times what is not finite is not 0.
         is_finite = (gl.sum(out * 0.0, 1) == 0.0).to(gl.int32)
@@ -119,17 +124,22 @@ class OnlineSoftmax:
 
 
 @gluon.jit
-def first_update(s, scale):
+def first_update(s, scale, exact):
     """The softmax and P of the first tile of scores, -inf where masked."""
-    row_max = gl.max(s, 1) * scale
-    p = relative(s, scale, row_max)
+    # The maximum keeps the compiler from replacing the product and what it is added to by an FMA.
+    row_max = gl.maximum(gl.max(s, 1) * gl.where(exact, 1.0, scale), float("-inf"))
+    p = relative(s, scale, row_max, exact)
     return OnlineSoftmax(row_max, partial_sums(p)), p
 
 
 @gluon.jit
-def relative(s, scale, pivot):
+def relative(s, scale, pivot, exact):
     """P of scores, relative to the pivots."""
-    return gl.exp2(gl.fma(s, scale, -finite(pivot)[:, None]))
+    pivot = finite(pivot)
+    if exact:
+        s -= pivot[:, None]
+        pivot = gl.zeros_like(pivot)
+    return gl.exp2(gl.fma(s, scale, -pivot[:, None]))
 
 
 @gluon.jit

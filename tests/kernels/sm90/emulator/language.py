@@ -175,6 +175,7 @@ def _language() -> types.ModuleType:
         "arange": lambda start, stop, layout=None: Value(torch.arange(start, stop)),
         "zeros": lambda shape, dtype, layout=None: Value(torch.zeros(shape, dtype=dtype.of)),
         "full": lambda shape, x, dtype, layout=None: Value(torch.full(tuple(shape), plain(x), dtype=dtype.of)),
+        "zeros_like": lambda x: Value(torch.zeros_like(x.x)),
         "convert_layout": lambda x, layout, assert_trivial=False: x,
         "reshape": lambda x, shape: Value(x.x.reshape(*shape)), "permute": lambda x, order: Value(x.x.permute(*order)),
         "split": lambda x: (Value(x.x[..., 0]), Value(x.x[..., 1])),
