@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cs336_systems.attention import attention
-from cs336_systems.compat import sdpa, torch_registry
+from cs336_systems.compat import sdpa
 from cs336_systems.compat.torch_registry import NAME, Handle
 from cs336_systems.testing import (
     Shapes,

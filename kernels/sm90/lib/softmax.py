@@ -50,8 +50,9 @@ class ScoreScale:
 class OnlineSoftmax:
     """For each row a pivot, the exponent of 2 that P is relative to, and sums of P.
 
-    It is a rounded product of a score and the factor; how much the exact products of others exceed it is one FMA, rounded
-    once. Where pivots are large, a softmax is EXACT: its pivots are scores, which scores are compared with before the factor.
+    The pivot is a rounded product of a score and the factor. An exponent of P is one FMA: the exact product of another
+    score and the factor, less the pivot. Where pivots are large, a softmax is EXACT: its pivots are scores, which are
+    subtracted before the factor multiplies.
 
     The sums (rows, 8) are over the columns that are equal modulo 8, which one thread holds. They are added across
     threads once, at the end.
