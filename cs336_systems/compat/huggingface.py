@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from ..attention import Attention, Implementation, attention, attention_varlen
 from .flash_attn import flash_attn_func
 from .flash_attn_varlen import flash_attn_varlen_func
-from .huggingface_masks import Starts, attention_mask, is_cpu, starts_of, starts_of_positions
+from .huggingface_masks import (
+    Starts,
+    attention_mask,
+    flash_attention_mask,
+    is_cpu,
+    starts_of,
+    starts_of_positions,
+)
 
 NAME = "cs336_systems"
 FLASH_NAME = "cs336_systems_flash"
@@ -43,9 +50,9 @@ def register(name: str = NAME, impl: str | Implementation = "auto") -> None:
     Attention(impl=impl)  # checks it
     if not isinstance(name, str) or not name or "flash" in name:
         raise ValueError(f"name must be a string without 'flash', which transformers treats specially; got {name!r}")
-    for each in (name, FLASH_NAME):
+    for each, mask in ((name, attention_mask), (FLASH_NAME, flash_attention_mask)):
         AttentionInterface.register(each, functools.partial(attention_forward, impl=impl))
-        AttentionMaskInterface.register(each, attention_mask)
+        AttentionMaskInterface.register(each, mask)
     _be_found()
 
 

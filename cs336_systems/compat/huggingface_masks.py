@@ -153,6 +153,17 @@ def attention_mask(
     )
 
 
+def flash_attention_mask(**arguments: Any) -> Tensor | None:
+    """The mask for `huggingface.FLASH_NAME`: `attention_mask`, but None for packed sequences.
+
+    Layers are told where these begin, as with flash attention in transformers. To look at the ids would wait for the
+    device, which continuous batching cannot do while it captures a CUDA graph.
+    """
+    if arguments.get("attention_mask") is None and _packed_ids(arguments.get("mask_function")) is not None:
+        return None
+    return attention_mask(**arguments)
+
+
 def _padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
     """(batch, kv_length) bools; slots beyond the mask's end are padding."""
     if attention_mask is None:
@@ -205,7 +216,7 @@ def _of_ids(ids: Tensor, device: Any) -> Tensor:
     return of_sequences(starts, starts, [1] * (len(starts) - 1), True, device)
 
 
-def _packed_ids(mask_function: MaskFunction) -> Tensor | None:
+def _packed_ids(mask_function: MaskFunction | None) -> Tensor | None:
     """The numbers of the packed sequences, if transformers made this mask of them and a causal mask or a window."""
     name, captured = _captured(mask_function)
     both = captured.get("mask_functions", ())
@@ -232,7 +243,7 @@ def _is_causal(mask_function: MaskFunction) -> bool:
     return mask_function is causal_mask_function
 
 
-def _captured(function: MaskFunction) -> tuple[str, dict[str, Any]]:
+def _captured(function: MaskFunction | None) -> tuple[str, dict[str, Any]]:
     """The name of the function of transformers that made a mask function, and what that one captured."""
     if getattr(function, "__module__", None) != "transformers.masking_utils" or not hasattr(function, "__code__"):
         return "", {}
