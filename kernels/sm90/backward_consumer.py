@@ -72,7 +72,12 @@ def masked_probabilities(s, lse2, keys, first_row, seq, tile, head, scores, mods
     changed, slope = mods.differentiate(s, pairs)
     p = probabilities(changed * scores.scale - lse2)
     if MASKED:
-        p = mods.hide(p, visible(keys, first_row, seq, layout, ROWS), pairs, ZERO)
+        seen = visible(keys, first_row, seq, layout, ROWS)
+        if seq.RIGHT or mods.MASK is not None:
+            p = mods.hide_unseen(p, seen, pairs, ZERO)
+        else:
+            # Fewer instructions, but for a causal mask alone not less time.
+            p = gl.where(seen, p, 0.0)
     return p, slope
 
 

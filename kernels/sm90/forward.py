@@ -51,14 +51,14 @@ def consumer(
         out, out_tail, operand = start_pv(p, out, out_tail, tensors, memory, n, tile_map.INNER_TILE)
         out, out_tail = wait_pv(out, out_tail, operand, tensors.V_TAIL)
         n += 1
-        ok = softmax.is_overflow_free(out, updated)
+        ok = softmax.is_overflow_free(out, updated, scores.scale)
         if tensors.V_TAIL > 0:
-            ok = ok & softmax.is_overflow_free(out_tail, updated)
+            ok = ok & softmax.is_overflow_free(out_tail, updated, scores.scale)
         ok = ok | recompute
         sink = None
         if tensors.SINKS:
             sink = gl.load(tensors.sinks + tile.head).to(gl.float32) * LOG2_E
-        inverse_sum, row_lse = softmax.finalize(scores.scale, sink, recompute)
+        inverse_sum, row_lse = softmax.finalize(scores.scale, sink)
         inverse_sum = mods.dropout.scale(inverse_sum)
         lse = tile_map.per_row(tensors.lse, tile, seq)
         epilogue(out, out_tail, inverse_sum, row_lse, lse, rows, tensors, memory, seq, tile, first_row, CONSUMER)

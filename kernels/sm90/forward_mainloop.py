@@ -88,7 +88,8 @@ def changed_scores(s, scores, mods, rows, inner, seq, tile, MASKED: gl.constexpr
     pairs = pairs_of(rows, inner * seq.INNER_TILE, seq, tile, layout, LAST)
     s = mods.change(scores.softcap(s), pairs)
     if MASKED:
-        s = mods.hide(s, visible(rows, inner * seq.INNER_TILE, seq, layout), pairs, MINUS_INFINITY)
+        s = mods.hide(s, pairs, MINUS_INFINITY)
+        s = gl.where(visible(rows, inner * seq.INNER_TILE, seq, layout), s, float("-inf"))
     return s
 
 
@@ -103,7 +104,7 @@ def draw(dropout, inner, seq, tile, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def step(
-    softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, position, scores, mods, exact,
+    softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, position, scores, mods,
     RESCALE: gl.constexpr, MASKED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Issue S of the n-th tile, then out += P v of the tile before; compute the new P while the latter runs.
@@ -121,7 +122,7 @@ def step(
     rules = with_pairs(mods, memory, n, CONSUMER, TILE_K)
     s = changed_scores(s, scores, rules, rows, inner, seq, tile, MASKED, MASKED)
     if RESCALE:
-        softmax, p, rescale = softmax.update_rescaling(s, scores.scale, exact)
+        softmax, p, rescale = softmax.update_rescaling(s, scores.scale)
     else:
         softmax, p = softmax.update(s, scores.scale)
     # Also a basic-block boundary: without one, ptxas moves the wait for out above the exponentials.
@@ -137,7 +138,7 @@ def step(
 
 
 @gluon.jit
-def first_step(tensors, memory, seq, tile, rows, n, scores, mods, exact, CONSUMER: gl.constexpr):
+def first_step(tensors, memory, seq, tile, rows, n, scores, mods, CONSUMER: gl.constexpr):
     """The softmax and P of a tile's first inner tile, the last along k, and zeros for the output and its tail."""
     TILE_K: gl.constexpr = seq.INNER_TILE
     memory.k.wait_full(n)
@@ -152,7 +153,7 @@ def first_step(tensors, memory, seq, tile, rows, n, scores, mods, exact, CONSUME
     if not ANY_MASK:  # noqa: SIM102 - known when compiled
         if (tile.whole_begin > inner) | seq.ends_partially(tile):
             s = gl.where(visible(rows, inner * TILE_K, seq, accumulator(TILE_K)), s, float("-inf"))
-    softmax, p = first_update(s, scores.scale, exact)
+    softmax, p = first_update(s, scores.scale)
     p = mods.dropout.drop_packed(pack_pairs(p, memory.k.buffers.dtype), bits, False)
     out = gl.zeros([WG_ROWS, tensors.HEAD_DIM], gl.float32, accumulator(tensors.HEAD_DIM))
     out_tail = n * 0
@@ -165,9 +166,9 @@ def first_step(tensors, memory, seq, tile, rows, n, scores, mods, exact, CONSUME
 def mainloop(tensors, memory, seq, tile, rows, n, recompute, scores, mods, CONSUMER: gl.constexpr):
     """A tile's softmax, last P, unnormalized output, number of the last inner tile, and whether `update` was called.
 
-    ``recompute``: rescale in every step, of an exact softmax, after an overflow or where pivots are large.
+    ``recompute``: rescale in every step, after an overflow.
     """
-    softmax, p, out, out_tail = first_step(tensors, memory, seq, tile, rows, n, scores, mods, recompute, CONSUMER)
+    softmax, p, out, out_tail = first_step(tensors, memory, seq, tile, rows, n, scores, mods, CONSUMER)
     memory.k.wait_full(n + 1, tile.begin < tile.end - 1)
     right = gl.maximum(gl.minimum(tile.whole_end, tile.end - 1), tile.begin)
     left = gl.maximum(gl.minimum(tile.whole_begin, right), tile.begin)
@@ -178,18 +179,18 @@ def mainloop(tensors, memory, seq, tile, rows, n, recompute, scores, mods, CONSU
         n += 1
         softmax, p, out, out_tail = step(
             softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, position, scores, mods,
-            recompute, True, True, CONSUMER,
+            True, True, CONSUMER,
         )  # fmt: skip
     for position in range(right - 1, update_end - 1, -1):
         n += 1
         softmax, p, out, out_tail = step(
             softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, position, scores, mods,
-            recompute, False, False, CONSUMER,
+            False, False, CONSUMER,
         )  # fmt: skip
     for position in range(update_end - 1, tile.begin - 1, -1):
         n += 1
         softmax, p, out, out_tail = step(
             softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, position, scores, mods,
-            recompute, True, seq.LEFT, CONSUMER,
+            True, seq.LEFT, CONSUMER,
         )  # fmt: skip
     return softmax, p, out, out_tail, n, right > update_end

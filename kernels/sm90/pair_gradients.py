@@ -151,7 +151,7 @@ def pair_gradient_kernel(
             here = pairs_of(rows, first_column, seq, seq.tile(batch, head, first_row), layout, True)
             changed, terms = rules.terms(s, here)
             p = probabilities(changed * scores.scale - row_lse2[:, None])
-            p = rules.hide(p, seen, here, ZERO)
+            p = gl.where(seen, rules.hide(p, here, ZERO), 0.0)
             dp = mods.dropout.scale(mods.dropout.drop(warpgroup_mma_wait(0, [dp]), bits, False))
             barrier()
             if next_batch < end_batch:

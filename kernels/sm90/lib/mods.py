@@ -91,8 +91,16 @@ class Mods:
         return Mods((of_mask, of_scores), self.natural, self.dropout, self.MASK, self.SCORE)
 
     @gluon.jit
-    def hide(self, x, seen, pairs, HIDDEN: gl.constexpr):
-        """float32 x where a pair is ``seen`` and MASK leaves it, and HIDDEN, as PTX writes it, elsewhere."""
+    def hide(self, x, pairs, HIDDEN: gl.constexpr):
+        """float32 x where MASK leaves a pair, and HIDDEN, as PTX writes it, elsewhere."""
+        if self.MASK is not None:
+            seen = self.MASK(pairs.batch, pairs.head, pairs.rows, pairs.columns, self.captured[0])
+            x = selected(x, seen, HIDDEN)
+        return x
+
+    @gluon.jit
+    def hide_unseen(self, x, seen, pairs, HIDDEN: gl.constexpr):
+        """The same, and HIDDEN where a pair is not ``seen``: one selection."""
         if self.MASK is not None:
             unmasked = self.MASK(pairs.batch, pairs.head, pairs.rows, pairs.columns, self.captured[0])
             seen = seen & (unmasked != 0)

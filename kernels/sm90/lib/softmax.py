@@ -10,8 +10,8 @@ LN_2 = gl.constexpr(0.6931471805599453)
 OVERFLOW_SUM = gl.constexpr(2.0**64)
 """A row sum from which on probabilities, or what they multiply, may have overflowed."""
 
-LARGEST_EXPONENT = gl.constexpr(2.0**24)
-"""The largest pivot that is rounded: by half a unit, so P of a row's maximum is at most sqrt(2), not 1."""
+LARGEST_EXPONENT = gl.constexpr(2.0**20)
+"""The largest pivot for `update`, which rounds it but not the scores: above, equal scores may differ by 1/16."""
 
 TWO_LOG2_E = gl.constexpr(2.8853900817779268)
 SMALL = gl.constexpr(0.4)
@@ -48,11 +48,7 @@ class ScoreScale:
 
 @struct
 class OnlineSoftmax:
-    """For each row a pivot, the exponent of 2 that P is relative to, and sums of P.
-
-    The pivot is a rounded product of a score and the factor. An exponent of P is one FMA: the exact product of another
-    score and the factor, less the pivot. Where pivots are large, a softmax is EXACT: its pivots are scores, which are
-    subtracted before the factor multiplies.
+    """For each row a pivot, the score before its factor that P is relative to, and sums of P.
 
     The sums (rows, 8) are over the columns that are equal modulo 8, which one thread holds. They are added across
     threads once, at the end.
@@ -67,21 +63,22 @@ class OnlineSoftmax:
     sums: gl.tensor
 
     @gluon.jit
-    def update_rescaling(self, s, scale, exact):
+    def update_rescaling(self, s, scale):
         """Take in a tile of scores, -inf where masked: the softmax, P, and the factor for what was summed before.
 
         ``scale`` takes scores to exponents of 2. The pivot becomes the row maximum so far.
         """
-        row_max = gl.maximum(self.pivot, gl.max(s, 1) * gl.where(exact, 1.0, scale))
-        rescale = gl.exp2((self.pivot - finite(row_max)) * gl.where(exact, scale, 1.0))
-        p = relative(s, scale, row_max, exact)
+        row_max = gl.maximum(self.pivot, gl.max(s, 1))
+        pivot = finite(row_max)
+        rescale = gl.exp2((self.pivot - pivot) * scale)
+        p = gl.exp2((s - pivot[:, None]) * scale)
         of_sums = gl.convert_layout(rescale, gl.SliceLayout(1, self.sums.type.layout), assert_trivial=True)
         return OnlineSoftmax(row_max, self.sums * of_sums[:, None] + partial_sums(p)), p, rescale
 
     @gluon.jit
     def update(self, s, scale):
         """Take in a tile of scores without a mask, keeping the pivot: the softmax and P."""
-        p = relative(s, scale, self.pivot, False)
+        p = gl.exp2(s * scale - (finite(self.pivot) * scale)[:, None])
         return OnlineSoftmax(self.pivot, self.sums + partial_sums(p)), p
 
     @gluon.jit
@@ -90,15 +87,15 @@ class OnlineSoftmax:
         return gl.convert_layout(gl.sum(self.sums, 1), self.pivot.type.layout)
 
     @gluon.jit
-    def finalize(self, scale, sink, exact):
+    def finalize(self, scale, sink):
         """Each row's 1 / sum, and the natural log-sum-exp of its scaled scores.
 
         They are 0 and -inf where a row saw nothing, or only scores that are -inf. sink: the exponent of 2 of a logit
         that joins every row's sum, and is a row's log-sum-exp in place of -inf; or None.
         """
         totals = self.row_sums()
-        row_max = finite(self.pivot) * gl.where(exact, scale, 1.0)
-        empty = totals == 0.0
+        row_max = finite(self.pivot) * scale
+        empty = (totals == 0.0) | (row_max == float("-inf"))
         nothing = float("-inf")
         if sink is not None:
             nothing = sink * LN_2
@@ -111,13 +108,12 @@ class OnlineSoftmax:
         return gl.where(empty, 0.0, 1.0 / totals), gl.where(empty, nothing, lse)
 
     @gluon.jit
-    def is_overflow_free(self, out, updated):
+    def is_overflow_free(self, out, updated, scale):
         """Whether neither P nor an unnormalized output row (rows, columns) has overflowed or underflowed.
 
-        ``updated``: whether `update` was called, which needs a finite pivot.
+        ``updated``: whether `update` was called, which needs a pivot that is not -inf and not large.
         """
-        sees_nothing = (self.pivot == float("-inf")) & (not updated)
-        has_pivot = (gl.abs(self.pivot) < LARGEST_EXPONENT) | sees_nothing
+        has_pivot = (gl.abs(self.pivot * scale) < LARGEST_EXPONENT) | (not updated)
         small = ((self.row_sums() < OVERFLOW_SUM) & has_pivot).to(gl.int32)
         # 0 times what is not finite is not 0.
         is_finite = (gl.sum(out * 0.0, 1) == 0.0).to(gl.int32)
@@ -125,22 +121,11 @@ class OnlineSoftmax:
 
 
 @gluon.jit
-def first_update(s, scale, exact):
+def first_update(s, scale):
     """The softmax and P of the first tile of scores, -inf where masked."""
-    # The maximum keeps the compiler from replacing the product and what it is added to by an FMA.
-    row_max = gl.maximum(gl.max(s, 1) * gl.where(exact, 1.0, scale), float("-inf"))
-    p = relative(s, scale, row_max, exact)
+    row_max = gl.max(s, 1)
+    p = gl.exp2((s - finite(row_max)[:, None]) * scale)
     return OnlineSoftmax(row_max, partial_sums(p)), p
-
-
-@gluon.jit
-def relative(s, scale, pivot, exact):
-    """P of scores, relative to the pivots."""
-    pivot = finite(pivot)
-    if exact:
-        s -= pivot[:, None]
-        pivot = gl.zeros_like(pivot)
-    return gl.exp2(gl.fma(s, scale, -pivot[:, None]))
 
 
 @gluon.jit

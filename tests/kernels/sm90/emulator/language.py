@@ -175,7 +175,6 @@ def _language() -> types.ModuleType:
         "arange": lambda start, stop, layout=None: Value(torch.arange(start, stop)),
         "zeros": lambda shape, dtype, layout=None: Value(torch.zeros(shape, dtype=dtype.of)),
         "full": lambda shape, x, dtype, layout=None: Value(torch.full(tuple(shape), plain(x), dtype=dtype.of)),
-        "zeros_like": lambda x: Value(torch.zeros_like(x.x)),
         "convert_layout": lambda x, layout, assert_trivial=False: x,
         "reshape": lambda x, shape: Value(x.x.reshape(*shape)), "permute": lambda x, order: Value(x.x.permute(*order)),
         "split": lambda x: (Value(x.x[..., 0]), Value(x.x[..., 1])),
@@ -188,7 +187,6 @@ def _language() -> types.ModuleType:
     }  # fmt: skip
     for name in ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "floor", "ceil"):
         names[name] = _elementwise(getattr(torch, name))
-    names["fma"] = _elementwise(lambda x, y, z: (x.double() * y.double() + z.double()).float())
     for name in ("SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "BlockedLayout", "SwizzledSharedLayout"):
         names[name] = lambda *unused: None
     names["NVMMASharedLayout"] = _SharedLayout
