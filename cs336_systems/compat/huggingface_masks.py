@@ -159,7 +159,8 @@ def flash_attention_mask(**arguments: Any) -> Tensor | None:
     Layers are told where these begin, as with flash attention in transformers. To look at the ids would wait for the
     device, which continuous batching cannot do while it captures a CUDA graph.
     """
-    if arguments.get("attention_mask") is None and _packed_ids(arguments.get("mask_function")) is not None:
+    mask_function = arguments.get("mask_function")
+    if mask_function and arguments.get("attention_mask") is None and _packed_ids(mask_function) is not None:
         return None
     return attention_mask(**arguments)
 
@@ -216,7 +217,7 @@ def _of_ids(ids: Tensor, device: Any) -> Tensor:
     return of_sequences(starts, starts, [1] * (len(starts) - 1), True, device)
 
 
-def _packed_ids(mask_function: MaskFunction | None) -> Tensor | None:
+def _packed_ids(mask_function: MaskFunction) -> Tensor | None:
     """The numbers of the packed sequences, if transformers made this mask of them and a causal mask or a window."""
     name, captured = _captured(mask_function)
     both = captured.get("mask_functions", ())
@@ -243,7 +244,7 @@ def _is_causal(mask_function: MaskFunction) -> bool:
     return mask_function is causal_mask_function
 
 
-def _captured(function: MaskFunction | None) -> tuple[str, dict[str, Any]]:
+def _captured(function: MaskFunction) -> tuple[str, dict[str, Any]]:
     """The name of the function of transformers that made a mask function, and what that one captured."""
     if getattr(function, "__module__", None) != "transformers.masking_utils" or not hasattr(function, "__code__"):
         return "", {}
