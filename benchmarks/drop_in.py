@@ -1,7 +1,7 @@
 """Training throughput of models of transformers with this library as `attn_implementation`, and with each other one.
 
     python benchmarks/drop_in.py                                     # every model and batch; small without a GPU
-    python benchmarks/drop_in.py --peers PEERS                       # with flash-attn from that folder
+    python benchmarks/drop_in.py --peers PEERS                       # with FlashAttention-4 from that folder
     python benchmarks/drop_in.py --models gemma2 --batching packed --providers cs336_systems sdpa
 
 A step is a forward with the loss and its backward of one model with random parameters, which all implementations share

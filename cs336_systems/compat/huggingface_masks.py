@@ -156,8 +156,8 @@ def attention_mask(
 def flash_attention_mask(**arguments: Any) -> Tensor | None:
     """The mask for `huggingface.FLASH_NAME`: `attention_mask`, but None for packed sequences.
 
-    Layers are told where these begin, as with flash attention in transformers. To look at the ids would wait for the
-    device, which continuous batching cannot do while it captures a CUDA graph.
+    transformers passes to each layer where sequences begin. Reading that here would wait for the device, which fails
+    while continuous batching captures a CUDA graph.
     """
     mask_function = arguments.get("mask_function")
     if mask_function and arguments.get("attention_mask") is None and _packed_ids(mask_function) is not None:

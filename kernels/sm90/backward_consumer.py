@@ -76,7 +76,7 @@ def masked_probabilities(s, lse2, keys, first_row, seq, tile, head, scores, mods
         if seq.RIGHT or mods.MASK is not None:
             p = mods.hide_unseen(p, seen, pairs, ZERO)
         else:
-            # For a causal mask alone this takes a little less time, with more instructions.
+            # With a causal mask alone this was measured to be a little faster, in spite of more instructions.
             p = gl.where(seen, p, 0.0)
     return p, slope
 

@@ -91,19 +91,22 @@ class Mods:
         return Mods((of_mask, of_scores), self.natural, self.dropout, self.MASK, self.SCORE)
 
     @gluon.jit
+    def unmasked(self, pairs):
+        """Whether MASK leaves a pair; any number but 0 stands for True."""
+        return self.MASK(pairs.batch, pairs.head, pairs.rows, pairs.columns, self.captured[0])
+
+    @gluon.jit
     def hide(self, x, pairs, HIDDEN: gl.constexpr):
         """float32 x where MASK leaves a pair, and HIDDEN, as PTX writes it, elsewhere."""
         if self.MASK is not None:
-            seen = self.MASK(pairs.batch, pairs.head, pairs.rows, pairs.columns, self.captured[0])
-            x = selected(x, seen, HIDDEN)
+            x = selected(x, self.unmasked(pairs), HIDDEN)
         return x
 
     @gluon.jit
     def hide_unseen(self, x, seen, pairs, HIDDEN: gl.constexpr):
         """The same, and HIDDEN where a pair is not ``seen``: one selection."""
         if self.MASK is not None:
-            unmasked = self.MASK(pairs.batch, pairs.head, pairs.rows, pairs.columns, self.captured[0])
-            seen = seen & (unmasked != 0)
+            seen = seen & (self.unmasked(pairs) != 0)
         return selected(x, seen, HIDDEN)
 
 
