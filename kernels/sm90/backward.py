@@ -41,6 +41,7 @@ def backward_kernel(
     PAIR_STAGES: gl.constexpr, PIECES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     MASK: gl.constexpr, SCORE: gl.constexpr, PAIR_ARGUMENT: gl.constexpr, BATCH_INNER: gl.constexpr,
+    INNER_DIVISIBLE: gl.constexpr,
     PERSISTENT: gl.constexpr, DETERMINISTIC: gl.constexpr, ROTATED: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -58,7 +59,7 @@ def backward_kernel(
     # Key j is seen by the rows from j - right to j - left.
     tile_map = TileMap(
         batch_heads, heads, k_len, q_len, -right, -left, section, varlen, new_block_lists(blocks, sequences),
-        TILE_K, TILE_Q, RIGHT, LEFT, MASK is not None and blocks is None, BATCH_INNER,
+        TILE_K, TILE_Q, RIGHT, LEFT, MASK is not None and blocks is None, BATCH_INNER, INNER_DIVISIBLE,
     )  # fmt: skip
     scores = ScoreScale(exponent_scale, softcap_scale, SOFTCAP)
     if MASK is None and SCORE is None:

@@ -41,8 +41,9 @@ def visible(keys, first_row, seq, layout: gl.constexpr, ROWS: gl.constexpr):
 def pairs_of(keys, first_row, seq, tile, head, layout: gl.constexpr, ROWS: gl.constexpr):
     """The pairs of the keys (64,) and ROWS rows of a query head's q."""
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))[None, :]
-    rows, keys = clamped(rows, seq.inner_len), clamped(keys, seq.outer_len)
-    return Pairs(seq.batch_of(tile), head, rows, keys[:, None])
+    if not seq.INNER_DIVISIBLE:
+        rows = clamped(rows, seq.inner_len)
+    return Pairs(seq.batch_of(tile), head, rows, clamped(keys, seq.outer_len)[:, None])
 
 
 @gluon.jit

@@ -103,6 +103,7 @@ def forward_kernel(
     TILE_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     MASK: gl.constexpr, SCORE: gl.constexpr, PAIR_ARGUMENT: gl.constexpr, BATCH_INNER: gl.constexpr,
+    INNER_DIVISIBLE: gl.constexpr,
     SEPARATE_OUT: gl.constexpr, PERSISTENT: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -132,7 +133,7 @@ def forward_kernel(
     varlen = new_varlen(cu_seqlens_q, cu_seqlens_k, sequences, BOTTOM_RIGHT)
     tile_map = TileMap(
         batch_heads, heads, q_len, k_len, left, right, section, varlen, new_block_lists(blocks, sequences),
-        CONSUMERS * WG_ROWS, TILE_K, LEFT, RIGHT, MASK is not None and blocks is None, BATCH_INNER,
+        CONSUMERS * WG_ROWS, TILE_K, LEFT, RIGHT, MASK is not None and blocks is None, BATCH_INNER, INNER_DIVISIBLE,
     )  # fmt: skip
     memory = new_memory(tensors, CONSUMERS, STAGES, SEPARATE_OUT, varlen.VARLEN)
     fence_async_shared()

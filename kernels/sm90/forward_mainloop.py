@@ -54,10 +54,12 @@ def visible(rows, first_column, seq, layout: gl.constexpr):
     Columns are compared in two parts: a thread's are few numbers below 8, and multiples of 8 known when compiled.
     """
     columns = gl.arange(0, seq.INNER_TILE, layout=gl.SliceLayout(0, layout))[None, :]
-    last = gl.full([WG_ROWS], 0, gl.int32, gl.SliceLayout(1, layout)) + (seq.inner_len - 1)
-    if seq.RIGHT:
-        last = gl.minimum(rows + seq.right, last)
-    seen = (last - first_column)[:, None] - columns % 8 >= columns // 8 * 8
+    seen = gl.full([WG_ROWS, seq.INNER_TILE], True, gl.int1, layout)
+    if seq.RIGHT or not seq.INNER_DIVISIBLE:
+        last = gl.full([WG_ROWS], 0, gl.int32, gl.SliceLayout(1, layout)) + (seq.inner_len - 1)
+        if seq.RIGHT:
+            last = gl.minimum(rows + seq.right, last)
+        seen = (last - first_column)[:, None] - columns % 8 >= columns // 8 * 8
     if seq.LEFT:
         seen = seen & ((rows + (seq.left - first_column))[:, None] - columns % 8 <= columns // 8 * 8)
     return seen
@@ -67,7 +69,7 @@ def visible(rows, first_column, seq, layout: gl.constexpr):
 def pairs_of(rows, first_column, seq, tile, layout: gl.constexpr, LAST: gl.constexpr):
     """The pairs of the rows (64,) and a tile of columns, of which all exist unless it may be the LAST."""
     columns = first_column + gl.arange(0, seq.INNER_TILE, layout=gl.SliceLayout(0, layout))[None, :]
-    if LAST:
+    if LAST and not seq.INNER_DIVISIBLE:
         columns = clamped(columns, seq.inner_len)
     return Pairs(seq.batch_of(tile), tile.head, clamped(rows, seq.outer_len)[:, None], columns)
 
@@ -88,8 +90,11 @@ def changed_scores(s, scores, mods, rows, inner, seq, tile, MASKED: gl.constexpr
     pairs = pairs_of(rows, inner * seq.INNER_TILE, seq, tile, layout, LAST)
     s = mods.change(scores.softcap(s), pairs)
     if MASKED:
-        s = mods.hide(s, pairs, MINUS_INFINITY)
-        s = gl.where(visible(rows, inner * seq.INNER_TILE, seq, layout), s, float("-inf"))
+        seen = visible(rows, inner * seq.INNER_TILE, seq, layout)
+        if mods.MASK is None:
+            s = gl.where(seen, s, float("-inf"))
+        else:
+            s = mods.hide_unseen(s, seen, pairs, MINUS_INFINITY)
     return s
 
 
@@ -163,34 +168,57 @@ def first_step(tensors, memory, seq, tile, rows, n, scores, mods, CONSUMER: gl.c
 
 
 @gluon.jit
+def steps(
+    softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, begin, end, scores, mods,
+    RESCALE: gl.constexpr, MASKED: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """Steps from position ``end`` - 1 down to ``begin``, after that of the n-th tile; also returns the last n."""
+    for position in range(end - 1, begin - 1, -1):
+        n += 1
+        softmax, p, out, out_tail = step(
+            softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, position, scores, mods,
+            RESCALE, MASKED, CONSUMER,
+        )  # fmt: skip
+    return softmax, p, out, out_tail, n
+
+
+@gluon.jit
 def mainloop(tensors, memory, seq, tile, rows, n, recompute, scores, mods, CONSUMER: gl.constexpr):
     """A tile's softmax, last P, unnormalized output, number of the last inner tile, and whether `update` was called.
 
-    ``recompute``: rescale in every step, after an overflow.
+    ``recompute``: rescale in every step, after an overflow. A mask hides so much that tiles it touches may be most of
+    those visited; they are not rescaled either if each row saw something in the first tile, as with a causal mask.
     """
     softmax, p, out, out_tail = first_step(tensors, memory, seq, tile, rows, n, scores, mods, CONSUMER)
     memory.k.wait_full(n + 1, tile.begin < tile.end - 1)
     right = gl.maximum(gl.minimum(tile.whole_end, tile.end - 1), tile.begin)
+    rescaled = right
+    if mods.MASK is not None:
+        if recompute:
+            right = tile.begin
+            rescaled = tile.begin
+        elif softmax.has_pivots():
+            rescaled = tile.end - 1
     left = gl.maximum(gl.minimum(tile.whole_begin, right), tile.begin)
-    update_end = left
+    updated = left
     if recompute:
-        update_end = right
-    for position in range(tile.end - 2, right - 1, -1):
-        n += 1
-        softmax, p, out, out_tail = step(
-            softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, position, scores, mods,
-            True, True, CONSUMER,
+        updated = right
+    softmax, p, out, out_tail, n = steps(
+        softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, rescaled, tile.end - 1, scores, mods,
+        True, True, CONSUMER,
+    )  # fmt: skip
+    if mods.MASK is not None:
+        softmax, p, out, out_tail, n = steps(
+            softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, right, rescaled, scores, mods,
+            False, True, CONSUMER,
         )  # fmt: skip
-    for position in range(right - 1, update_end - 1, -1):
-        n += 1
-        softmax, p, out, out_tail = step(
-            softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, position, scores, mods,
-            False, False, CONSUMER,
-        )  # fmt: skip
-    for position in range(update_end - 1, tile.begin - 1, -1):
-        n += 1
-        softmax, p, out, out_tail = step(
-            softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, position, scores, mods,
+    softmax, p, out, out_tail, n = steps(
+        softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, updated, right, scores, mods,
+        False, False, CONSUMER,
+    )  # fmt: skip
+    if mods.MASK is None or seq.LEFT:
+        softmax, p, out, out_tail, n = steps(
+            softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, tile.begin, updated, scores, mods,
             True, seq.LEFT, CONSUMER,
         )  # fmt: skip
-    return softmax, p, out, out_tail, n, right > update_end
+    return softmax, p, out, out_tail, n, rescaled > updated

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..bound_mods import dropout_operand, itself
-from ..call import Band, Call, Options
+from ..call import BLOCK, Band, Call, Options
 from ..launching import Launch
 from ..layouts import ALIGNMENT
 from ..lib.softmax import LOG2_E
@@ -147,6 +147,15 @@ def rule_operands(call: Call, config: ForwardConfig | BackwardConfig, lists: Ten
     return [captured, pairs, blocks, dropout_operand(call.options, call.aux, itself)]
 
 
+def is_divisible(call: Call, config: ForwardConfig | BackwardConfig) -> bool:
+    """Whether all rows of the tiles or listed blocks that a CTA loops over exist: rules then need no clamps."""
+    if isinstance(config, BackwardConfig):
+        length, tile = call.q_len, config.tile_q
+    else:
+        length, tile = call.k_len, config.tile_k
+    return call.has_rules and not call.is_packed and length > 0 and length % tile == length % BLOCK == 0
+
+
 def common_constants(call: Call, config: ForwardConfig | BackwardConfig) -> dict[str, Any]:
     """What both kernels are compiled for: a call's mask and soft cap, and registers."""
     left, right = call.band
@@ -158,6 +167,7 @@ def common_constants(call: Call, config: ForwardConfig | BackwardConfig) -> dict
         **bound_mods(call).code(backward=isinstance(config, BackwardConfig), into=in_gluon),
         "PAIR_ARGUMENT": None if (pairs := pair_tensor(call)) is None else pairs.argument,
         "BATCH_INNER": entries_share_pairs(call),
+        "INNER_DIVISIBLE": is_divisible(call, config),
         "PRODUCER_REGISTERS": config.producer_registers,
         "CONSUMER_REGISTERS": config.consumer_registers,
     }

@@ -77,9 +77,14 @@ class OnlineSoftmax:
 
     @gluon.jit
     def update(self, s, scale):
-        """Take in a tile of scores without a mask, keeping the pivot: the softmax and P."""
+        """Take in a tile of scores, -inf where masked, keeping the pivot: the softmax and P."""
         p = gl.exp2(s * scale - (finite(self.pivot) * scale)[:, None])
         return OnlineSoftmax(self.pivot, self.sums + partial_sums(p)), p
+
+    @gluon.jit
+    def has_pivots(self):
+        """Whether all rows have seen something."""
+        return gl.min((self.pivot > float("-inf")).to(gl.int32), 0) != 0
 
     @gluon.jit
     def row_sums(self):

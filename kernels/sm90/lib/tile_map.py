@@ -44,6 +44,7 @@ class TileMap:
     sequence, in which both are the sequence's.
 
     With lists of blocks inner tiles are those of the lists; with MASKED, where a mask has none, any pair may be hidden.
+    INNER_DIVISIBLE: all rows of inner tiles exist.
     """
 
     batch_heads: gl.tensor
@@ -61,6 +62,7 @@ class TileMap:
     RIGHT: gl.constexpr
     MASKED: gl.constexpr
     BATCH_INNER: gl.constexpr
+    INNER_DIVISIBLE: gl.constexpr
 
     @gluon.jit
     def tiles_per_head(self):
@@ -113,7 +115,7 @@ class TileMap:
         return TileMap(
             self.batch_heads, self.heads, outer_len, inner_len, self.left + shift, self.right + shift, self.section,
             varlen, self.blocks, self.OUTER_TILE, self.INNER_TILE, self.LEFT, self.RIGHT, self.MASKED,
-            self.BATCH_INNER,
+            self.BATCH_INNER, self.INNER_DIVISIBLE,
         )  # fmt: skip
 
     @gluon.jit

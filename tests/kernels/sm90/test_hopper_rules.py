@@ -60,6 +60,11 @@ def blocks_by_heads(b, h, q_idx, kv_idx):
     return (q_idx // 128 + kv_idx // 128 < h + b) & ((q_idx + kv_idx) % 3 != h)
 
 
+def middle_first(b, h, q_idx, kv_idx):
+    """Some rows see the last keys, which are visited first, and the others do not."""
+    return (q_idx % 3 == 0) | (kv_idx < 300)
+
+
 def late_and_large(score, b, h, q_idx, kv_idx):
     """Raises what is visited last beyond what P can be relative to the first scores."""
     return score + torch.where(kv_idx < 70, 200.0, 0.0)
@@ -141,6 +146,29 @@ CASES = {
         lambda on: {"sinks": torch.tensor([300.0, -300.0], device=on), "mask": mask_mod(lambda b, h, q, k: k < q - 9)},
     ),
     "late_and_large": (sizes(300), {}, lambda on: {"scores": score_mod(late_and_large)}),
+    **{
+        f"{name}_{d}": (sizes(q_len, 384, d=d, heads=(4, 2)), settings, features)
+        for d in (64, 128)
+        for name, q_len, settings, features in (
+            (
+                "whole_tiles", 384, {"causal": True},
+                lambda on: {"mask": listed(variants.document(documents(on, 384, 100)), 384, causal=True)},
+            ),
+            ("documents_seen_late", 384, {}, lambda on: {"mask": listed(variants.document(documents(on, 384)), 384)}),
+            ("some_rows_see_the_last_keys", 200, {}, lambda on: {"mask": mask_mod(middle_first)}),
+            (
+                "masked_late_and_large", 256, {},
+                lambda on: {
+                    "mask": listed(mask_mod(lambda b, h, q, k: (q + k) % 3 > 0), 256, 384, device=on),
+                    "scores": score_mod(late_and_large),
+                },
+            ),
+            (
+                "whole_tiles_of_a_bias", 256, {"causal": True, "window": (150, None)},
+                lambda on: {"mask": variants.dilated(2), "bias": numbers(on, 4, 256, 384)},
+            ),
+        )
+    },
     "nothing": (sizes(), {}, lambda on: {"mask": mask_mod(lambda b, h, q, k: q < 0)}),
     "nothing_listed": (sizes(), {}, lambda on: {"mask": listed(mask_mod(lambda b, h, q, k: q < 0), 200, device=on)}),
     "more_keys": (
