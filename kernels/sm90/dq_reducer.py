@@ -44,7 +44,7 @@ def dq_reducer(
                     named_barriers.arrive(named_barriers.DQ_EMPTY + half, THREADS)
                 if DETERMINISTIC:
                     before = outer
-                    if tile_map.RIGHT:
+                    if tile_map.LAST_FIRST:
                         # Tiles with higher numbers were claimed before: as many of them as reach this tile of q.
                         while seq.reaches(following, inner, tile):
                             following += 1

@@ -35,9 +35,9 @@ class Tile:
 class TileMap:
     """The tiles of a launch in the order in which CTAs claim them.
 
-    Heads come in sections whose inner tensors fit into the L2 cache. With a right limit, as a causal mask has, a
-    section's longest tiles come first, and the short ones fill the gaps at its end. With BATCH_INNER the entries of a
-    batch follow each other, head by head: what they share of a tensor of pairs then comes from the L2 cache.
+    Heads come in sections whose inner tensors fit into the L2 cache. A section's longest tiles come first, with
+    LAST_FIRST the last ones, and the short ones fill the gaps at its end. With BATCH_INNER the entries of a batch
+    follow each other, head by head: what they share of a tensor of pairs then comes from the L2 cache.
 
     Outer row i sees the inner rows from i + left (if LEFT) to i + right (if RIGHT). With packed sequences, lengths are
     those of the tensors and limits those of equally long sequences; `tile_at` also returns the tile map of the tile's
@@ -63,6 +63,7 @@ class TileMap:
     MASKED: gl.constexpr
     BATCH_INNER: gl.constexpr
     INNER_DIVISIBLE: gl.constexpr
+    LAST_FIRST: gl.constexpr
 
     @gluon.jit
     def tiles_per_head(self):
@@ -92,7 +93,7 @@ class TileMap:
             width = self.batch_heads - first
         outer_tile = within // width
         batch_head = first + within % width
-        if self.RIGHT:
+        if self.LAST_FIRST:
             outer_tile = tiles - 1 - outer_tile
         seq = self
         if self.varlen.VARLEN:
@@ -115,7 +116,7 @@ class TileMap:
         return TileMap(
             self.batch_heads, self.heads, outer_len, inner_len, self.left + shift, self.right + shift, self.section,
             varlen, self.blocks, self.OUTER_TILE, self.INNER_TILE, self.LEFT, self.RIGHT, self.MASKED,
-            self.BATCH_INNER, self.INNER_DIVISIBLE,
+            self.BATCH_INNER, self.INNER_DIVISIBLE, self.LAST_FIRST,
         )  # fmt: skip
 
     @gluon.jit
