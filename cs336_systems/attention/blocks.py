@@ -41,10 +41,11 @@ class Blocks(NamedTuple):
     """The visible blocks, `BLOCK` rows by `BLOCK` columns, of a mask, a causal mask and a window together.
 
     rows: (batch or 1, heads or 1, blocks of rows, 2 + blocks of columns) int32: for each block of rows how many blocks
-    of columns are partly and how many are wholly visible, then their numbers, the partly visible first. columns: the
-    same with rows and columns exchanged. The rest is what they were found for; batch and heads are None where the mask
-    does not tell entries or heads apart. Packed sequences are entries of the batch, with q_len and k_len the bounds of
-    their lengths; starts is None without them.
+    of columns are partly and how many are wholly visible, then their numbers, the partly visible first, both from the
+    last to the first: with most causal masks each row then sees something, itself, in the first block that is visited.
+    columns: the same with rows and columns exchanged, and from the first to the last. The rest is what they were found
+    for; batch and heads are None where the mask does not tell entries or heads apart. Packed sequences are entries of
+    the batch, with q_len and k_len the bounds of their lengths; starts is None without them.
     """
 
     rows: Tensor
@@ -142,7 +143,7 @@ def _find(
             kinds = _kinds(options, tensors, pairs, band, most)
             kinds = F.pad(kinds, (0, of_columns - kinds.shape[-1], 0, of_rows - kinds.shape[-2]), value=HIDDEN)
             place = entry.to(device)[:, None], head
-            rows[place], columns[place] = (_listed(x).int() for x in (kinds, kinds.mT.contiguous()))
+            rows[place], columns[place] = _listed(kinds, step=-1), _listed(kinds.mT.contiguous(), step=1)
     sides = options.window_left, options.window_right, options.bottom_right
     kept = None if starts is None else (starts[0].clone(), starts[1].clone())
     return Blocks(rows, columns, q_len, k_len, *sides, batch, heads, kept)
@@ -245,7 +246,9 @@ def _told_apart(
     return told[0], told[1]
 
 
-def _listed(kinds: Tensor) -> Tensor:
-    order = ((kinds + (3 - PARTIAL)) % 3).argsort(dim=-1, stable=True)  # partly visible, wholly visible, hidden
+def _listed(kinds: Tensor, step: int) -> Tensor:
+    count = kinds.shape[-1]
+    of_kinds = (kinds.int() + (3 - PARTIAL)) % 3 * count  # partly visible, wholly visible, hidden
+    order = (of_kinds + step * torch.arange(count, dtype=torch.int32, device=kinds.device)).argsort(dim=-1)
     counts = [(kinds == kind).sum(-1, keepdim=True) for kind in (PARTIAL, WHOLE)]
-    return torch.cat([*counts, order], -1)
+    return torch.cat([*counts, order], -1).int()

@@ -66,14 +66,14 @@ def kinds_of(mask, call):
     return torch.where(every.all(-1), WHOLE, torch.where(some.any(-1), PARTIAL, HIDDEN))
 
 
-def listed(lists, kinds, kind):
-    """Whether the lists hold exactly the blocks of this kind: (..., block, other block)."""
+def listed(lists, kinds, kind, step):
+    """Whether the lists hold exactly the blocks of this kind, (..., block, other block), in this order."""
     for batch in range(BATCH):
         for head in range(HEADS):
             own = lists[batch % lists.shape[0], head % lists.shape[1]]
             for number, (partly, wholly, *order) in enumerate(own.tolist()):
                 found = order[:partly] if kind == PARTIAL else order[partly : partly + wholly]
-                assert found == (kinds[batch, head, number] == kind).nonzero().flatten().tolist()
+                assert found == (kinds[batch, head, number] == kind).nonzero().flatten().tolist()[::step]
 
 
 @pytest.mark.parametrize("call", [{}, *[call for call in CALLS.values() if call][:3]], ids=str)
@@ -82,8 +82,16 @@ def test_lists_hold_the_blocks_that_are_seen(name, call):
     mask = MASKS[name](CPU)
     blocks, kinds = blocks_of(mask, **SIZES, **call), kinds_of(mask, call)
     for kind in (PARTIAL, WHOLE):
-        listed(blocks.rows, kinds, kind)
-        listed(blocks.columns, kinds.mT, kind)
+        listed(blocks.rows, kinds, kind, -1)
+        listed(blocks.columns, kinds.mT, kind, 1)
+
+
+def test_lists_of_many_blocks_are_in_order():
+    count = 300
+    rows, columns = causal().with_blocks(count * BLOCK, count * BLOCK, device=CPU).blocks[:2]
+    for number in range(count):
+        assert rows[0, 0, number, : 3 + number].tolist() == [1, number, *range(number, -1, -1)]
+        assert columns[0, 0, number, : 2 + count - number].tolist() == [1, count - 1 - number, *range(number, count)]
 
 
 @pytest.mark.parametrize("name", named(MASKS, ["document", "by_head"]))
