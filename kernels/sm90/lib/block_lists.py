@@ -39,10 +39,23 @@ class BlockLists:
         return whole, gl.maximum(gl.load(entry) * STEPS + whole, 1)
 
     @gluon.jit
-    def inner_tile(self, entry, position, INNER_TILE: gl.constexpr):
-        """The ``position``-th of these inner tiles, counted from the end of the list."""
+    def hidden(self, entry, start, last, count, INNER_TILE: gl.constexpr):
+        """1 if an outer tile, half of a block, does not see the second half of the first block listed; else 0.
+
+        It is the first half of its block, and ``last`` is the last inner row that it sees.
+        """
+        begin = gl.load(entry + 2) * BLOCK_SIZE + INNER_TILE
+        return ((start % BLOCK_SIZE == 0) & (begin > last) & (count > 1)).to(gl.int32)
+
+    @gluon.jit
+    def inner_tile(self, entry, position, start, INNER_TILE: gl.constexpr):
+        """The ``position``-th of the listed inner tiles: of each block first the one that the outer row has in its own.
+
+        So with a causal mask each row sees itself in the first one.
+        """
         STEPS: gl.constexpr = BLOCK_SIZE // INNER_TILE
-        return gl.load(entry + 2 + position // STEPS) * STEPS + position % STEPS
+        own = start // INNER_TILE % STEPS
+        return gl.load(entry + 2 + position // STEPS) * STEPS + (own + STEPS - position % STEPS) % STEPS
 
 
 @gluon.jit

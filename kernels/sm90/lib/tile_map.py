@@ -7,7 +7,7 @@ inner one k; the backward's are k and q.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .block_lists import BlockLists
+from .block_lists import BLOCK_SIZE, BlockLists
 from .struct import struct
 from .varlen import Varlen, tma_coords
 
@@ -17,7 +17,8 @@ class Tile:
     """A tile of outer rows, from ``start`` on, and the inner tiles [begin, end) of which any of its rows sees a part.
 
     Every row sees all of the inner tiles [whole_begin, whole_end), and a part of one after them unless it sees nothing.
-    With lists of blocks these are places in the list, from its end to its beginning, and ``entry`` is where it begins.
+    With lists of blocks these are places in the list, from its end to its beginning, and ``entry`` is where it begins;
+    the ``skipped`` ones after the first are hidden.
     """
 
     batch_head: gl.tensor
@@ -29,6 +30,7 @@ class Tile:
     whole_end: gl.tensor
     end: gl.tensor
     entry: gl.tensor
+    skipped: gl.tensor
 
 
 @struct
@@ -184,7 +186,7 @@ class TileMap:
             whole_begin = 0
         tile = Tile(
             batch * self.heads + head, batch, head, start,
-            gl.to_tensor(begin), gl.to_tensor(whole_begin), whole_end, end, self.blocks.lists,
+            gl.to_tensor(begin), gl.to_tensor(whole_begin), whole_end, end, self.blocks.lists, end * 0,
         )  # fmt: skip
         return self.listed(tile, head)
 
@@ -194,9 +196,13 @@ class TileMap:
         if self.blocks.LISTED:
             entry = self.blocks.entry(tile.batch, head, tile.start)
             whole_end, end = self.blocks.count(entry, self.INNER_TILE)
+            skipped = tile.skipped
+            if self.RIGHT and self.OUTER_TILE == BLOCK_SIZE // 2:
+                last = tile.start + self.OUTER_TILE - 1 + self.right
+                skipped = self.blocks.hidden(entry, tile.start, last, end, self.INNER_TILE)
             tile = Tile(
                 tile.batch_head, tile.batch, tile.head, tile.start,
-                tile.begin, tile.whole_begin, whole_end, end, entry,
+                tile.begin, tile.whole_begin, whole_end, end - skipped, entry, skipped,
             )  # fmt: skip
         return tile
 
@@ -222,7 +228,9 @@ class TileMap:
     def visited(self, inner_tile, tile):
         """The inner tile at a place between a tile's ``begin`` and ``end``."""
         if self.blocks.LISTED:
-            inner_tile = self.blocks.inner_tile(tile.entry, tile.end - 1 - inner_tile, self.INNER_TILE)
+            position = tile.end - 1 - inner_tile
+            position += gl.where(position > 0, tile.skipped, 0)
+            inner_tile = self.blocks.inner_tile(tile.entry, position, tile.start, self.INNER_TILE)
         return inner_tile
 
     @gluon.jit

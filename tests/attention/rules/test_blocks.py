@@ -88,7 +88,7 @@ def test_lists_hold_the_blocks_that_are_seen(name, call):
 
 def test_lists_of_many_blocks_are_in_order():
     count = 300
-    rows, columns = causal().with_blocks(count * BLOCK, count * BLOCK, device=CPU).blocks[:2]
+    rows, columns = blocks_of(causal(), q_len=count * BLOCK, k_len=count * BLOCK, device=CPU)[:2]
     for number in range(count):
         assert rows[0, 0, number, : 3 + number].tolist() == [1, number, *range(number, -1, -1)]
         assert columns[0, 0, number, : 2 + count - number].tolist() == [1, count - 1 - number, *range(number, count)]

@@ -65,6 +65,16 @@ def middle_first(b, h, q_idx, kv_idx):
     return (q_idx % 3 == 0) | (kv_idx < 300)
 
 
+def of_earlier_blocks(b, h, q_idx, kv_idx):
+    """No row sees the keys of its own block."""
+    return q_idx // 128 > kv_idx // 128
+
+
+def since_multiples_of_90(b, h, q_idx, kv_idx):
+    """Documents that begin every 90 rows, seen to their end."""
+    return q_idx // 90 * 90 <= kv_idx
+
+
 def late_and_large(score, b, h, q_idx, kv_idx):
     """Raises what is visited last beyond what P can be relative to the first scores."""
     return score + torch.where(kv_idx < 70, 200.0, 0.0)
@@ -155,6 +165,14 @@ CASES = {
                 lambda on: {"mask": listed(variants.document(documents(on, 384, 100)), 384, causal=True)},
             ),
             ("documents_seen_late", 384, {}, lambda on: {"mask": listed(variants.document(documents(on, 384)), 384)}),
+            (
+                "earlier_blocks", 384, {"causal": True},
+                lambda on: {"mask": listed(mask_mod(of_earlier_blocks), 384, causal=True, device=on)},
+            ),
+            (
+                "shifted_documents", 320, {"causal": True},
+                lambda on: {"mask": listed(mask_mod(since_multiples_of_90), 320, 384, causal=True, device=on)},
+            ),
             ("some_rows_see_the_last_keys", 200, {}, lambda on: {"mask": mask_mod(middle_first)}),
             (
                 "masked_late_and_large", 256, {},
