@@ -2,9 +2,9 @@
 
 from ..rules import Mask
 from .arguments import rows
-from .recorded import recorded_mask
+from .recorded import mask_of_divisor
 
-_block_local = recorded_mask(lambda b, h, q_idx, kv_idx, size: q_idx // size == kv_idx // size, int)
+_block_local = mask_of_divisor(lambda b, h, q_idx, kv_idx, size: q_idx // size == kv_idx // size)
 
 
 def block_local(size: int) -> Mask:

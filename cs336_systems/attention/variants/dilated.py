@@ -2,9 +2,9 @@
 
 from ..rules import Mask
 from .arguments import rows
-from .recorded import recorded_mask
+from .recorded import mask_of_divisor
 
-_dilated = recorded_mask(lambda b, h, q_idx, kv_idx, step: q_idx % step == kv_idx % step, int)
+_dilated = mask_of_divisor(lambda b, h, q_idx, kv_idx, step: q_idx % step == kv_idx % step)
 
 
 def dilated(step: int) -> Mask:

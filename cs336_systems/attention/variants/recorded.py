@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ...kernels.mods import PLACES
 from ...kernels.rules import Leaf
+from ...kernels.torch_names import exporting
+from ..mods import mask_mod
 from ..rules import Mask, Scores
 from ..tracing.operations import STAND_INS
 from ..tracing.record import record
@@ -29,6 +31,22 @@ def recorded_mask(mod: Callable[..., Tensor], *kinds: Any) -> Callable[..., Mask
         kinds: of what it captures: (dtype, number of axes) of a tensor, ``int`` for an integer.
     """
     return _recorded("mask", mod, kinds, Mask)
+
+
+def mask_of_divisor(mod: Callable[..., Tensor]) -> Callable[[int], Mask]:
+    """A mask of an integer, by which ``mod`` of (b, h, q_idx, kv_idx, divisor) divides.
+
+    It is part of the rule, because no GPU has an instruction to divide. Where torch.export traces, the rule captures it:
+    with strict=False nothing can be recorded.
+    """
+    of_captured = recorded_mask(mod, int)
+
+    def make(divisor: int) -> Mask:
+        if exporting():
+            return of_captured(divisor)
+        return mask_mod(lambda b, h, q_idx, kv_idx: mod(b, h, q_idx, kv_idx, divisor))
+
+    return make
 
 
 def recorded_scores(mod: Callable[..., Tensor], *kinds: Any) -> Callable[..., Scores]:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.attention import attention, attention_varlen, score_statistics
 from cs336_systems.attention.mods import mask_mod, score_mod
-from cs336_systems.attention.variants import window
+from cs336_systems.attention.variants import block_local, dilated, window
 from cs336_systems.compat.flex_attention import create_block_mask, flex_attention
 
 from ..helpers import COMPILES, EVERY, compiled_once, named, one_graph, slow
@@ -263,6 +263,19 @@ def test_export_records_functions_if_it_is_strict():
     assert_alike(torch.export.export(model, (), inputs, strict=True).module(), model, inputs)
     with pytest.raises(TypeError, match=r"score_mod cannot be called where torch\.export traces with strict=False"):
         torch.export.export(model, (), inputs, strict=False)
+
+
+class Divided(nn.Module):
+    """Masks whose functions divide."""
+
+    def forward(self, q, k, v):
+        return attention(q, k, v, mask=dilated(3) | block_local(4), impl="tiled")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_masks_that_divide_are_exported(strict):
+    model, inputs = Divided(), {name: torch.randn(2, HEADS, 13, 16) for name in "qkv"}
+    assert_alike(torch.export.export(model, (), inputs, strict=strict).module(), model, inputs)
 
 
 def branches(score, b, h, q_idx, kv_idx):

@@ -173,7 +173,7 @@ def test_other_numbers_compile_nothing_anew(flash_device):
 
     def call(number):
         features = {"softcap": float(number), "alibi_slopes": slopes, "dropout_p": 0.1 / number, "seed": 1}
-        features["mask"] = variants.block_local(number) | variants.window(number, 1)
+        features["mask"] = variants.causal(number) | variants.window(number, 1)
         check("flash", inputs, features)
 
     call(2)
