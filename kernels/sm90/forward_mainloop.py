@@ -186,8 +186,8 @@ def steps(
 def mainloop(tensors, memory, seq, tile, rows, n, recompute, scores, mods, CONSUMER: gl.constexpr):
     """A tile's softmax, last P, unnormalized output, number of the last inner tile, and whether `update` was called.
 
-    ``recompute``: rescale in every step, after an overflow. A mask hides so much that tiles it touches may be most of
-    those visited; they are not rescaled either if each row saw something in the first tile, as with a causal mask.
+    ``recompute``: rescale in every step, after an overflow. Tiles that a causal mask or a window cuts are rescaled;
+    those that a mask may touch, which may be most, only if some row saw nothing in the first tile.
     """
     softmax, p, out, out_tail = first_step(tensors, memory, seq, tile, rows, n, scores, mods, CONSUMER)
     memory.k.wait_full(n + 1, tile.begin < tile.end - 1)

@@ -36,8 +36,8 @@ def recorded_mask(mod: Callable[..., Tensor], *kinds: Any) -> Callable[..., Mask
 def mask_of_divisor(mod: Callable[..., Tensor]) -> Callable[[int], Mask]:
     """A mask of an integer, by which ``mod`` of (b, h, q_idx, kv_idx, divisor) divides.
 
-    It is part of the rule, because no GPU has an instruction to divide. Where torch.export traces, the rule captures it:
-    with strict=False nothing can be recorded.
+    It is part of the rule, because no GPU has an instruction to divide. Where torch.export traces, which with
+    strict=False cannot record, the rule captures it.
     """
     of_captured = recorded_mask(mod, int)
 
