@@ -20,7 +20,7 @@ from .dq_reducer import DQ_ROW
 from .lib.mma import WG_ROWS
 from .lib.mods import in_gluon
 from .lib.varlen import BOUND
-from .rule_arguments import bound_mods, entries_share_pairs, pair_itemsize, pair_tensor
+from .rule_arguments import bound_mods, entries_share_pairs, loads_pairs, pair_itemsize, pair_tensor
 from .tiles import (
     BACKWARD_OF_V,
     BackwardConfig,
@@ -148,12 +148,20 @@ def rule_operands(call: Call, config: ForwardConfig | BackwardConfig, lists: Ten
 
 
 def is_divisible(call: Call, config: ForwardConfig | BackwardConfig) -> bool:
-    """Whether all rows of the tiles or listed blocks that a CTA loops over exist: rules then need no clamps."""
+    """Whether all rows of the tiles or listed blocks that a CTA loops over exist: rules then need no clamps.
+
+    In a backward whose rules load a number for each pair they are clamped all the same: else LLVM keeps addresses from
+    step to step, in registers that there are not.
+    """
+    if not call.has_rules or call.is_packed:
+        return False
     if isinstance(config, BackwardConfig):
+        if loads_pairs(call, by_tma=config.has_pairs):
+            return False
         length, tile = call.q_len, config.tile_q
     else:
         length, tile = call.k_len, config.tile_k
-    return call.has_rules and not call.is_packed and length > 0 and length % tile == length % BLOCK == 0
+    return length > 0 and length % tile == length % BLOCK == 0
 
 
 def common_constants(call: Call, config: ForwardConfig | BackwardConfig) -> dict[str, Any]:
