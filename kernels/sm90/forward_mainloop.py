@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from .lib.mma import WG_ROWS, accumulator, as_matrix, pack_pairs, unpack_operand
-from .lib.mods import MINUS_INFINITY, Pairs, clamped
+from .lib.mods import MINUS_INFINITY, Pairs, clamped, opaque
 from .lib.softmax import first_update
 
 
@@ -48,10 +48,11 @@ def wait_pv(out, out_tail, operand, V_TAIL: gl.constexpr):
 
 
 @gluon.jit
-def visible(rows, first_column, seq, layout: gl.constexpr):
+def visible(rows, first_column, seq, layout: gl.constexpr, OPAQUE: gl.constexpr = False):
     """Which pairs of the rows (64,) and a tile of columns exist and are not masked.
 
     Columns are compared in two parts: a thread's are few numbers below 8, and multiples of 8 known when compiled.
+    OPAQUE: what is compared is unknown to LLVM; see `opaque`.
     """
     columns = gl.arange(0, seq.INNER_TILE, layout=gl.SliceLayout(0, layout))[None, :]
     seen = gl.full([WG_ROWS, seq.INNER_TILE], True, gl.int1, layout)
@@ -59,9 +60,15 @@ def visible(rows, first_column, seq, layout: gl.constexpr):
         last = gl.full([WG_ROWS], 0, gl.int32, gl.SliceLayout(1, layout)) + (seq.inner_len - 1)
         if seq.RIGHT:
             last = gl.minimum(rows + seq.right, last)
-        seen = (last - first_column)[:, None] - columns % 8 >= columns // 8 * 8
+        last = (last - first_column)[:, None] - columns % 8
+        if OPAQUE:
+            last = opaque(last)
+        seen = last >= columns // 8 * 8
     if seq.LEFT:
-        seen = seen & ((rows + (seq.left - first_column))[:, None] - columns % 8 <= columns // 8 * 8)
+        first = (rows + (seq.left - first_column))[:, None] - columns % 8
+        if OPAQUE:
+            first = opaque(first)
+        seen = seen & (first <= columns // 8 * 8)
     return seen
 
 
@@ -90,7 +97,7 @@ def changed_scores(s, scores, mods, rows, inner, seq, tile, MASKED: gl.constexpr
     pairs = pairs_of(rows, inner * seq.INNER_TILE, seq, tile, layout, LAST)
     s = mods.change(scores.softcap(s), pairs)
     if MASKED:
-        seen = visible(rows, inner * seq.INNER_TILE, seq, layout)
+        seen = visible(rows, inner * seq.INNER_TILE, seq, layout, mods.MASK is not None)
         if mods.MASK is None:
             s = gl.where(seen, s, float("-inf"))
         else:
