@@ -6,7 +6,7 @@ Functions with an argument ``read`` return operands of a launch. For a repeated 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -120,11 +120,15 @@ class BoundMods:
         return max(1.0, rules.steepest(self.scores) * max(1.0, keep_scale))
 
 
+def tensors_read(call: Call) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """The axes that each tensor which a call's rules captured is read along, and the tensor: `rules.axes_read`."""
+    leaves = (*rules.leaves(call.options.mask), *call.options.scores)
+    return rules.axes_read(leaves, (*call.aux.mask_aux, *call.aux.score_aux))
+
+
 def axes_with_elements(call: Call) -> list[set[str]]:
     """The axes along which each tensor that a call's rules captured has several elements that they read."""
-    captured = (*call.aux.mask_aux, *call.aux.score_aux)
-    leaves = (*rules.leaves(call.options.mask), *call.options.scores)
-    steps = [zip(axes, x.shape, x.stride(), strict=False) for axes, x in rules.axes_read(leaves, captured)]
+    steps = [zip(axes, x.shape, x.stride(), strict=False) for axes, x in tensors_read(call)]
     return [{axis for axis, size, stride in each if size > 1 and stride != 0} for each in steps]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import rules
-from ..bound_mods import BoundMods, View, axes_with_elements
+from ..bound_mods import BoundMods, View, axes_with_elements, tensors_read
 from ..call import BLOCK, Aux, Call, Wanted
 from ..layouts import ALIGNMENT, has_tma_strides
 from ..mods import AXES, DISTANCE, code_of
@@ -84,9 +84,9 @@ def loads_pairs(call: Call, *, by_tma: bool) -> bool:
     """Whether rules load a number for each pair from a tensor: any but the `pair_tensor`, if that comes ``by_tma``."""
     pairs = pair_tensor(call) if by_tma else None
     in_tiles = None if pairs is None else pairs.captured(call.aux)
-    leaves = (*rules.leaves(call.options.mask), *call.options.scores)
-    read = rules.axes_read(leaves, (*call.aux.mask_aux, *call.aux.score_aux))
-    return any(x is not in_tiles and (not axes or DISTANCE in axes or {*AXES[2:]} <= {*axes}) for axes, x in read)
+    return any(
+        x is not in_tiles and (not axes or DISTANCE in axes or {*AXES[2:]} <= {*axes}) for axes, x in tensors_read(call)
+    )
 
 
 def pair_tensor(call: Call) -> PairArgument | None:

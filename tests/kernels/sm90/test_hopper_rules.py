@@ -60,13 +60,13 @@ def blocks_by_heads(b, h, q_idx, kv_idx):
     return (q_idx // 128 + kv_idx // 128 < h + b) & ((q_idx + kv_idx) % 3 != h)
 
 
-def middle_first(b, h, q_idx, kv_idx):
-    """Some rows see the last keys, which are visited first, and the others do not."""
+def last_keys_for_every_third(b, h, q_idx, kv_idx):
+    """Every third row sees all keys; the others do not see the last ones, which are visited first."""
     return (q_idx % 3 == 0) | (kv_idx < 300)
 
 
 def of_earlier_blocks(b, h, q_idx, kv_idx):
-    """No row sees the keys of its own block."""
+    """Each row sees keys of earlier blocks alone."""
     return q_idx // 128 > kv_idx // 128
 
 
@@ -173,7 +173,7 @@ CASES = {
                 "shifted_documents", 320, {"causal": True},
                 lambda on: {"mask": listed(mask_mod(since_multiples_of_90), 320, 384, causal=True, device=on)},
             ),
-            ("some_rows_see_the_last_keys", 200, {}, lambda on: {"mask": mask_mod(middle_first)}),
+            ("some_rows_see_the_last_keys", 200, {}, lambda on: {"mask": mask_mod(last_keys_for_every_third)}),
             (
                 "masked_late_and_large", 256, {},
                 lambda on: {
