@@ -103,9 +103,11 @@ def with_sinks(scores: Tensor, sinks: Tensor, k: Tensor) -> Tensor:
 def is_faster_than_tiled(call: Call) -> bool:
     """Whether naive is the better choice on a CPU, where it passes over its scores fewer times: they are few.
 
-    In 16 bits naive rounds its scores to them. What is traced may have any length, and packed sequences have few pairs.
+    In 16 bits naive rounds its scores to them. An exported program is for any length; packed sequences have few pairs.
     """
-    if call.device.type != "cpu" or call.dtype.itemsize < 4 or call.is_packed or must_dispatch(call.q, call.k, call.v):
+    if call.device.type != "cpu" or call.dtype.itemsize < 4 or call.is_packed or exporting():
+        return False
+    if not torch.compiler.is_compiling() and must_dispatch(call.q, call.k, call.v):
         return False
     return math.prod(call.q.shape[:-1]) * call.k_len * call.dtype.itemsize <= MOST_SCORES_ON_CPU
 

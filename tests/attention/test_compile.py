@@ -22,8 +22,8 @@ SOME = ("causal", "rules", "by_distance", "everything")
 ONE_GRAPH = [
     *[("flash", name) for name in CALLS],
     *[(impl, name) for impl in ("tiled", "naive") for name in SOME],
-    # What "auto" chooses on a CPU is torch's own, and with the log-sum-exp tiled.
-    *[("auto", name) for name in ("causal", "top_left")],
+    # What "auto" chooses on a CPU is torch's own, and naive for what that does not compute.
+    *[("auto", name) for name in ("causal", "top_left", "everything")],
 ]
 FAST = [("flash", "slopes_and_sinks"), ("auto", "top_left")]
 FAST += [("tiled", name) for name in SOME[1:]]
@@ -62,11 +62,26 @@ def test_code_generated_from_the_graph(impl, settings, lengths, device):
         assert_within_budget(results, inputs, causal=settings.get("causal", False), features=features)
 
 
+@pytest.mark.parametrize(("dtype", "heads", "tiled"), [(FLOAT, 2, False), (HALF, 2, True), (FLOAT, 64, True)])
+def test_auto_on_a_cpu_is_naive_while_scores_are_few(dtype, heads, tiled):
+    """As in eager code; 64 heads have 64 MiB of scores."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    q, k = (torch.randn(1, heads, length, 8, dtype=dtype) for length in (64, 4096))
+    one_graph(partial(attention, window=(9, None)), backend=backend)(q, k, k)
+    (graph,) = graphs
+    assert any("tiled_forward" in str(node.target) for node in graph.graph.nodes) == tiled
+
+
 FAST_DYNAMIC = [("tiled", name) for name in ("causal", *FAR_WINDOWS)]
 DYNAMIC = [
     *[(impl, "causal") for impl in ("flash", "tiled", "naive")],
     *[("flash", name) for name in ("by_distance", "everything")],
-    ("auto", "top_left"),
+    *[("auto", name) for name in ("top_left", "by_distance")],
     *[(impl, name) for impl in ("flash", "tiled") for name in FAR_WINDOWS],
     # Far sides are made near ones before an implementation sees them; naive's graph takes longest.
     ("naive", "far_sides"),
