@@ -121,6 +121,12 @@ FORWARD_VARLEN = {
     (256, 0): ForwardConfig(64, 2, 2, 232, 40, 168, False),
     (256, 256): ForwardConfig(32, 2, 2, 232, 40, 168, False),
 }
+FORWARD_LATENT = {
+    # For `LATENT`, whose v has no tail, so that there is space for 128 rows of k. By whether consumers compute rules:
+    # then they spill less with the registers that the producer gives up, and else nobody spills if it keeps them.
+    True: ForwardConfig(128, 2, 2, 240, 24, 168, False),
+    False: ForwardConfig(128, 2, 2, 224, 56, 168, False),
+}
 _FORWARD_PAIRS = {
     # By head_dim and k_tail. Tiles of pairs take the memory of a stage, or of separate output buffers.
     (64, 0): ForwardConfig(64, 1, 2, 136, 24, 80, True, 3, has_pairs=True),
@@ -173,6 +179,8 @@ BACKWARD_PAIRS = {
 HEAD_DIMS = (64, 128, 256)
 """Columns that tiles have; for head dimensions between, TMA fills them up with zeros."""
 
+LATENT = SplitHeadDim(128, 64, 0)
+"""How heads of latent attention are held: 136 to 192 columns of q and k, and 72 to 128 of v."""
 WIDE = SplitHeadDim(256, 256, 0)
 """How q and k of more columns than a tile has are held."""
 
@@ -195,6 +203,8 @@ def forward_config(
     head_dim, k_tail, _ = split
     if (head_dim, k_tail) in FORWARD_PAIRS[pair_itemsize]:
         return FORWARD_PAIRS[pair_itemsize][head_dim, k_tail]
+    if split == LATENT:
+        return FORWARD_LATENT[has_rules and not is_packed]
     if is_packed:
         return FORWARD_VARLEN[head_dim, k_tail]
     # Lists of blocks have 128 rows each.

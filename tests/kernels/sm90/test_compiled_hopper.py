@@ -118,6 +118,9 @@ def cases_of(name, dim):
         others.append(causal | {"band": "window", "deterministic": True, "dtype": "float16"})
     elif dim in TAILS:
         others = [*[unmasked] * (dim in (96, 192)), *[packed] * (dim in (80, 192))]
+        if dim == 192:
+            latent = [unmasked, packed, window, causal | {"rules": "document_listed"}]
+            others += [case | {"v_head_dim": 128} for case in latent]
     elif dim == 128:
         # float16 changes products, packing where rows lie, and determinism waits: the limits are the same together.
         others = [unmasked, causal | {"softcap": 5.0}, packed | {"dtype": "float16"}, window]
