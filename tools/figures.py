@@ -89,7 +89,10 @@ class Rows:
 
     def numbers(self, query: str) -> list[float]:
         """What the query gives, row by row. Raises ValueError for a file or a row that is missing."""
-        named = [f"{name} as ({view})" for name, view in self.views.items() if re.search(rf"\b{name}\b", query)]
+        named: list[str] = []
+        for name, view in reversed(self.views.items()):  # a view may name those above it
+            if re.search(rf"\b{name}\b", " ".join([query, *named])):
+                named.insert(0, f"{name} as ({view})")
         query = (f"with {', '.join(named)} " if named else "") + query
         files = re.findall(r'"([^"]+\.csv)"', query)
         if not files:

@@ -122,8 +122,8 @@ FORWARD_VARLEN = {
     (256, 256): ForwardConfig(32, 2, 2, 232, 40, 168, False),
 }
 FORWARD_LATENT = {
-    # For `LATENT`, whose v has no tail, so that there is space for 128 rows of k. By whether consumers compute rules:
-    # then they spill less with the registers that the producer gives up, and else nobody spills if it keeps them.
+    # For `LATENT`: v has no tail, so there is space for 128 rows of k. By whether there are rules, and no packed
+    # sequences: consumers that compute rules spill less with more registers, the others little or nothing with these.
     True: ForwardConfig(128, 2, 2, 240, 24, 168, False),
     False: ForwardConfig(128, 2, 2, 224, 56, 168, False),
 }
