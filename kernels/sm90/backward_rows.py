@@ -9,17 +9,17 @@ from ..lib.varlen import sequence_of, slot_of, span_of
 
 @triton.jit
 def rows_of_program(cu_seqlens, sequences, q_len, padded_len, ROWS: tl.constexpr, PADDING: tl.constexpr):
-    """A program's 64 rows: their number, head, places in padded buffers and in tensors, which exist, and which are of a
-    sequence.
+    """The number of a program's block of ROWS rows, its head, the rows in padded buffers and in tensors, which of them
+    exist, and which are of a sequence.
 
-    The last rows come first: the backward begins with the first heads, and ends with the last, so that what one kernel
-    wrote last is still in the L2 cache when the next begins. ``cu_seqlens`` says where packed sequences begin, each of
-    which is padded, or is None.
+    ``cu_seqlens`` says where packed sequences begin, each of which is padded, or is None.
     """
     tiles = padded_len // ROWS
-    number = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch_head = number // tiles
-    first = number % tiles * ROWS
+    # The last rows first: the backward begins with the first heads and ends with the last, so that what one kernel
+    # wrote last is still in the L2 cache when the next one begins.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    batch_head = block // tiles
+    first = block % tiles * ROWS
     padded = first + tl.arange(0, ROWS)
     rows = padded
     exist = rows < q_len
@@ -32,7 +32,7 @@ def rows_of_program(cu_seqlens, sequences, q_len, padded_len, ROWS: tl.constexpr
         exist = within < span.length
         # Triton 3.9's interpreter takes no mask that a comparison of two numbers is a part of.
         in_sequence = within < tl.where(sequence < sequences, span.length, 0)
-    return number, batch_head, padded, rows, exist, in_sequence
+    return block, batch_head, padded, rows, exist, in_sequence
 
 
 @triton.jit(do_not_specialize=["heads", "q_len", "sequences"])
@@ -47,7 +47,7 @@ def prepare_kernel(
     their P is 0; delta = rowsum(out * dout) - dlse; and zeros to dq (padded_len, PADDED_HEAD_DIM) and its turns. Rows
     after the last packed sequence count as not existing.
     """
-    number, batch_head, padded, rows, _, exist = rows_of_program(cu_seqlens, sequences, q_len, padded_len, ROWS, PADDING)
+    block, batch_head, padded, rows, _, exist = rows_of_program(cu_seqlens, sequences, q_len, padded_len, ROWS, PADDING)
     columns = tl.arange(0, triton.next_power_of_2(PADDED_HEAD_DIM))[None, :]
     batch = tl.cast(batch_head // heads, tl.int64)
     head = tl.cast(batch_head % heads, tl.int64)
@@ -69,7 +69,7 @@ def prepare_kernel(
     tl.store(delta + target, total)
     zeros = tl.zeros([ROWS, triton.next_power_of_2(PADDED_HEAD_DIM)], tl.float32)
     tl.store(dq + target[:, None] * PADDED_HEAD_DIM + columns, zeros, mask=columns < PADDED_HEAD_DIM)
-    tl.store(turns + number, 0)
+    tl.store(turns + block, 0)
 
 
 @triton.jit(do_not_specialize=["heads", "q_len", "sequences"])
@@ -83,8 +83,8 @@ def finish_kernel(
     The sums of every 64 rows lie in tiles of DQ_COLUMNS columns, each in the order of accumulator fragments.
     """
     tl.static_assert(ROWS == 64)
-    number, batch_head, _, rows, exist, _ = rows_of_program(cu_seqlens, sequences, q_len, padded_len, ROWS, PADDING)
-    sums += tl.cast(number, tl.int64) * ROWS * PADDED_HEAD_DIM
+    block, batch_head, _, rows, exist, _ = rows_of_program(cu_seqlens, sequences, q_len, padded_len, ROWS, PADDING)
+    sums += tl.cast(block, tl.int64) * ROWS * PADDED_HEAD_DIM
     dq += tl.cast(batch_head // heads, tl.int64) * dq_strides[0] + tl.cast(batch_head % heads, tl.int64) * dq_strides[1]
     targets = dq + tl.cast(rows, tl.int64)[:, None] * dq_strides[2]
     for tile in tl.static_range(PADDED_HEAD_DIM // DQ_COLUMNS):
