@@ -20,6 +20,7 @@ from .lib import named_barriers
 from .lib.mma import WG_ROWS, accumulator, as_matrix, opaque_zero, pack_pairs, unpack_operand
 from .lib.mods import ZERO, Pairs, clamped, opaque
 from .lib.scheduler import STOP
+from .lib.tile_map import masked_ends
 
 
 @gluon.jit
@@ -211,6 +212,8 @@ def mainloop(
     """
     if dq is not None and seq.varlen.VARLEN:
         dq += seq.padded_inner_start().to(gl.int64) * HEAD_DIM
+    BEFORE: gl.constexpr = masked_ends(seq.LEFT, seq.RIGHT, seq.MASKED, seq.blocks.LISTED)[0]
+    AFTER: gl.constexpr = masked_ends(seq.LEFT, seq.RIGHT, seq.MASKED, seq.blocks.LISTED)[1]
     left, right = seq.unmasked(tile)
     # Else Triton synchronizes the warp group before the first wait of every step.
     barrier()
@@ -219,17 +222,25 @@ def mainloop(
         visits = seq.for_member(tile, member, heads_per_kv)
         if seq.blocks.LISTED:
             left, right = seq.unmasked(visits)
-        for inner in range(visits.begin, left):
-            dk, dv = STEP(dk, dv, memory, seq, visits, head, keys, n, inner, dq, scores, mods, True, CONSUMER, HEAD_DIM)
-            n += 1
-        for inner in range(left, right):
-            dk, dv = STEP(
-                dk, dv, memory, seq, visits, head, keys, n, inner, dq, scores, mods, False, CONSUMER, HEAD_DIM
-            )  # fmt: skip
-            n += 1
-        for inner in range(right, visits.end):
-            dk, dv = STEP(dk, dv, memory, seq, visits, head, keys, n, inner, dq, scores, mods, True, CONSUMER, HEAD_DIM)
-            n += 1
+        # Each loop has the machine code of a step.
+        if BEFORE:
+            for inner in range(visits.begin, left):
+                dk, dv = STEP(
+                    dk, dv, memory, seq, visits, head, keys, n, inner, dq, scores, mods, True, CONSUMER, HEAD_DIM
+                )  # fmt: skip
+                n += 1
+        if not seq.MASKED:
+            for inner in range(left, right):
+                dk, dv = STEP(
+                    dk, dv, memory, seq, visits, head, keys, n, inner, dq, scores, mods, False, CONSUMER, HEAD_DIM
+                )  # fmt: skip
+                n += 1
+        if AFTER:
+            for inner in range(right, visits.end):
+                dk, dv = STEP(
+                    dk, dv, memory, seq, visits, head, keys, n, inner, dq, scores, mods, True, CONSUMER, HEAD_DIM
+                )  # fmt: skip
+                n += 1
         if dq is not None:
             dq += gl.to_tensor(padded_len).to(gl.int64) * HEAD_DIM
     return dk, dv, n
