@@ -283,8 +283,8 @@ class TileMap:
 
     @gluon.jit
     def unmasked(self, tile):
-        """The range of inner tiles that a backward visits without a mask; of `masked_ends`, only those that it names
-        are not empty.
+        """The range of inner tiles that a backward visits without a mask. Others lie before or after it only where
+        `masked_ends` says so.
 
         It is empty where some of the outer rows do not exist: their scores are 0, not -inf. Inner rows that do not
         exist need no mask.
