@@ -15,12 +15,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..versions import async_store, barrier, reinterpret
+from ..versions import async_store, reinterpret
+from .backward_mainloop import mainloop
 from .lib import named_barriers
 from .lib.mma import WG_ROWS, accumulator, as_matrix, opaque_zero, pack_pairs, unpack_operand
 from .lib.mods import ZERO, Pairs, clamped, opaque
 from .lib.scheduler import STOP
-from .lib.tile_map import masked_ends
 
 
 @gluon.jit
@@ -199,51 +199,6 @@ def step(
     dk, _ = warpgroup_mma_wait(0, [dk, ds_operand])
     memory.q.release(n)
     return dk, dv
-
-
-@gluon.jit
-def mainloop(
-    STEP: gl.constexpr, dk, dv, memory, tile, seq, keys, n, heads_per_kv, padded_len, dq, scores, mods,
-    CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr,
-):  # fmt: skip
-    """dK and dV after a STEP for each tile of q and dout that sees the keys, of each query head, and the next n.
-
-    dq: where the warp group adds to the first head's dQ, if it does that itself; else None.
-    """
-    if dq is not None and seq.varlen.VARLEN:
-        dq += seq.padded_inner_start().to(gl.int64) * HEAD_DIM
-    BEFORE: gl.constexpr = masked_ends(seq.LEFT, seq.RIGHT, seq.MASKED, seq.blocks.LISTED)[0]
-    AFTER: gl.constexpr = masked_ends(seq.LEFT, seq.RIGHT, seq.MASKED, seq.blocks.LISTED)[1]
-    left, right = seq.unmasked(tile)
-    # Else Triton synchronizes the warp group before the first wait of every step.
-    barrier()
-    for member in range(seq.heads_to_visit(heads_per_kv)):
-        head = tile.head * heads_per_kv + member
-        visits = seq.for_member(tile, member, heads_per_kv)
-        if seq.blocks.LISTED:
-            left, right = seq.unmasked(visits)
-        # Each loop has the machine code of a step.
-        if BEFORE:
-            for inner in range(visits.begin, left):
-                dk, dv = STEP(
-                    dk, dv, memory, seq, visits, head, keys, n, inner, dq, scores, mods, True, CONSUMER, HEAD_DIM
-                )  # fmt: skip
-                n += 1
-        if not seq.MASKED:
-            for inner in range(left, right):
-                dk, dv = STEP(
-                    dk, dv, memory, seq, visits, head, keys, n, inner, dq, scores, mods, False, CONSUMER, HEAD_DIM
-                )  # fmt: skip
-                n += 1
-        if AFTER:
-            for inner in range(right, visits.end):
-                dk, dv = STEP(
-                    dk, dv, memory, seq, visits, head, keys, n, inner, dq, scores, mods, True, CONSUMER, HEAD_DIM
-                )  # fmt: skip
-                n += 1
-        if dq is not None:
-            dq += gl.to_tensor(padded_len).to(gl.int64) * HEAD_DIM
-    return dk, dv, n
 
 
 @gluon.jit

@@ -16,7 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..versions import async_load, async_store
-from .backward_consumer import buffer_in, mainloop, masked_probabilities
+from .backward_consumer import buffer_in, masked_probabilities
+from .backward_mainloop import mainloop
 from .backward_producer import new_pipeline, produce
 from .backward_wide import ROWS, add_fragments
 from .lib import named_barriers

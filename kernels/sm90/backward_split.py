@@ -20,12 +20,12 @@ from .backward_consumer import (
     buffer_in,
     epilogue,
     hand_over,
-    mainloop,
     masked_probabilities,
     start_dq,
     wait_until_empty,
     with_pairs,
 )
+from .backward_mainloop import mainloop
 from .lib import named_barriers
 from .lib.mma import WG_ROWS, accumulator, as_matrix, opaque_zero, pack_pairs, unpack_operand
 from .lib.scheduler import STOP

@@ -14,7 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward_consumer import buffer_in, epilogue, mainloop, masked_probabilities
+from .backward_consumer import buffer_in, epilogue, masked_probabilities
+from .backward_mainloop import mainloop
 from .lib import named_barriers
 from .lib.mma import WG_ROWS, accumulator, as_matrix, opaque_zero
 from .lib.scheduler import STOP

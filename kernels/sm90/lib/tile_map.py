@@ -33,17 +33,6 @@ class Tile:
     skipped: gl.tensor
 
 
-@gluon.constexpr_function
-def masked_ends(left, right, masked, listed):
-    """Whether a backward masks some of the inner tiles before those that it visits without a mask, and after them.
-
-    left, right: whether outer rows have these limits. masked: whether any pair may be hidden. listed: whether inner
-    tiles are listed, the masked ones last.
-    """
-    after = bool((right and not masked) or listed)
-    return bool(left and not listed) or not after, after
-
-
 @struct
 class TileMap:
     """The tiles of a launch in the order in which CTAs claim them.
@@ -280,27 +269,3 @@ class TileMap:
         else:
             partial = self.inner_len % self.INNER_TILE != 0
         return partial
-
-    @gluon.jit
-    def unmasked(self, tile):
-        """The range of inner tiles that a backward visits without a mask. Others lie before or after it only where
-        `masked_ends` says so.
-
-        It is empty where some of the outer rows do not exist: their scores are 0, not -inf. Inner rows that do not
-        exist need no mask.
-        """
-        BEFORE: gl.constexpr = masked_ends(self.LEFT, self.RIGHT, self.MASKED, self.blocks.LISTED)[0]
-        AFTER: gl.constexpr = masked_ends(self.LEFT, self.RIGHT, self.MASKED, self.blocks.LISTED)[1]
-        left = gl.minimum(gl.maximum(tile.whole_begin, tile.begin), tile.end)
-        right = tile.end
-        if AFTER:
-            right = gl.minimum(gl.maximum(tile.whole_end, left), tile.end)
-        if self.MASKED:
-            left = tile.end
-        if tile.start + self.OUTER_TILE > self.outer_len:
-            if BEFORE:
-                left = tile.end
-            else:
-                left = tile.begin
-            right = left
-        return left, right
