@@ -84,7 +84,7 @@ def new_piece_memory(tensors, STAGES: gl.constexpr, PIECES: gl.constexpr, OF_V: 
 @gluon.jit
 def piece_producer(tensors, memory, tile_map, heads_per_kv, PERSISTENT: gl.constexpr):
     """The producer warp, with this memory."""
-    produce(tensors, memory, tile_map, heads_per_kv, PERSISTENT, False, load_pieces)
+    produce(tensors, memory, tile_map, heads_per_kv, PERSISTENT, load_pieces)
 
 
 @gluon.jit

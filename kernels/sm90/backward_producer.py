@@ -9,7 +9,7 @@ from .lib import named_barriers
 from .lib.mma import WG_ROWS
 from .lib.pair_tiles import PairTensor, PairTiles, pair_bytes
 from .lib.pipeline import NamedPipeline, new_barriers, new_buffers
-from .lib.scheduler import CLAIM_AHEAD, COMPUTE, STOP, TileScheduler, claim_next, new_scheduler, skip_empty
+from .lib.scheduler import CLAIM_AHEAD, COMPUTE, STOP, TileScheduler, claim_next, first_tile, new_scheduler
 from .lib.struct import struct
 
 
@@ -34,6 +34,7 @@ class Tensors:
     workspace: gl.tensor
     pairs: PairTensor
     K_TAIL: gl.constexpr
+    ORDERED: gl.constexpr
 
 
 @struct
@@ -130,22 +131,22 @@ def new_memory(
 
 
 @gluon.jit
-def producer(tensors, memory, tile_map, heads_per_kv, PERSISTENT: gl.constexpr, ROTATED: gl.constexpr):
+def producer(tensors, memory, tile_map, heads_per_kv, PERSISTENT: gl.constexpr):
     """The producer warp: claims tiles of keys, and loads what each needs."""
-    produce(tensors, memory, tile_map, heads_per_kv, PERSISTENT, ROTATED, load_step)
+    produce(tensors, memory, tile_map, heads_per_kv, PERSISTENT, load_step)
 
 
 @gluon.jit
 def produce(
-    tensors, memory, tile_map, heads_per_kv, PERSISTENT: gl.constexpr, ROTATED: gl.constexpr, LOAD: gl.constexpr,
+    tensors, memory, tile_map, heads_per_kv, PERSISTENT: gl.constexpr, LOAD: gl.constexpr,
 ):  # fmt: skip
     """The same, with LOAD for each step."""
     num_tiles = tile_map.num_tiles()
     n = 0
     turn = 0
-    index = skip_empty(gl.program_id(0), tensors.workspace, tile_map, PERSISTENT)
+    index = first_tile(tensors.workspace, tile_map, PERSISTENT, tensors.ORDERED)
     while index < num_tiles:
-        n, index = load_tile(tensors, memory, tile_map, heads_per_kv, index, turn, n, PERSISTENT, ROTATED, LOAD)
+        n, index = load_tile(tensors, memory, tile_map, heads_per_kv, index, turn, n, PERSISTENT, LOAD)
         turn += 1
     tile, seq = tile_map.tile_at(0)
     memory.scheduler.push(turn, STOP, tile, seq)
@@ -155,7 +156,7 @@ def produce(
 @gluon.jit
 def load_tile(
     tensors, memory, tile_map, heads_per_kv, index, turn, n,
-    CLAIM: gl.constexpr, ROTATED: gl.constexpr, LOAD: gl.constexpr,
+    CLAIM: gl.constexpr, LOAD: gl.constexpr,
 ):  # fmt: skip
     """Push a tile, load its k and v, and all q and dout that see it, for each query head of the group.
 
@@ -176,15 +177,15 @@ def load_tile(
     for member in range(heads):
         visits = seq.for_member(tile, member, heads_per_kv)
         for inner in range(visits.begin, visits.end):
-            row = seq.visited(seq.rotated(inner, visits, ROTATED), visits) * tile_map.INNER_TILE
+            row = seq.visited(inner, visits) * tile_map.INNER_TILE
             LOAD(tensors, memory, seq, tile, heads_per_kv, member, row, turn, n, first)
             if CLAIM:  # noqa: SIM102 - known when compiled
                 if n == claim_at:
-                    following = claim_next(tensors.workspace, tile_map)
+                    following = claim_next(tensors.workspace, tile_map, tensors.ORDERED)
             n += 1
     if CLAIM and tile_map.varlen.VARLEN:  # noqa: SIM102
         if n == first:
-            following = claim_next(tensors.workspace, tile_map)
+            following = claim_next(tensors.workspace, tile_map, tensors.ORDERED)
     return n, following
 
 

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from ..versions import async_atomic_add
+from ..versions import async_atomic_add, async_store
 from .lib import named_barriers
 from .lib.mma import WG_ROWS
 from .lib.scheduler import STOP
@@ -16,12 +16,14 @@ DQ_ROW = gl.constexpr(32)
 @gluon.jit
 def dq_reducer(
     dq, turns, memory, tile_map, heads_per_kv, padded_len,
-    HEAD_DIM: gl.constexpr, DETERMINISTIC: gl.constexpr, ROTATED: gl.constexpr,
+    HEAD_DIM: gl.constexpr, STORES: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """The warp that adds each dQ tile from shared memory to global memory by TMA, so that no consumer waits for it.
 
-    DETERMINISTIC: each waits until the CTAs have added whose tiles of keys were claimed before its own, so that sums
-    are the same on every run; ``turns`` counts those that have, for each 64 rows.
+    STORES: of the CTAs that visit the same rows of q, the one whose tile of keys was claimed first stores its dQ tile,
+    so that there need be no zeros before; the others wait until it has. ``turns`` counts those that have finished, for
+    each TILE_Q rows: that one, or if DETERMINISTIC, where each waits for all before its own, every one. Then sums are
+    the same on every run.
     """
     TILE_Q: gl.constexpr = tile_map.INNER_TILE
     DQ_ROWS: gl.constexpr = TILE_Q * HEAD_DIM // DQ_ROW
@@ -42,49 +44,67 @@ def dq_reducer(
                     # The addition of the other half may go on.
                     tma.store_wait(1 - half)
                     named_barriers.arrive(named_barriers.DQ_EMPTY + half, THREADS)
-                if DETERMINISTIC:
-                    before = outer
-                    if tile_map.LAST_FIRST:
+                before = outer
+                turns_added = turns
+                if STORES:
+                    turns_added += rows // WG_ROWS + inner * (TILE_Q // WG_ROWS)
+                    if DETERMINISTIC and tile_map.LAST_FIRST:
                         # Tiles with higher numbers were claimed before: as many of them as reach this tile of q.
                         while seq.reaches(following, inner, tile):
                             following += 1
                         before = following - 1 - outer
-                    turns_added = turns + (rows // WG_ROWS + inner * (TILE_Q // WG_ROWS))
+                    elif tile_map.LAST_FIRST:
+                        before = seq.reaches(following, inner, tile).to(gl.int32)
+                    if not DETERMINISTIC:
+                        before = gl.minimum(before, 1)
                     wait_for(turns_added, before)
                 for half in gl.static_range(2):
                     named_barriers.sync(named_barriers.DQ_FULL + half, THREADS)
-                    visited = seq.visited(seq.rotated(inner, visits, ROTATED), visits)
+                    visited = seq.visited(inner, visits)
                     if memory.K_TAIL > 0:
                         for piece in gl.static_range(2):
-                            add_piece(dq, memory, first + visited * DQ_ROWS, 2 * half + piece)
+                            add_piece(dq, memory, first + visited * DQ_ROWS, 2 * half + piece, before, STORES)
                     else:
                         coords = [first + visited * DQ_ROWS + half * (DQ_ROWS // 2), 0]
-                        async_atomic_add(dq, coords, memory.p_or_dq.index(half))
+                        add(dq, coords, memory.p_or_dq.index(half), before, STORES)
                 if memory.K_TAIL > 0:
                     for half in gl.static_range(2):
                         named_barriers.sync(named_barriers.DQ_TAIL_FULL + half, THREADS)
-                        visited = seq.visited(seq.rotated(inner, visits, ROTATED), visits)
-                        add_piece(dq, memory, first + visited * DQ_ROWS, 4 + half)
-                if DETERMINISTIC:
-                    finish_additions(turn)
-                    gl.atomic_add(turns_added, 1, sem="release")
+                        visited = seq.visited(inner, visits)
+                        add_piece(dq, memory, first + visited * DQ_ROWS, 4 + half, before, STORES)
+                if STORES:  # noqa: SIM102 - known when compiled
+                    if DETERMINISTIC or before == 0:
+                        finish_additions(turn)
+                        gl.atomic_add(turns_added, 1, sem="release")
         turn += 1
         command, batch, head, start = memory.scheduler.pop(turn, 1)
     tma.store_wait(0)
 
 
 @gluon.jit
-def add_piece(dq, memory, first, NUMBER: gl.constexpr):
-    """Add 32 columns of a dQ tile, which begins at a row of its descriptor."""
-    async_atomic_add(dq, [first + NUMBER * dq.block_shape[0], 0], memory.p_or_dq.index(NUMBER))
+def add(dq, coords, buffer, before, STORES: gl.constexpr):
+    """Add a part of a dQ tile, or with STORES store it if no other CTA has done so ``before``."""
+    if STORES and before == 0:
+        async_store(dq, coords, buffer)
+    else:
+        async_atomic_add(dq, coords, buffer)
+
+
+@gluon.jit
+def add_piece(dq, memory, first, NUMBER: gl.constexpr, before, STORES: gl.constexpr):
+    """The same of 32 columns of a dQ tile, which begins at a row of its descriptor."""
+    add(dq, [first + NUMBER * dq.block_shape[0], 0], memory.p_or_dq.index(NUMBER), before, STORES)
 
 
 @gluon.jit
 def wait_for(address, number):
-    """Wait until global memory holds a number."""
+    """Wait until global memory holds a number. TMA's additions that follow come after what it tells of."""
     value = gl.atomic_add(address, 0, sem="acquire")
     while value != number:
         value = gl.atomic_add(address, 0, sem="acquire")
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.u32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -17,9 +17,9 @@ from .lib.scheduler import (
     RetryList,
     TileScheduler,
     claim_next,
+    first_tile,
     new_overflow_flags,
     new_scheduler,
-    skip_empty,
 )
 from .lib.struct import struct
 
@@ -104,7 +104,7 @@ def producer(tensors, memory, tile_map, heads_per_kv, PERSISTENT: gl.constexpr):
     retries = RetryList(counter + 1)
     n = 0
     turn = 0
-    index = skip_empty(gl.program_id(0), counter, tile_map, PERSISTENT)
+    index = first_tile(counter, tile_map, PERSISTENT, False)
     top = -1
     while index < tile_map.num_tiles():
         if turn > 1:
@@ -158,7 +158,7 @@ def load_tile(tensors, memory, tile_map, heads_per_kv, command, index, turn, n, 
             load_q(tensors, memory, seq, tile, turn, K_BYTES)
         if CLAIM:  # noqa: SIM102 - known when compiled
             if position == claim_at:
-                following = claim_next(tensors.workspace, tile_map)
+                following = claim_next(tensors.workspace, tile_map, False)
         memory.v.wait_empty(n + 1)
         mbarrier.expect(memory.v.full_barrier(n), TILE_K * V_BYTES)
         async_load(tensors.v, coords, memory.v.full_barrier(n), memory.v.buffer(n))

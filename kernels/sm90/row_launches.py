@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..call import Call
 from ..launching import Launch
-from .launches import ROWS, backward_tiles, num_sequences, tiles_per_head, with_batch
+from .launches import ROWS, backward_tiles, num_sequences, stores_dq, tiles_per_head, with_batch
 from .lib.varlen import PADDING
 from .tiles import backward_head_dim
 
@@ -18,7 +18,7 @@ class RowBuffers(NamedTuple):
     """The float32 buffers of a backward that have entries for each row of q, padded to ``rows``; one allocation.
 
     lse2: the log-sum-exp in exponents of 2, (batch_heads, rows). delta: the same shape. dq: unscaled sums in the order
-    of accumulator fragments, batch_heads * rows * head_dim. turns: int32, CTAs that have added to each 64 rows of dq.
+    of accumulator fragments, batch_heads * rows * head_dim. turns: int32 for each 64 rows of dq, see `dq_reducer`.
     """
 
     batch_heads: int
@@ -63,8 +63,9 @@ def prepare_launch(
 def finish_launch(call: Call, dq: Tensor, buffers: RowBuffers, memory: Tensor) -> Launch:
     """The launch of `finish_kernel`."""
     [dq] = with_batch(dq)
-    tensors = buffers.views(memory)[2], dq, call.aux.cu_seqlens_q
-    constants = {"HEAD_DIM": call.head_dim, "DQ_COLUMNS": backward_tiles(call).dq_columns}
+    config = backward_tiles(call)
+    tensors = *buffers.views(memory)[2:], dq, call.aux.cu_seqlens_q
+    constants = {"HEAD_DIM": call.head_dim, "DQ_COLUMNS": config.dq_columns, "DQ_TILE": config.tile_q}
     return _row_launch(call, buffers, tensors, (dq.stride()[:3],), (call.options.scale,), constants)
 
 
@@ -78,6 +79,6 @@ def _row_launch(
 ) -> Launch:
     """A program for each 64 rows of the buffers."""
     [q] = with_batch(call.q)
-    sizes = {"PADDED_HEAD_DIM": buffers.head_dim, "ROWS": ROWS, "PADDING": PADDING.value}
+    sizes = {"PADDED_HEAD_DIM": buffers.head_dim, "ROWS": ROWS, "PADDING": PADDING.value, "STORES": stores_dq(call)}
     numbers = (*strides, q.shape[1], call.q_len, buffers.rows, num_sequences(call), *more)
     return Launch((buffers.batch_heads * buffers.rows // ROWS, 1), tensors, numbers, sizes | constants, {})

@@ -50,7 +50,6 @@ class BackwardConfig(NamedTuple):
         dq_columns: columns of the float32 dQ tiles that are added at a time.
         stages: of the pipelines of q and dout.
         consumer_registers, producer_registers, max_registers: as of `ForwardConfig`.
-        rotated: whether CTAs start at different tiles of q where nothing is masked.
         pair_stages: how many tiles of a tensor with an element for each pair lie beside those of q: as many as
             ``stages``, or one, with a separate pipeline; 0 if they are not loaded.
         piece: columns of the pieces in which q or dout comes, which ``stages`` are of then (`backward_pieces`); else 0.
@@ -64,7 +63,6 @@ class BackwardConfig(NamedTuple):
     consumer_registers: int
     producer_registers: int
     max_registers: int
-    rotated: bool = False
     pair_stages: int = 0
     piece: int = 0
     k_tail: int = 0
@@ -154,7 +152,7 @@ FORWARD_PAIRS = {
     },
 }  # fmt: skip
 BACKWARD = {
-    64: BackwardConfig(128, 128, 64, 2, 240, 24, 168, True),
+    64: BackwardConfig(128, 128, 64, 2, 240, 24, 168),
     128: BackwardConfig(128, 64, 64, 2, 240, 24, 168),
     # Tiles of 128 columns, and tails of q and k.
     192: BackwardConfig(128, 64, 32, 2, 240, 24, 168, k_tail=64),

@@ -128,34 +128,52 @@ class RetryList:
 
 
 @gluon.jit
-def claim_tile(counter, num_tiles):
+def claim_tile(counter, num_tiles, ORDERED: gl.constexpr):
     """The next tile's index; ``num_tiles`` or more if none is left.
 
-    counter: int32 in global memory, 0 between launches: the tiles claimed, beyond the first of each CTA.
+    counter: int32 in global memory, 0 between launches: the tiles claimed, with ORDERED also the first of each CTA.
     """
     claimed = gl.atomic_add(counter, 1, sem="relaxed")
-    if claimed == num_tiles - 1:
+    claims = num_tiles
+    if ORDERED:
+        claims += gl.num_programs(0)
+    if claimed == claims - 1:
         # Each CTA makes one claim that fails, so this is the launch's last.
         gl.store(counter, 0)
-    return claimed + gl.num_programs(0)
+    if not ORDERED:
+        claimed += gl.num_programs(0)
+    return claimed
 
 
 @gluon.jit
-def skip_empty(index, counter, tile_map, PERSISTENT: gl.constexpr):
+def first_tile(counter, tile_map, PERSISTENT: gl.constexpr, ORDERED: gl.constexpr):
+    """The index of a CTA's first tile that has rows.
+
+    ORDERED: CTAs wait for others that claimed tiles before them. So even the first ones are claimed: a CTA that does
+    not run yet, because another kernel does, would have a tile that others wait for, and might never run.
+    """
+    index = gl.program_id(0)
+    if ORDERED and PERSISTENT:
+        index = claim_tile(counter, tile_map.num_tiles(), ORDERED)
+    return skip_empty(index, counter, tile_map, PERSISTENT, ORDERED)
+
+
+@gluon.jit
+def skip_empty(index, counter, tile_map, PERSISTENT: gl.constexpr, ORDERED: gl.constexpr):
     """The first claimed index, from ``index`` on, whose tile has rows; more are claimed if PERSISTENT."""
     if tile_map.varlen.VARLEN:
         while tile_map.is_empty(index):
             if PERSISTENT:
-                index = claim_tile(counter, tile_map.num_tiles())
+                index = claim_tile(counter, tile_map.num_tiles(), ORDERED)
             else:
                 index = tile_map.num_tiles()
     return index
 
 
 @gluon.jit
-def claim_next(counter, tile_map):
+def claim_next(counter, tile_map, ORDERED: gl.constexpr):
     """Claim the next tile that has rows."""
-    return skip_empty(claim_tile(counter, tile_map.num_tiles()), counter, tile_map, True)
+    return skip_empty(claim_tile(counter, tile_map.num_tiles(), ORDERED), counter, tile_map, True, ORDERED)
 
 
 @gluon.jit

@@ -242,18 +242,6 @@ class TileMap:
         return batch
 
     @gluon.jit
-    def rotated(self, inner_tile, tile, ROTATED: gl.constexpr):
-        """The inner tile to visit instead of ``inner_tile`` where nothing is masked and ROTATED.
-
-        CTAs that start together would all add to the same rows of dQ. So each starts at its own rows, as a causal mask
-        has it do anyway, and wraps around.
-        """
-        if ROTATED and not (self.LEFT or self.RIGHT):
-            inner_tile += tile.start // self.INNER_TILE % tile.end
-            inner_tile = gl.where(inner_tile < tile.end, inner_tile, inner_tile - tile.end)
-        return inner_tile
-
-    @gluon.jit
     def reaches(self, outer_tile, inner_tile, tile):
         """Whether a head has a tile number ``outer_tile``, and it begins at ``inner_tile`` or before."""
         exists = outer_tile < gl.cdiv(self.outer_len, self.OUTER_TILE)

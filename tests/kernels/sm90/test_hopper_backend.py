@@ -222,7 +222,7 @@ def test_backward_launches(calls, monkeypatch, num_sms, d, dv, with_dlse, is_pac
     assert main[10:13] == ((main[0], main[2], main[6]) if dv < d else (None,) * 3)
     assert [launch.constants[name] for name in ("HEAD_DIM", "K_TAIL")] == ([128, 64] if dv < d else [d, 0])
     assert main[-6:] == (*starts, None, None, None, None)
-    assert finish == (prepare[6], gradients.q.data_ptr(), starts[0])
+    assert finish == (prepare[6], prepare[7], gradients.q.data_ptr(), starts[0])
     keys = 64 if d == 256 else 128
     tiles = 2 * (300 // keys + 5 + 1) if is_packed else 4 * -(-300 // keys)
     row_programs = 4 * (200 // 128 + 5 + 1) * 2 if is_packed else 8 * 256 // 64
@@ -285,7 +285,6 @@ def test_workspaces(monkeypatch):
 
 
 def test_dropout_is_passed_as_a_seed_and_two_numbers(calls, monkeypatch):
-    """And no CTA starts at other rows, for the consumers count them."""
     monkeypatch.setattr(Recorder, "__call__", lambda self, addresses, describe, *described: calls.append(
         (addresses, describe(*described))
     ))  # fmt: skip
@@ -296,4 +295,3 @@ def test_dropout_is_passed_as_a_seed_and_two_numbers(calls, monkeypatch):
     (forward, forward_launch), _, (backward, backward_launch), _ = calls
     assert forward[-2] == backward[-1] == (seed.data_ptr(), 0x20002000, 4.0)
     assert forward_launch.tensors[-2] == backward_launch.tensors[-1] == (seed, 0x20002000, 4.0)
-    assert not backward_launch.constants["ROTATED"]

@@ -57,7 +57,7 @@ def assembly(text, constraints, args, dtype, is_pure=True, pack=1):
         operation, threads = text.removeprefix("bar.").split(";")[0].split(" $1, ")
         arrive_at(int(args[0]), int(threads), operation == "sync")
         return None
-    assert text.startswith(("mov.u32 $0, 0;", "cp.async.bulk.wait_group 0"))
+    assert text.startswith(("mov.u32 $0, 0;", "cp.async.bulk.wait_group 0", "fence.proxy.async.global;"))
     return Value(torch.tensor(0))
 
 
@@ -138,9 +138,19 @@ def store(pointer, value, mask=None):
 
 
 def atomic_add(pointer, value, sem=None):
-    with here.cta.launch.changing:
+    """An addition of 0 polls: when it is repeated it waits until something was added elsewhere."""
+    launch = here.cta.launch
+    if int(value) == 0 and getattr(here, "polled", None) == (int(pointer.offset), launch.additions):
+        _, seen = here.polled
+        launch.wait(lambda: launch.additions > seen)
+    with launch.changing:
         before = pointer.flat[pointer.offset].clone()
         pointer.flat[pointer.offset] += plain(value)
+        if int(value) == 0:
+            here.polled = int(pointer.offset), launch.additions
+        else:
+            launch.additions += 1
+            launch.wake()
     return Value(before)
 
 

@@ -25,6 +25,7 @@ class Launch:
         self.waiting: dict[int, tuple[Callable[[], bool], threading.Event]] = {}
         self.running = 0
         self.failure: BaseException | None = None
+        self.additions = 0
 
     def start(self, jobs: list[tuple[Callable[[], None], Cta, int]]) -> None:
         """Run jobs, each with its CTA and its number of warps, and return when they have ended."""
