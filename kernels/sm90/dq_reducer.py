@@ -25,6 +25,7 @@ def dq_reducer(
     each TILE_Q rows: that one, or if DETERMINISTIC, where each waits for all before its own, every one. Then sums are
     the same on every run.
     """
+    gl.static_assert(STORES or not DETERMINISTIC)
     TILE_Q: gl.constexpr = tile_map.INNER_TILE
     DQ_ROWS: gl.constexpr = TILE_Q * HEAD_DIM // DQ_ROW
     THREADS: gl.constexpr = named_barriers.WARP_GROUP + named_barriers.WARP

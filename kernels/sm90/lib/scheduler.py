@@ -149,8 +149,8 @@ def claim_tile(counter, num_tiles, ORDERED: gl.constexpr):
 def first_tile(counter, tile_map, PERSISTENT: gl.constexpr, ORDERED: gl.constexpr):
     """The index of a CTA's first tile that has rows.
 
-    ORDERED: CTAs wait for others that claimed tiles before them. So even the first ones are claimed: a CTA that does
-    not run yet, because another kernel does, would have a tile that others wait for, and might never run.
+    ORDERED: CTAs wait for others that claimed tiles before them. So the first tiles are claimed too: else one would be
+    that of a CTA that does not run while another kernel does, and the CTAs that do run might wait for it forever.
     """
     index = gl.program_id(0)
     if ORDERED and PERSISTENT:
