@@ -135,3 +135,22 @@ def test_buffers_lie_where_their_addresses_are():
     views = buffers.views(memory)
     assert buffers.addresses(memory.data_ptr()) == tuple(x.data_ptr() for x in views)
     assert sum(x.numel() for x in views) == memory.numel()
+
+
+@pytest.mark.parametrize(
+    ("d", "length", "options", "aux", "expected"),
+    [
+        (64, 4096, Options(0.1), NO_AUX, True),
+        (128, 4096, Options(0.1, 512, 0), NO_AUX, True),
+        (128, 4096, Options(0.1, 512), NO_AUX, True),
+        (128, 1024, Options(0.1, window_right=0), NO_AUX, True),
+        (128, 2048, Options(0.1, window_right=0), NO_AUX, False),
+        (128, 2048, Options(0.1, window_right=0, deterministic=True), NO_AUX, True),
+        (256, 512, Options(0.1), NO_AUX, False),
+        (64, 512, Options(0.1), Aux(block_columns=torch.zeros(1, 1, 4, 8, dtype=torch.int32)), False),
+        (64, 512, Options(0.1), Aux(cu_seqlens_q=torch.tensor([0, 9]), cu_seqlens_k=torch.tensor([0, 9])), False),
+    ],
+)
+def test_which_backwards_store_dq_first(d, length, options, aux, expected):
+    q = torch.empty(1, 2, length, d, dtype=torch.bfloat16, device="meta")
+    assert stores_dq(Call(q, q, q, options, aux)) == expected
