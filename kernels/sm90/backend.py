@@ -211,8 +211,7 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
             addresses = *read_by_all, *map(launching.address_of, made), *rest
             described = *inputs, dout, *made, buffers, memory, workspace, num_sms
             launch(addresses, _described, backward_launch, *described)
-        written = sums_ptr, turns_ptr, dq.data_ptr(), cu_seqlens_q
-        finish(written, _described, finish_launch, *inputs, dq, buffers, memory)
+        finish((*rows[2:], dq.data_ptr(), cu_seqlens_q), _described, finish_launch, *inputs, dq, buffers, memory)
         return Gradients(dq, dk, dv, *others(q, k, v, out, lse, dout, dlse, memory, aux))
 
     return run

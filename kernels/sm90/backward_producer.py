@@ -17,7 +17,8 @@ from .lib.struct import struct
 class Tensors:
     """Tensors in global memory: TMA descriptors, and the workspace, whose first element counts claimed tiles.
 
-    Tails are the K_TAIL columns, perhaps 0, of q and k beyond those of their first descriptors.
+    Tails are the K_TAIL columns, perhaps 0, of q and k beyond those of their first descriptors. ORDERED: see
+    `lib.scheduler.first_tile`.
     """
 
     q: tma.tensor_descriptor
@@ -137,9 +138,7 @@ def producer(tensors, memory, tile_map, heads_per_kv, PERSISTENT: gl.constexpr):
 
 
 @gluon.jit
-def produce(
-    tensors, memory, tile_map, heads_per_kv, PERSISTENT: gl.constexpr, LOAD: gl.constexpr,
-):  # fmt: skip
+def produce(tensors, memory, tile_map, heads_per_kv, PERSISTENT: gl.constexpr, LOAD: gl.constexpr):
     """The same, with LOAD for each step."""
     num_tiles = tile_map.num_tiles()
     n = 0
@@ -154,10 +153,7 @@ def produce(
 
 
 @gluon.jit
-def load_tile(
-    tensors, memory, tile_map, heads_per_kv, index, turn, n,
-    CLAIM: gl.constexpr, LOAD: gl.constexpr,
-):  # fmt: skip
+def load_tile(tensors, memory, tile_map, heads_per_kv, index, turn, n, CLAIM: gl.constexpr, LOAD: gl.constexpr):
     """Push a tile, load its k and v, and all q and dout that see it, for each query head of the group.
 
     ``n`` counts tiles of q. Returns it, and the index of the next tile, claimed shortly before the end if CLAIM.

@@ -93,7 +93,7 @@ def add(dq, coords, buffer, before, STORES: gl.constexpr):
 
 @gluon.jit
 def add_piece(dq, memory, first, NUMBER: gl.constexpr, before, STORES: gl.constexpr):
-    """The same of 32 columns of a dQ tile, which begins at a row of its descriptor."""
+    """Add or store 32 columns of a dQ tile, which begins at a row of its descriptor: see `add`."""
     add(dq, [first + NUMBER * dq.block_shape[0], 0], memory.p_or_dq.index(NUMBER), before, STORES)
 
 
