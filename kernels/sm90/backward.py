@@ -42,7 +42,7 @@ def backward_kernel(
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     MASK: gl.constexpr, SCORE: gl.constexpr, PAIR_ARGUMENT: gl.constexpr, BATCH_INNER: gl.constexpr,
     INNER_DIVISIBLE: gl.constexpr,
-    PERSISTENT: gl.constexpr, STORES: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    PERSISTENT: gl.constexpr, DETERMINISTIC: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid: as many CTAs as the GPU runs at once, or fewer.
@@ -50,7 +50,7 @@ def backward_kernel(
     q to dv are TMA descriptors, tails those of the K_TAIL columns beyond HEAD_DIM or None; batch_heads and heads are
     k's. lse2 and delta are (batch_heads of q, padded_len), lse2 in exponents of 2 and +inf where there is no row. dq,
     float32 in the order of accumulator fragments, is a descriptor of rows of DQ_ROW numbers, or a pointer if TILE_K is
-    64. turns, STORES, DETERMINISTIC: see `dq_reducer`. workspace: see `lib.scheduler`; exponent_scale, softcap_scale:
+    64. turns, DETERMINISTIC: see `dq_reducer`. workspace: see `lib.scheduler`; exponent_scale, softcap_scale:
     see `ScoreScale`; captured, natural, MASK, SCORE: see `Mods`; pairs, PAIR_ARGUMENT: see `lib.pair_tiles`; blocks:
     see `lib.block_lists`; dropout: see `lib.dropout.new_dropout`; BATCH_INNER: see `TileMap`.
     PIECES: if not 0, see `backward_pieces`; it computes dV if dk is None, dK and dQ if dv is None.
@@ -59,8 +59,7 @@ def backward_kernel(
     # Key j is seen by the rows from j - right to j - left.
     tile_map = TileMap(
         batch_heads, heads, k_len, q_len, -right, -left, section, varlen, new_block_lists(blocks, sequences),
-        TILE_K, TILE_Q, RIGHT, LEFT, MASK is not None and blocks is None, BATCH_INNER, INNER_DIVISIBLE,
-        LEFT or (RIGHT and STORES and not DETERMINISTIC),
+        TILE_K, TILE_Q, RIGHT, LEFT, MASK is not None and blocks is None, BATCH_INNER, INNER_DIVISIBLE, LEFT,
     )  # fmt: skip
     scores = ScoreScale(exponent_scale, softcap_scale, SOFTCAP)
     if MASK is None and SCORE is None:
@@ -75,7 +74,7 @@ def backward_kernel(
         q_tail, k_tail, dk_tail = q, k, dk
     tensors = Tensors(
         q, dout, k, v, lse2, delta, dk, dv, q_tail, k_tail, dk_tail, workspace,
-        new_pair_tensor(pairs, PAIR_ARGUMENT, q), K_TAIL, STORES,
+        new_pair_tensor(pairs, PAIR_ARGUMENT, q), K_TAIL, DETERMINISTIC,
     )  # fmt: skip
     NEVER: gl.constexpr = TILE_K > WG_ROWS and K_TAIL == 0 and waits_for_never(TILE_Q, SOFTCAP, SCORE)
     if PIECES > 0:
@@ -109,7 +108,7 @@ def backward_kernel(
             (split_consumer, (1, tensors, memory, tile_map, heads_per_kv, scale, scores, mods, HEAD_DIM)),
             (producer, (tensors, memory, tile_map, heads_per_kv, PERSISTENT)),
             (dq_reducer, (
-                dq, turns, memory, tile_map, heads_per_kv, padded_len, HEAD_DIM + K_TAIL, STORES, DETERMINISTIC,
+                dq, turns, memory, tile_map, heads_per_kv, padded_len, HEAD_DIM + K_TAIL, DETERMINISTIC,
             )),
         ], [4, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
@@ -118,6 +117,6 @@ def backward_kernel(
             (consumer, (1, tensors, memory, tile_map, heads_per_kv, scale, scores, mods, HEAD_DIM)),
             (producer, (tensors, memory, tile_map, heads_per_kv, PERSISTENT)),
             (dq_reducer, (
-                dq, turns, memory, tile_map, heads_per_kv, padded_len, HEAD_DIM, STORES, DETERMINISTIC,
+                dq, turns, memory, tile_map, heads_per_kv, padded_len, HEAD_DIM, DETERMINISTIC,
             )),
         ], [4, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -16,16 +16,15 @@ DQ_ROW = gl.constexpr(32)
 @gluon.jit
 def dq_reducer(
     dq, turns, memory, tile_map, heads_per_kv, padded_len,
-    HEAD_DIM: gl.constexpr, STORES: gl.constexpr, DETERMINISTIC: gl.constexpr,
+    HEAD_DIM: gl.constexpr, DETERMINISTIC: gl.constexpr,
 ):  # fmt: skip
     """The warp that adds each dQ tile from shared memory to global memory by TMA, so that no consumer waits for it.
 
-    STORES: of the CTAs that visit the same rows of q, the one whose tile of keys was claimed first stores its dQ tile,
-    so that there need be no zeros before; the others wait until it has. ``turns`` counts those that have finished, for
-    each TILE_Q rows: that one, or if DETERMINISTIC, where each waits for all before its own, every one. Then sums are
-    the same on every run.
+    Of the CTAs that visit the same rows of q, the first to come stores its dQ tile, so that no zeros have to be there
+    before; the others wait until it has. ``turns`` says for each TILE_Q rows how far that is: see `claim`. If
+    DETERMINISTIC it counts the CTAs that have finished, and each waits for all whose tiles of keys were claimed before
+    its own. Then sums are the same on every run.
     """
-    gl.static_assert(STORES or not DETERMINISTIC)
     TILE_Q: gl.constexpr = tile_map.INNER_TILE
     DQ_ROWS: gl.constexpr = TILE_Q * HEAD_DIM // DQ_ROW
     THREADS: gl.constexpr = named_barriers.WARP_GROUP + named_barriers.WARP
@@ -45,56 +44,67 @@ def dq_reducer(
                     # The addition of the other half may go on.
                     tma.store_wait(1 - half)
                     named_barriers.arrive(named_barriers.DQ_EMPTY + half, THREADS)
-                before = outer
-                turns_added = turns
-                if STORES:
-                    turns_added += rows // WG_ROWS + inner * (TILE_Q // WG_ROWS)
-                    if DETERMINISTIC and tile_map.LAST_FIRST:
+                row_tile = seq.visited(inner, visits)
+                turn_of_rows = turns + rows // WG_ROWS + row_tile * (TILE_Q // WG_ROWS)
+                if DETERMINISTIC:
+                    before = outer
+                    if tile_map.LAST_FIRST:
                         # Tiles with higher numbers were claimed before: as many of them as reach this tile of q.
-                        while seq.reaches(following, inner, tile):
+                        while seq.reaches(following, row_tile, tile):
                             following += 1
                         before = following - 1 - outer
-                    elif tile_map.LAST_FIRST:
-                        before = seq.reaches(following, inner, tile).to(gl.int32)
-                    if not DETERMINISTIC:
-                        before = gl.minimum(before, 1)
-                    wait_for(turns_added, before)
+                    wait_for(turn_of_rows, before)
+                    stores = before == 0
+                else:
+                    stores = claim(turn_of_rows)
                 for half in gl.static_range(2):
                     named_barriers.sync(named_barriers.DQ_FULL + half, THREADS)
-                    visited = seq.visited(inner, visits)
                     if memory.K_TAIL > 0:
                         for piece in gl.static_range(2):
-                            add_piece(dq, memory, first + visited * DQ_ROWS, 2 * half + piece, before, STORES)
+                            add_piece(dq, memory, first + row_tile * DQ_ROWS, 2 * half + piece, stores)
                     else:
-                        coords = [first + visited * DQ_ROWS + half * (DQ_ROWS // 2), 0]
-                        add(dq, coords, memory.p_or_dq.index(half), before, STORES)
+                        coords = [first + row_tile * DQ_ROWS + half * (DQ_ROWS // 2), 0]
+                        add(dq, coords, memory.p_or_dq.index(half), stores)
                 if memory.K_TAIL > 0:
                     for half in gl.static_range(2):
                         named_barriers.sync(named_barriers.DQ_TAIL_FULL + half, THREADS)
-                        visited = seq.visited(inner, visits)
-                        add_piece(dq, memory, first + visited * DQ_ROWS, 4 + half, before, STORES)
-                if STORES:  # noqa: SIM102 - known when compiled
-                    if DETERMINISTIC or before == 0:
-                        finish_additions(turn)
-                        gl.atomic_add(turns_added, 1, sem="release")
+                        add_piece(dq, memory, first + row_tile * DQ_ROWS, 4 + half, stores)
+                if DETERMINISTIC or stores:
+                    finish_additions(turn)
+                    gl.atomic_add(turn_of_rows, 1, sem="release")
         turn += 1
         command, batch, head, start = memory.scheduler.pop(turn, 1)
     tma.store_wait(0)
 
 
 @gluon.jit
-def add(dq, coords, buffer, before, STORES: gl.constexpr):
-    """Add a part of a dQ tile, or with STORES store it if no other CTA has done so ``before``."""
-    if STORES and before == 0:
+def add(dq, coords, buffer, stores):
+    """Add a part of a dQ tile, or store it if this CTA ``stores``."""
+    if stores:
         async_store(dq, coords, buffer)
     else:
         async_atomic_add(dq, coords, buffer)
 
 
 @gluon.jit
-def add_piece(dq, memory, first, NUMBER: gl.constexpr, before, STORES: gl.constexpr):
+def add_piece(dq, memory, first, NUMBER: gl.constexpr, stores):
     """Add or store 32 columns of a dQ tile, which begins at a row of its descriptor: see `add`."""
-    add(dq, [first + NUMBER * dq.block_shape[0], 0], memory.p_or_dq.index(NUMBER), before, STORES)
+    add(dq, [first + NUMBER * dq.block_shape[0], 0], memory.p_or_dq.index(NUMBER), stores)
+
+
+@gluon.jit
+def claim(turn):
+    """Whether this CTA is the first of those that visit the same rows; if not, wait until that one's dQ is stored.
+
+    ``turn``, in global memory, is 0 before, 1 while the first CTA computes, and 2 when it has stored. That one waits
+    for no other CTA, so every wait ends.
+    """
+    value = gl.atomic_cas(turn, 0, 1, sem="acquire")
+    is_first = value == 0
+    while value == 1:
+        value = gl.atomic_add(turn, 0, sem="acquire")
+    fence_proxy(value)
+    return is_first
 
 
 @gluon.jit
@@ -103,15 +113,24 @@ def wait_for(address, number):
     value = gl.atomic_add(address, 0, sem="acquire")
     while value != number:
         value = gl.atomic_add(address, 0, sem="acquire")
+    fence_proxy(value)
+
+
+@gluon.jit
+def fence_proxy(unused):
+    """What TMA does next comes after what was read before."""
     gl.inline_asm_elementwise(
-        "fence.proxy.async.global; mov.u32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1
+        "fence.proxy.async.global; mov.u32 $0, $1;", "=r,r", [unused], dtype=gl.int32, is_pure=False, pack=1
     )  # fmt: skip
 
 
 @gluon.jit
 def finish_additions(unused):
-    """Wait until TMA's additions are visible; Triton waits only until it has read what it adds."""
+    """Wait until TMA's additions are visible; Triton waits only until it has read what it adds.
+
+    `fence.proxy.async` for shared memory too would wait for the GPU's memory, for half a microsecond of a step.
+    """
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; fence.proxy.async; bar.warp.sync 0xffffffff; mov.u32 $0, $1;",
+        "cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync 0xffffffff; mov.u32 $0, $1;",
         "=r,r", [unused], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip

@@ -200,16 +200,13 @@ def mainloop(tensors, memory, seq, tile, rows, n, recompute, scores, mods, CONSU
     memory.k.wait_full(n + 1, tile.begin < tile.end - 1)
     right = gl.maximum(gl.minimum(tile.whole_end, tile.end - 1), tile.begin)
     rescaled = right
-    if mods.MASK is not None:
-        if recompute:
-            right = tile.begin
-            rescaled = tile.begin
-        elif softmax.has_pivots():
+    if recompute:
+        right = tile.begin
+        rescaled = tile.begin
+    elif mods.MASK is not None:  # noqa: SIM102 - known when compiled
+        if softmax.has_pivots():
             rescaled = tile.end - 1
     left = gl.maximum(gl.minimum(tile.whole_begin, right), tile.begin)
-    updated = left
-    if recompute:
-        updated = right
     softmax, p, out, out_tail, n = steps(
         softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, rescaled, tile.end - 1, scores, mods,
         True, True, CONSUMER,
@@ -220,12 +217,12 @@ def mainloop(tensors, memory, seq, tile, rows, n, recompute, scores, mods, CONSU
             False, True, CONSUMER,
         )  # fmt: skip
     softmax, p, out, out_tail, n = steps(
-        softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, updated, right, scores, mods,
+        softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, left, right, scores, mods,
         False, False, CONSUMER,
     )  # fmt: skip
-    if mods.MASK is None or seq.LEFT:
+    if seq.LEFT:
         softmax, p, out, out_tail, n = steps(
-            softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, tile.begin, updated, scores, mods,
-            True, seq.LEFT, CONSUMER,
+            softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, tile.begin, left, scores, mods,
+            True, True, CONSUMER,
         )  # fmt: skip
-    return softmax, p, out, out_tail, n, rescaled > updated
+    return softmax, p, out, out_tail, n, rescaled > left

@@ -23,7 +23,6 @@ from .lib.varlen import BOUND
 from .rule_arguments import bound_mods, entries_share_pairs, loads_pairs, pair_itemsize, pair_tensor
 from .tiles import (
     BACKWARD_OF_V,
-    SHORT_LENGTH,
     BackwardConfig,
     ForwardConfig,
     SplitHeadDim,
@@ -132,19 +131,6 @@ def backward_tiles(call: Call, *, of_v: bool = False) -> BackwardConfig:
     if of_v:
         return BACKWARD_OF_V
     return backward_config(backward_head_dim(call.head_dim, call.v_head_dim), pair_itemsize=pair_itemsize(call))
-
-
-def stores_dq(call: Call) -> bool:
-    """Whether the first CTA that visits rows of q stores their dQ, so that no zeros are written before (`dq_reducer`).
-
-    Its tile of keys has to be claimed before those of the others. With a causal mask alone the shortest tiles come
-    first then, which costs as much from 2,048 tokens on. Lists of blocks do not say which tile is the first, and with
-    cu_seqlens that are out of order there might be none, for which the others would wait forever.
-    """
-    if not backward_tiles(call).has_turns or call.aux.block_columns is not None or call.is_packed:
-        return False
-    left, right = call.band
-    return right is None or left is not None or call.k_len <= SHORT_LENGTH or call.options.deterministic
 
 
 def pair_operand(call: Call, rows: int, columns: int) -> TensorDescriptor | None:
@@ -256,7 +242,7 @@ def backward_launch(
         "HEAD_DIM": head_dim, "K_TAIL": k_tail, "TILE_Q": config.tile_q, "TILE_K": config.tile_k,
         "STAGES": config.stages, "PAIR_STAGES": config.pair_stages,
         "PIECES": triton.cdiv((q if of_v else v).shape[-1], config.piece) if config.piece else 0,
-        "PERSISTENT": num_sms < num_tiles, "STORES": stores_dq(call), "DETERMINISTIC": call.options.deterministic,
+        "PERSISTENT": num_sms < num_tiles, "DETERMINISTIC": call.options.deterministic,
         **common_constants(call, config),
     }  # fmt: skip
     return Launch(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..call import Call
 from ..launching import Launch
-from .launches import ROWS, backward_tiles, num_sequences, stores_dq, tiles_per_head, with_batch
+from .launches import ROWS, backward_tiles, num_sequences, tiles_per_head, with_batch
 from .lib.varlen import PADDING
 from .tiles import backward_head_dim
 
@@ -79,6 +79,7 @@ def _row_launch(
 ) -> Launch:
     """A program for each 64 rows of the buffers."""
     [q] = with_batch(call.q)
-    sizes = {"PADDED_HEAD_DIM": buffers.head_dim, "ROWS": ROWS, "PADDING": PADDING.value, "STORES": stores_dq(call)}
+    stores = backward_tiles(call).has_turns
+    sizes = {"PADDED_HEAD_DIM": buffers.head_dim, "ROWS": ROWS, "PADDING": PADDING.value, "STORES": stores}
     numbers = (*strides, q.shape[1], call.q_len, buffers.rows, num_sequences(call), *more)
     return Launch((buffers.batch_heads * buffers.rows // ROWS, 1), tensors, numbers, sizes | constants, {})

@@ -9,7 +9,7 @@ import torch
 
 from cs336_systems.kernels.call import NO_AUX, Aux, Call, Options
 from cs336_systems.kernels.sm90.backward_rows import finish_kernel, prepare_kernel
-from cs336_systems.kernels.sm90.launches import stores_dq
+from cs336_systems.kernels.sm90.launches import backward_tiles
 from cs336_systems.kernels.sm90.row_launches import RowBuffers, finish_launch, prepare_launch, row_buffers
 from cs336_systems.kernels.sm90.tiles import BACKWARD
 from cs336_systems.testing import starts_of
@@ -70,7 +70,7 @@ def test_prepare(flash_device, d, dv, is_packed, with_dlse):
         expected_delta[..., padded], expected[..., padded] = row_deltas[..., rows], row_lse2[..., rows]
     torch.testing.assert_close(delta.double(), expected_delta.view(delta.shape), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse2, expected.view(lse2.shape), equal_nan=True)
-    assert dq.isnan().all() if stores_dq(call) else (dq == 0).all()
+    assert dq.isnan().all() if backward_tiles(call).has_turns else (dq == 0).all()
     assert (turns == 0).all()
 
 
@@ -99,7 +99,7 @@ def test_finish(flash_device, d, dv, is_packed):
     turns.copy_(torch.arange(len(turns)) % 3)
     dq.fill_(math.nan)
     finish_launch(call, dq, buffers, memory).of(finish_kernel)
-    if stores_dq(call):
+    if backward_tiles(call).has_turns:
         # Of 64 or 128 rows that nobody visited there are no sums.
         span = BACKWARD[buffers.head_dim].tile_q // TILE
         visited = (turns.view(-1, span)[:, 0] > 0).cpu()
@@ -124,7 +124,9 @@ def test_cu_seqlens_out_of_order_read_and_write_nothing_out_of_bounds(flash_devi
     buffers = row_buffers(middle)
     memory = torch.full((buffers.elements,), math.nan, device=flash_device)
     prepare_launch(middle, spoilt[1:2], spoilt[1:2], lse[1:2], None, buffers, memory).of(prepare_kernel)
-    assert not memory.isnan().any()
+    lse2, delta, dq, turns = buffers.views(memory)
+    assert not lse2.isnan().any() and not delta.isnan().any()
+    assert dq.isnan().all() and (turns == 0).all()
     finish_launch(middle, around[1:2], buffers, memory).of(finish_kernel)
     assert (around[[0, 2]] == 7.0).all()
 
@@ -135,22 +137,3 @@ def test_buffers_lie_where_their_addresses_are():
     views = buffers.views(memory)
     assert buffers.addresses(memory.data_ptr()) == tuple(x.data_ptr() for x in views)
     assert sum(x.numel() for x in views) == memory.numel()
-
-
-@pytest.mark.parametrize(
-    ("d", "length", "options", "aux", "expected"),
-    [
-        (64, 4096, Options(0.1), NO_AUX, True),
-        (128, 4096, Options(0.1, 512, 0), NO_AUX, True),
-        (128, 4096, Options(0.1, 512), NO_AUX, True),
-        (128, 1024, Options(0.1, window_right=0), NO_AUX, True),
-        (128, 2048, Options(0.1, window_right=0), NO_AUX, False),
-        (128, 2048, Options(0.1, window_right=0, deterministic=True), NO_AUX, True),
-        (256, 512, Options(0.1), NO_AUX, False),
-        (64, 512, Options(0.1), Aux(block_columns=torch.zeros(1, 1, 4, 8, dtype=torch.int32)), False),
-        (64, 512, Options(0.1), Aux(cu_seqlens_q=torch.tensor([0, 9]), cu_seqlens_k=torch.tensor([0, 9])), False),
-    ],
-)
-def test_which_backwards_store_dq_first(d, length, options, aux, expected):
-    q = torch.empty(1, 2, length, d, dtype=torch.bfloat16, device="meta")
-    assert stores_dq(Call(q, q, q, options, aux)) == expected

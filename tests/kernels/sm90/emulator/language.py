@@ -154,6 +154,17 @@ def atomic_add(pointer, value, sem=None):
     return Value(before)
 
 
+def atomic_cas(pointer, expected, value, sem=None):
+    launch = here.cta.launch
+    with launch.changing:
+        before = pointer.flat[pointer.offset].clone()
+        if before == plain(expected):
+            pointer.flat[pointer.offset] = plain(value)
+            launch.additions += 1
+            launch.wake()
+    return Value(before)
+
+
 def _elementwise(apply: Callable[..., torch.Tensor]) -> Callable[..., Value]:
     return lambda *values, **unused: Value(apply(*[torch.as_tensor(plain(value)) for value in values]))
 
@@ -192,7 +203,8 @@ def _language() -> types.ModuleType:
         "max": lambda x, axis: Value(x.x.amax(axis)), "min": lambda x, axis: Value(x.x.amin(axis)),
         "sum": lambda x, axis: Value(x.x.sum(axis)), "cdiv": lambda x, y: (x + y - 1) // y,
         "minimum": _extreme(torch.minimum, torch.fmin), "maximum": _extreme(torch.maximum, torch.fmax),
-        "where": where, "load": load, "store": store, "atomic_add": atomic_add, "static_assert": lambda *unused: None,
+        "where": where, "load": load, "store": store, "atomic_add": atomic_add, "atomic_cas": atomic_cas,
+        "static_assert": lambda *unused: None,
         "inline_asm_elementwise": assembly, "allocate_shared_memory": allocate, "warp_specialize": warp_specialize,
     }  # fmt: skip
     for name in ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "floor", "ceil"):
