@@ -9,7 +9,7 @@ from .lib import named_barriers
 from .lib.mma import WG_ROWS
 from .lib.pair_tiles import PairTensor, PairTiles, pair_bytes
 from .lib.pipeline import NamedPipeline, new_barriers, new_buffers
-from .lib.scheduler import CLAIM_AHEAD, COMPUTE, STOP, TileScheduler, claim_next, first_tile, new_scheduler
+from .lib.scheduler import CLAIM_AHEAD, COMPUTE, STOP, TileScheduler, claim_tile, first_tile, new_scheduler
 from .lib.struct import struct
 
 
@@ -143,45 +143,50 @@ def produce(tensors, memory, tile_map, heads_per_kv, PERSISTENT: gl.constexpr, L
     num_tiles = tile_map.num_tiles()
     n = 0
     turn = 0
-    index = first_tile(tensors.workspace, tile_map, PERSISTENT, tensors.ORDERED)
+    index = first_tile(tensors.workspace, num_tiles, PERSISTENT, tensors.ORDERED)
     while index < num_tiles:
-        n, index = load_tile(tensors, memory, tile_map, heads_per_kv, index, turn, n, PERSISTENT, LOAD)
-        turn += 1
+        tile, seq = tile_map.tile_at(index)
+        index = num_tiles
+        first = n
+        if seq.has_rows(tile):
+            n, index = load_tile(tensors, memory, tile, seq, heads_per_kv, num_tiles, turn, n, PERSISTENT, LOAD)
+            turn += 1
+        if PERSISTENT and tile_map.varlen.VARLEN:  # noqa: SIM102 - known when compiled
+            if n == first:
+                index = claim_tile(tensors.workspace, num_tiles, tensors.ORDERED)
     tile, seq = tile_map.tile_at(0)
     memory.scheduler.push(turn, STOP, tile, seq)
     memory.drain(n)
 
 
 @gluon.jit
-def load_tile(tensors, memory, tile_map, heads_per_kv, index, turn, n, CLAIM: gl.constexpr, LOAD: gl.constexpr):
+def load_tile(
+    tensors, memory, tile, seq, heads_per_kv, num_tiles, turn, n, CLAIM: gl.constexpr, LOAD: gl.constexpr
+):  # fmt: skip
     """Push a tile, load its k and v, and all q and dout that see it, for each query head of the group.
 
-    ``n`` counts tiles of q. Returns it, and the index of the next tile, claimed shortly before the end if CLAIM.
+    ``n`` counts tiles of q. Returns it, and the index of the next tile, claimed shortly before the last of them if CLAIM.
     """
-    tile, seq = tile_map.tile_at(index)
     heads = seq.heads_to_visit(heads_per_kv)
-    if tile_map.varlen.VARLEN:  # noqa: SIM102 - known when compiled
+    if seq.varlen.VARLEN:  # noqa: SIM102 - known when compiled
         if heads == 0:
             # Consumers wait for no load of this tile. If it were pushed now, they could be two turns ahead of the
             # waits below, which distinguish only the parity of a turn.
             mbarrier.wait(memory.k_empty, (turn - 1) & 1, pred=turn > 0)
             mbarrier.wait(memory.v_empty, (turn - 1) & 1, pred=turn > 0)
     memory.scheduler.push(turn, COMPUTE, tile, seq)
-    following = tile_map.num_tiles()
+    following = num_tiles
     first = n
     claim_at = n + gl.maximum(seq.steps(tile, heads) - 1 - CLAIM_AHEAD, 0)
     for member in range(heads):
         visits = seq.for_member(tile, member, heads_per_kv)
         for inner in range(visits.begin, visits.end):
-            row = seq.visited(inner, visits) * tile_map.INNER_TILE
+            row = seq.visited(inner, visits) * seq.INNER_TILE
             LOAD(tensors, memory, seq, tile, heads_per_kv, member, row, turn, n, first)
             if CLAIM:  # noqa: SIM102 - known when compiled
                 if n == claim_at:
-                    following = claim_next(tensors.workspace, tile_map, tensors.ORDERED)
+                    following = claim_tile(tensors.workspace, num_tiles, tensors.ORDERED)
             n += 1
-    if CLAIM and tile_map.varlen.VARLEN:  # noqa: SIM102
-        if n == first:
-            following = claim_next(tensors.workspace, tile_map, tensors.ORDERED)
     return n, following
 
 

@@ -16,7 +16,7 @@ from .lib.scheduler import (
     OverflowFlags,
     RetryList,
     TileScheduler,
-    claim_next,
+    claim_tile,
     first_tile,
     new_overflow_flags,
     new_scheduler,
@@ -102,42 +102,49 @@ def producer(tensors, memory, tile_map, heads_per_kv, PERSISTENT: gl.constexpr):
     """The producer warp: claims tiles, and loads what each needs; at last again for those on the retry list."""
     counter = tensors.workspace
     retries = RetryList(counter + 1)
+    num_tiles = tile_map.num_tiles()
     n = 0
     turn = 0
-    index = first_tile(counter, tile_map, PERSISTENT, False)
+    index = first_tile(counter, num_tiles, PERSISTENT, False)
     top = -1
-    while index < tile_map.num_tiles():
-        if turn > 1:
-            top = retries.push_if_overflowed(memory.overflow, turn - 2, top)
-        memory.overflow.begin(turn, index)
-        n, index = load_tile(tensors, memory, tile_map, heads_per_kv, COMPUTE, index, turn, n, PERSISTENT)
-        turn += 1
+    while index < num_tiles:
+        tile, seq = tile_map.tile_at(index)
+        if seq.has_rows(tile):
+            if turn > 1:
+                top = retries.push_if_overflowed(memory.overflow, turn - 2, top)
+            memory.overflow.begin(turn, index)
+            n, index = load_tile(tensors, memory, tile, seq, heads_per_kv, COMPUTE, num_tiles, turn, n, PERSISTENT)
+            turn += 1
+        elif PERSISTENT:
+            index = claim_tile(counter, num_tiles, False)
+        else:
+            index = num_tiles
     for late in range(gl.maximum(turn - 2, 0), turn):
         top = retries.push_if_overflowed(memory.overflow, late, top)
     while top >= 0:
         index = top
         top = retries.below(index)
-        n, _ = load_tile(tensors, memory, tile_map, heads_per_kv, RECOMPUTE, index, turn, n, False)
+        tile, seq = tile_map.tile_at(index)
+        n, _ = load_tile(tensors, memory, tile, seq, heads_per_kv, RECOMPUTE, num_tiles, turn, n, False)
         turn += 1
     tile, seq = tile_map.tile_at(0)
     memory.scheduler.push(turn, STOP, tile, seq)
 
 
 @gluon.jit
-def load_tile(tensors, memory, tile_map, heads_per_kv, command, index, turn, n, CLAIM: gl.constexpr):
+def load_tile(tensors, memory, tile, seq, heads_per_kv, command, num_tiles, turn, n, CLAIM: gl.constexpr):
     """Push a tile, and load its q, and k and v from the last inner tile to the first.
 
     ``n`` counts inner tiles. Returns it, and the index of the next tile, claimed shortly before the end if CLAIM.
     """
-    TILE_K: gl.constexpr = tile_map.INNER_TILE
+    TILE_K: gl.constexpr = seq.INNER_TILE
     K_BYTES: gl.constexpr = (tensors.HEAD_DIM + tensors.K_TAIL) * 2
     V_BYTES: gl.constexpr = (tensors.HEAD_DIM + tensors.V_TAIL) * 2
     CONSUMERS: gl.constexpr = memory.overflow.CONSUMERS
     PAIR_BYTES: gl.constexpr = pair_bytes(tensors.pairs.ARGUMENT, tensors.pairs.desc.dtype, CONSUMERS * WG_ROWS, TILE_K)
-    tile, seq = tile_map.tile_at(index)
     memory.scheduler.push(turn, command, tile, seq)
     kv_head = tile.head // heads_per_kv
-    following = tile_map.num_tiles()
+    following = num_tiles
     claim_at = gl.minimum(tile.begin + CLAIM_AHEAD, tile.end - 1)
     for position in range(tile.end - 1, tile.begin - 1, -1):
         inner = seq.visited(position, tile)
@@ -158,7 +165,7 @@ def load_tile(tensors, memory, tile_map, heads_per_kv, command, index, turn, n, 
             load_q(tensors, memory, seq, tile, turn, K_BYTES)
         if CLAIM:  # noqa: SIM102 - known when compiled
             if position == claim_at:
-                following = claim_next(tensors.workspace, tile_map, False)
+                following = claim_tile(tensors.workspace, num_tiles, False)
         memory.v.wait_empty(n + 1)
         mbarrier.expect(memory.v.full_barrier(n), TILE_K * V_BYTES)
         async_load(tensors.v, coords, memory.v.full_barrier(n), memory.v.buffer(n))

@@ -146,34 +146,16 @@ def claim_tile(counter, num_tiles, ORDERED: gl.constexpr):
 
 
 @gluon.jit
-def first_tile(counter, tile_map, PERSISTENT: gl.constexpr, ORDERED: gl.constexpr):
-    """The index of a CTA's first tile that has rows.
+def first_tile(counter, num_tiles, PERSISTENT: gl.constexpr, ORDERED: gl.constexpr):
+    """The index of a CTA's first tile.
 
     ORDERED: CTAs wait for others that claimed tiles before them. So the first tiles are claimed too: else one would be
     that of a CTA that does not run while another kernel does, and the CTAs that do run might wait for it forever.
     """
     index = gl.program_id(0)
     if ORDERED and PERSISTENT:
-        index = claim_tile(counter, tile_map.num_tiles(), ORDERED)
-    return skip_empty(index, counter, tile_map, PERSISTENT, ORDERED)
-
-
-@gluon.jit
-def skip_empty(index, counter, tile_map, PERSISTENT: gl.constexpr, ORDERED: gl.constexpr):
-    """The first claimed index, from ``index`` on, whose tile has rows; more are claimed if PERSISTENT."""
-    if tile_map.varlen.VARLEN:
-        while tile_map.is_empty(index):
-            if PERSISTENT:
-                index = claim_tile(counter, tile_map.num_tiles(), ORDERED)
-            else:
-                index = tile_map.num_tiles()
+        index = claim_tile(counter, num_tiles, ORDERED)
     return index
-
-
-@gluon.jit
-def claim_next(counter, tile_map, ORDERED: gl.constexpr):
-    """Claim the next tile that has rows."""
-    return skip_empty(claim_tile(counter, tile_map.num_tiles(), ORDERED), counter, tile_map, True, ORDERED)
 
 
 @gluon.jit

@@ -122,11 +122,13 @@ class TileMap:
         )  # fmt: skip
 
     @gluon.jit
-    def is_empty(self, index):
-        """Whether an index is that of a tile without rows, which only packed sequences have."""
-        tiles = self.num_tiles()
-        tile, seq = self.tile_at(gl.minimum(index, tiles - 1))
-        return (index < tiles) & (not tile.start < seq.outer_len)
+    def has_rows(self, tile):
+        """Whether a tile has rows; of a sequence's tile map. Those of packed sequences may have none."""
+        if self.varlen.VARLEN:
+            exists = tile.start < self.outer_len
+        else:
+            exists = True
+        return exists
 
     @gluon.jit
     def outer_coords(self, batch, head, row, column):

@@ -8,11 +8,13 @@ a stride of one row, and BOUND steps along the first axis lead BOUND rows back, 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...lib.varlen import sequence_of, slot_of, span_of
+from ...lib.varlen import slot_of, span_of
 from .struct import struct
 
 BOUND = gl.constexpr(1 << 30)
 """More rows than a tensor has."""
+
+LANES = gl.constexpr(32)
 
 PADDING = gl.constexpr(128)
 """Per-row backward buffers are padded to a multiple of this for each sequence: a multiple of every tile."""
@@ -60,6 +62,24 @@ class Varlen:
     def padded_inner_start(self):
         """The sequence's first inner row in buffers that are padded."""
         return (self.inner_start // PADDING + self.index) * PADDING
+
+
+@gluon.jit
+def sequence_of(starts, tile, num_sequences, TILE: gl.constexpr):
+    """`...lib.varlen.sequence_of` by one warp, which asks for 32 sequences at a time: loads take long, one by one."""
+    lanes = gl.arange(0, LANES, gl.BlockedLayout([1], [LANES], [1], [0]))
+    sequence = tile * 0
+    beyond = sequence + num_sequences + 1
+    while beyond - sequence > 1:
+        step = gl.cdiv(beyond - sequence, LANES)
+        asked = sequence + lanes * step
+        first = gl.load(starts + asked, mask=asked < beyond, other=0).to(gl.int32)
+        slot = gl.maximum(first, 0) // TILE + asked
+        # The first one is known not to begin later.
+        earlier = (asked == sequence) | ((asked < beyond) & (slot <= tile))
+        sequence += (gl.sum(earlier.to(gl.int32), 0) - 1) * step
+        beyond = gl.minimum(beyond, sequence + step)
+    return sequence
 
 
 @gluon.jit
