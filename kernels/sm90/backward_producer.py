@@ -165,7 +165,7 @@ def load_tile(
 ):  # fmt: skip
     """Push a tile, load its k and v, and all q and dout that see it, for each query head of the group.
 
-    ``n`` counts tiles of q. Returns it, and the index of the next tile, claimed shortly before the last of them if CLAIM.
+    ``n`` counts tiles of q. Returns it, and the index of the next tile, claimed shortly before the end if CLAIM.
     """
     heads = seq.heads_to_visit(heads_per_kv)
     if seq.varlen.VARLEN:  # noqa: SIM102 - known when compiled
@@ -177,14 +177,14 @@ def load_tile(
     memory.scheduler.push(turn, COMPUTE, tile, seq)
     following = num_tiles
     first = n
-    claim_at = n + gl.maximum(seq.steps(tile, heads) - 1 - CLAIM_AHEAD, 0)
     for member in range(heads):
         visits = seq.for_member(tile, member, heads_per_kv)
+        claim_at = gl.maximum(visits.end - 1 - CLAIM_AHEAD, visits.begin)
         for inner in range(visits.begin, visits.end):
             row = seq.visited(inner, visits) * seq.INNER_TILE
             LOAD(tensors, memory, seq, tile, heads_per_kv, member, row, turn, n, first)
             if CLAIM:  # noqa: SIM102 - known when compiled
-                if n == claim_at:
+                if (member == heads - 1) & (inner == claim_at):
                     following = claim_tile(tensors.workspace, num_tiles, tensors.ORDERED)
             n += 1
     return n, following

@@ -40,11 +40,11 @@ def dq_reducer(
             following = outer + 1
             visits = seq.for_member(tile, member, heads_per_kv)
             for inner in range(visits.begin, visits.end):
+                row_tile = seq.visited(inner, visits)
                 for half in gl.static_range(2):
                     # The addition of the other half may go on.
                     tma.store_wait(1 - half)
                     named_barriers.arrive(named_barriers.DQ_EMPTY + half, THREADS)
-                row_tile = seq.visited(inner, visits)
                 turn_of_rows = turns + rows // WG_ROWS + row_tile * (TILE_Q // WG_ROWS)
                 if DETERMINISTIC:
                     before = outer

@@ -38,7 +38,7 @@ def consumer(
     while command != STOP:
         recompute = command == RECOMPUTE
         seq = memory.scheduler.pop_sequence(turn, tile_map, 4)
-        tile = seq.tile(batch, head, start)
+        tile = seq.listed(seq.tile(batch, head, start), head)
         first_row = tile.start + CONSUMER * WG_ROWS
         rows = first_row + gl.arange(0, WG_ROWS, layout=gl.SliceLayout(1, layout))
         memory.q.wait_full(turn)

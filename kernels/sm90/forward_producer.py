@@ -143,6 +143,7 @@ def load_tile(tensors, memory, tile, seq, heads_per_kv, command, num_tiles, turn
     CONSUMERS: gl.constexpr = memory.overflow.CONSUMERS
     PAIR_BYTES: gl.constexpr = pair_bytes(tensors.pairs.ARGUMENT, tensors.pairs.desc.dtype, CONSUMERS * WG_ROWS, TILE_K)
     memory.scheduler.push(turn, command, tile, seq)
+    tile = seq.listed(tile, tile.head)
     kv_head = tile.head // heads_per_kv
     following = num_tiles
     claim_at = gl.minimum(tile.begin + CLAIM_AHEAD, tile.end - 1)

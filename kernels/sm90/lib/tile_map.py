@@ -165,7 +165,7 @@ class TileMap:
 
     @gluon.jit
     def tile(self, batch, head, start):
-        """The tile of a head that begins at an outer row."""
+        """The tile of a head that begins at an outer row, with the inner tiles that its limits leave; see `listed`."""
         end = self.inner_len
         last = self.inner_len - 1
         if self.RIGHT:
@@ -186,11 +186,10 @@ class TileMap:
         if self.blocks.LISTED:
             begin = 0
             whole_begin = 0
-        tile = Tile(
+        return Tile(
             batch * self.heads + head, batch, head, start,
             gl.to_tensor(begin), gl.to_tensor(whole_begin), whole_end, end, self.blocks.lists, end * 0,
         )  # fmt: skip
-        return self.listed(tile, head)
 
     @gluon.jit
     def listed(self, tile, head):
@@ -214,17 +213,6 @@ class TileMap:
         if self.blocks.LISTED:
             tile = self.listed(tile, tile.head * heads + member)
         return tile
-
-    @gluon.jit
-    def steps(self, tile, heads):
-        """How many inner tiles these query heads visit together."""
-        if self.blocks.LISTED:
-            steps = tile.end * 0
-            for member in range(heads):
-                steps += self.for_member(tile, member, heads).end
-        else:
-            steps = heads * (tile.end - tile.begin)
-        return steps
 
     @gluon.jit
     def visited(self, inner_tile, tile):
