@@ -66,18 +66,20 @@ class Varlen:
 
 @gluon.jit
 def sequence_of(starts, tile, num_sequences, TILE: gl.constexpr):
-    """`...lib.varlen.sequence_of` by one warp, which asks for 32 sequences at a time: loads take long, one by one."""
+    """The sequence that a tile belongs to; ``num_sequences`` for the rows after the last one.
+
+    A warp asks for 32 sequences at a time: one after another, loads take as long as the steps that should cover them.
+    """
     lanes = gl.arange(0, LANES, gl.BlockedLayout([1], [LANES], [1], [0]))
+    # It begins no later than the tile, even where cu_seqlens are out of order.
     sequence = tile * 0
     beyond = sequence + num_sequences + 1
     while beyond - sequence > 1:
         step = gl.cdiv(beyond - sequence, LANES)
         asked = sequence + lanes * step
         first = gl.load(starts + asked, mask=asked < beyond, other=0).to(gl.int32)
-        slot = gl.maximum(first, 0) // TILE + asked
-        # The first one is known not to begin later.
-        earlier = (asked == sequence) | ((asked < beyond) & (slot <= tile))
-        sequence += (gl.sum(earlier.to(gl.int32), 0) - 1) * step
+        earlier = (asked < beyond) & (gl.maximum(first, 0) // TILE + asked <= tile)
+        sequence = gl.max(gl.where(earlier, asked, sequence), 0)
         beyond = gl.minimum(beyond, sequence + step)
     return sequence
 

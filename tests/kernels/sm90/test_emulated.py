@@ -11,6 +11,7 @@ from cs336_systems.kernels.call import Call
 from cs336_systems.testing import Shapes, assert_packed_within_budget, assert_within_budget, make_inputs, make_packed
 
 from .emulator import emulated
+from .emulator.values import Pointer, Value
 from .hopper import BANDS, compute, options_of, oracle_settings, packed_aux
 
 SHAPES = {
@@ -87,6 +88,24 @@ def test_packed_sequences(d, dv, band):
     computed = compute(packed, options, packed_aux(lengths, "cpu"), calls=1, backend=emulated().backend)
     actual = {name: x[0] if name == "lse" else x[0].transpose(0, 1) for name, x in computed.items()}
     assert_packed_within_budget(actual, inputs, lengths, **oracle_settings(**BANDS[band]))
+
+
+@pytest.mark.parametrize("order", ["ascending", "any"])
+@pytest.mark.parametrize("count", [1, 5, 31, 32, 33, 700])
+def test_the_sequence_of_a_tile(count, order):
+    """Of several the last, and always one that begins no later than the tile."""
+    varlen = emulated().varlen
+    starts = torch.randint(-300, 2000, (count + 1,), dtype=torch.int32)
+    if order == "ascending":
+        starts = starts.clamp(min=0).sort()[0]
+    slots = starts.clamp(min=0) // 64 + torch.arange(count + 1)
+    slots[0] = 0
+    for tile in range(0, 2000 // 64 + count + 1, 1 + count // 50):
+        found = int(varlen.sequence_of(Pointer(starts), Value(torch.tensor(tile)), count, 64).x)
+        assert 0 <= found <= count
+        assert slots[found] <= tile
+        if order == "ascending":
+            assert found == (slots <= tile).nonzero().max()
 
 
 def test_nan_stays_in_its_head():
