@@ -118,7 +118,7 @@ def wait_for(address, number):
 
 @gluon.jit
 def fence_proxy(unused):
-    """What TMA does next comes after what was read before."""
+    """What TMA does after this comes after what was read before it."""
     gl.inline_asm_elementwise(
         "fence.proxy.async.global; mov.u32 $0, $1;", "=r,r", [unused], dtype=gl.int32, is_pure=False, pack=1
     )  # fmt: skip

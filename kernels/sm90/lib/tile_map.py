@@ -123,7 +123,7 @@ class TileMap:
 
     @gluon.jit
     def has_rows(self, tile):
-        """Whether a tile has rows; of a sequence's tile map. Those of packed sequences may have none."""
+        """Whether one of these tiles has rows. There are enough for packed sequences of any lengths: some have none."""
         if self.varlen.VARLEN:
             exists = tile.start < self.outer_len
         else:
