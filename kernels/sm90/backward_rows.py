@@ -40,13 +40,13 @@ def prepare_kernel(
     out, dout, lse, dlse, lse2, delta, dq, turns, cu_seqlens,
     out_strides, dout_strides, heads, q_len, padded_len, sequences,
     HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, PADDING: tl.constexpr,
-    STORES: tl.constexpr,
+    HAS_TURNS: tl.constexpr,
 ):  # fmt: skip
     """Grid: a program for each ROWS rows of (batch_heads of q, padded_len), a multiple of ROWS.
 
     Writes lse2, the `lowered` log-sum-exp in exponents of 2, +inf for rows that see nothing or do not exist, so that
-    their P is 0; delta = rowsum(out * dout) - dlse; and zeros to turns and, unless STORES, to dq (padded_len,
-    PADDED_HEAD_DIM). Rows after the last packed sequence count as not existing.
+    their P is 0; delta = rowsum(out * dout) - dlse; zeros to turns, and to dq (padded_len, PADDED_HEAD_DIM) unless
+    HAS_TURNS: `dq_reducer` stores it first. Rows after the last packed sequence count as not existing.
     """
     block, batch_head, padded, rows, _, exist = rows_of_program(cu_seqlens, sequences, q_len, padded_len, ROWS, PADDING)
     columns = tl.arange(0, triton.next_power_of_2(PADDED_HEAD_DIM))[None, :]
@@ -68,7 +68,7 @@ def prepare_kernel(
     exponent = tl.where(row_lse == float("inf"), float("nan"), lowered(row_lse) * LOG2_E)
     tl.store(lse2 + target, tl.where(row_lse == float("-inf"), float("inf"), exponent))
     tl.store(delta + target, total)
-    if not STORES:
+    if not HAS_TURNS:
         zeros = tl.zeros([ROWS, triton.next_power_of_2(PADDED_HEAD_DIM)], tl.float32)
         tl.store(dq + target[:, None] * PADDED_HEAD_DIM + columns, zeros, mask=columns < PADDED_HEAD_DIM)
     tl.store(turns + block, 0)
@@ -78,12 +78,12 @@ def prepare_kernel(
 def finish_kernel(
     sums, turns, dq, cu_seqlens, dq_strides, heads, q_len, padded_len, sequences, scale,
     HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, DQ_COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr, PADDING: tl.constexpr, DQ_TILE: tl.constexpr, STORES: tl.constexpr,
+    ROWS: tl.constexpr, PADDING: tl.constexpr, DQ_TILE: tl.constexpr, HAS_TURNS: tl.constexpr,
 ):  # fmt: skip
     """Grid as above. Scales the float32 sums (batch_heads, padded_len, PADDED_HEAD_DIM) and writes dq.
 
     The sums of every 64 rows lie in tiles of DQ_COLUMNS columns, each in the order of accumulator fragments.
-    With STORES those of DQ_TILE rows are there if their first turn is not 0; else no tile of keys visited them.
+    With HAS_TURNS those of DQ_TILE rows are there if their first turn is not 0; else no tile of keys visited them.
     """
     tl.static_assert(ROWS == 64)
     block, batch_head, _, rows, exist, _ = rows_of_program(cu_seqlens, sequences, q_len, padded_len, ROWS, PADDING)
@@ -92,7 +92,7 @@ def finish_kernel(
     targets = dq + tl.cast(rows, tl.int64)[:, None] * dq_strides[2]
     for tile in tl.static_range(PADDED_HEAD_DIM // DQ_COLUMNS):
         values = tl.load(sums + tile * ROWS * DQ_COLUMNS + tl.arange(0, ROWS * DQ_COLUMNS))
-        if STORES:
+        if HAS_TURNS:
             values = tl.where(tl.load(turns + block // (DQ_TILE // ROWS) * (DQ_TILE // ROWS)) > 0, values, 0.0)
         # Eight columns, sixteen rows, a row of eight, two columns, eight rows below, a column.
         values = tl.permute(tl.reshape(values, [DQ_COLUMNS // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])

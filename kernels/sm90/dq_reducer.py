@@ -126,9 +126,9 @@ def fence_proxy(unused):
 
 @gluon.jit
 def finish_additions(unused):
-    """Wait until TMA's additions are visible; Triton waits only until it has read what it adds.
+    """Wait until what TMA stored or added is visible; Triton waits only until TMA has read it.
 
-    `fence.proxy.async` for shared memory too would wait for the GPU's memory, for half a microsecond of a step.
+    A `fence.proxy.async` of shared memory too would be a MEMBAR.GPU, in every step of a CTA that stores.
     """
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync 0xffffffff; mov.u32 $0, $1;",

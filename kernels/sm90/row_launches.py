@@ -79,7 +79,7 @@ def _row_launch(
 ) -> Launch:
     """A program for each 64 rows of the buffers."""
     [q] = with_batch(call.q)
-    stores = backward_tiles(call).has_turns
-    sizes = {"PADDED_HEAD_DIM": buffers.head_dim, "ROWS": ROWS, "PADDING": PADDING.value, "STORES": stores}
+    has_turns = backward_tiles(call).has_turns
+    sizes = {"PADDED_HEAD_DIM": buffers.head_dim, "ROWS": ROWS, "PADDING": PADDING.value, "HAS_TURNS": has_turns}
     numbers = (*strides, q.shape[1], call.q_len, buffers.rows, num_sequences(call), *more)
     return Launch((buffers.batch_heads * buffers.rows // ROWS, 1), tensors, numbers, sizes | constants, {})

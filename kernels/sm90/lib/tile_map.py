@@ -210,9 +210,7 @@ class TileMap:
     @gluon.jit
     def for_member(self, tile, member, heads):
         """The same for one of the ``heads`` query heads that share a backward's tile of keys."""
-        if self.blocks.LISTED:
-            tile = self.listed(tile, tile.head * heads + member)
-        return tile
+        return self.listed(tile, tile.head * heads + member)
 
     @gluon.jit
     def visited(self, inner_tile, tile):
@@ -235,9 +233,7 @@ class TileMap:
     def reaches(self, outer_tile, inner_tile, tile):
         """Whether a head has a tile number ``outer_tile``, and it begins at ``inner_tile`` or before."""
         exists = outer_tile < gl.cdiv(self.outer_len, self.OUTER_TILE)
-        if self.LEFT:
-            exists = exists & (self.tile(tile.batch, tile.head, outer_tile * self.OUTER_TILE).begin <= inner_tile)
-        return exists
+        return exists & (self.tile(tile.batch, tile.head, outer_tile * self.OUTER_TILE).begin <= inner_tile)
 
     @gluon.jit
     def ends_partially(self, tile):

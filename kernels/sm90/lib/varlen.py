@@ -9,12 +9,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...lib.varlen import slot_of, span_of
+from .named_barriers import WARP
 from .struct import struct
 
 BOUND = gl.constexpr(1 << 30)
 """More rows than a tensor has."""
-
-LANES = gl.constexpr(32)
 
 PADDING = gl.constexpr(128)
 """Per-row backward buffers are padded to a multiple of this for each sequence: a multiple of every tile."""
@@ -70,12 +69,12 @@ def sequence_of(starts, tile, num_sequences, TILE: gl.constexpr):
 
     A warp asks for 32 sequences at a time: one after another, loads take as long as the steps that should cover them.
     """
-    lanes = gl.arange(0, LANES, gl.BlockedLayout([1], [LANES], [1], [0]))
-    # It begins no later than the tile, even where cu_seqlens are out of order.
+    lanes = gl.arange(0, WARP, gl.BlockedLayout([1], [WARP], [1], [0]))
+    # The sequence begins no later than the tile, even where cu_seqlens are out of order.
     sequence = tile * 0
     beyond = sequence + num_sequences + 1
     while beyond - sequence > 1:
-        step = gl.cdiv(beyond - sequence, LANES)
+        step = gl.cdiv(beyond - sequence, WARP)
         asked = sequence + lanes * step
         first = gl.load(starts + asked, mask=asked < beyond, other=0).to(gl.int32)
         earlier = (asked < beyond) & (gl.maximum(first, 0) // TILE + asked <= tile)

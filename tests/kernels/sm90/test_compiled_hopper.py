@@ -16,7 +16,7 @@ BARRIER_BYTES = 512
 """The last of a kernel's shared memory: mbarriers, and numbers that warps pass to each other."""
 
 SPILLED = {
-    ("forward", 64): 24,  # with a soft cap, outside of its loops
+    ("forward", 64): 24,  # with a soft cap, and Triton 3.7, outside of its loops
     ("forward", 128): 120,
     ("forward", 192): 130,
     ("forward", 256): 250,
