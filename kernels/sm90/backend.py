@@ -204,6 +204,7 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
         rest = (
             *(sums_ptr, turns_ptr if config.has_turns else None),
             *((q.data_ptr(), k.data_ptr(), dk.data_ptr()) if config.k_tail else NO_TAILS[:3]),
+            *((dout_ptr, v.data_ptr(), dv.data_ptr()) if config.v_tail else NO_TAILS[:3]),
             *(workspace.data_ptr(), *starts),
             *operands(aux, aux.block_columns),
         )

@@ -17,8 +17,8 @@ from .lib.struct import struct
 class Tensors:
     """Tensors in global memory: TMA descriptors, and the workspace, whose first element counts claimed tiles.
 
-    Tails are the K_TAIL columns, perhaps 0, of q and k beyond those of their first descriptors. ORDERED: see
-    `lib.scheduler.first_tile`.
+    Tails are the columns beyond those of the first descriptors: K_TAIL of q and k, V_TAIL of dout and v, perhaps 0.
+    ORDERED: see `lib.scheduler.first_tile`.
     """
 
     q: tma.tensor_descriptor
@@ -32,9 +32,13 @@ class Tensors:
     q_tail: tma.tensor_descriptor
     k_tail: tma.tensor_descriptor
     dk_tail: tma.tensor_descriptor
+    dout_tail: tma.tensor_descriptor
+    v_tail: tma.tensor_descriptor
+    dv_tail: tma.tensor_descriptor
     workspace: gl.tensor
     pairs: PairTensor
     K_TAIL: gl.constexpr
+    V_TAIL: gl.constexpr
     ORDERED: gl.constexpr
 
 
@@ -47,9 +51,10 @@ class SharedMemory:
     never: an mbarrier at which nobody arrives, if steps wait for its last phase, which is complete; else k_empty.
     q, dout: pipelines. lse2 and delta, of their rows, lie in the same stages.
     pairs: those of a tile of q with each 64 keys (`PairTensor`), in the stages of pair_pipeline: q's, or a single one.
-    ds: two tiles (keys, rows of q) of dS, or one with tails. p_or_dq: two tiles of P if consumers share keys, else a
-    half of a dQ tile for each consumer warp group; with tails pieces of 32 columns, two for each warp group, then one.
-    q_tail, k_tail: tails, in the same stages; they arrive at the same barriers.
+    ds: two tiles (keys, rows of q) of dS, or one if 128 columns have a tail. p_or_dq: two tiles of P if consumers share
+    keys, else a half of a dQ tile for each consumer warp group; with tails pieces of K_TAIL / 2 columns, two for each
+    warp group, then one.
+    q_tail, k_tail, dout_tail, v_tail: tails, in the same stages; they arrive at the same barriers.
     """
 
     scheduler: TileScheduler
@@ -68,7 +73,10 @@ class SharedMemory:
     pair_pipeline: NamedPipeline
     q_tail: gl.shared_memory_descriptor
     k_tail: gl.shared_memory_descriptor
+    dout_tail: gl.shared_memory_descriptor
+    v_tail: gl.shared_memory_descriptor
     K_TAIL: gl.constexpr
+    V_TAIL: gl.constexpr
 
     @gluon.jit
     def drain(self, n):
@@ -110,8 +118,9 @@ def new_memory(
     dout = new_pipeline(tensors.dout, STAGES, named_barriers.DOUT_EMPTY)
     lse2 = new_buffers(tensors.lse2, STAGES)
     delta = new_buffers(tensors.delta, STAGES)
-    ds = gl.allocate_shared_memory(dtype, [1 if tensors.K_TAIL > 0 else 2, KEYS, TILE_Q], layout)
-    q_tail, k_tail = q.buffers, k
+    ONE_DS: gl.constexpr = tensors.K_TAIL > 0 and tensors.q.block_shape[-1] > WG_ROWS
+    ds = gl.allocate_shared_memory(dtype, [1 if ONE_DS else 2, KEYS, TILE_Q], layout)
+    q_tail, k_tail, dout_tail, v_tail = q.buffers, k, dout.buffers, v
     if SHARED_KEYS:
         p_or_dq = gl.allocate_shared_memory(dtype, [2, KEYS, TILE_Q], layout)
     elif tensors.K_TAIL > 0:
@@ -119,6 +128,8 @@ def new_memory(
         p_or_dq = new_buffers(dq, 6)
     else:
         p_or_dq = new_buffers(dq, 2)
+    if tensors.V_TAIL > 0:
+        dout_tail, v_tail = new_buffers(tensors.dout_tail, STAGES), new_buffers(tensors.v_tail, KEYS // WG_ROWS)
     pairs = tensors.pairs.new_tiles(PAIR_STAGES, KEYS // WG_ROWS, k)
     pair_pipeline = q
     if pairs.ARGUMENT is not None and PAIR_STAGES < STAGES:
@@ -127,7 +138,7 @@ def new_memory(
         )  # fmt: skip
     return SharedMemory(
         scheduler, k, v, k_empty, v_empty, never, q, dout, lse2, delta, ds, p_or_dq, pairs, pair_pipeline,
-        q_tail, k_tail, tensors.K_TAIL,
+        q_tail, k_tail, dout_tail, v_tail, tensors.K_TAIL, tensors.V_TAIL,
     )  # fmt: skip
 
 
@@ -200,6 +211,7 @@ def load_step(tensors, memory, seq, tile, heads_per_kv, member, row, turn, n, fi
     PAIR_BYTES: gl.constexpr = pair_bytes(tensors.pairs.ARGUMENT, tensors.pairs.desc.dtype, TILE_Q, KEYS)
     PAIRS_ALONE: gl.constexpr = memory.pair_pipeline.stages < memory.q.stages
     Q_BYTES: gl.constexpr = BYTES + TILE_Q * tensors.K_TAIL * 2 + (0 if PAIRS_ALONE else PAIR_BYTES)
+    DOUT_BYTES: gl.constexpr = BYTES + TILE_Q * tensors.V_TAIL * 2
     head = tile.head * heads_per_kv + member
     batch_head = tile.batch_head * heads_per_kv + member
     coords = seq.inner_coords(tile.batch, head, row, 0)
@@ -225,15 +237,21 @@ def load_step(tensors, memory, seq, tile, heads_per_kv, member, row, turn, n, fi
             async_load(tensors.k_tail, k_tail_coords, full, memory.k_tail.index(0))
     memory.dout.wait_empty(n)
     full = memory.dout.full_barrier(n)
-    mbarrier.expect(full, BYTES + KEYS * HEAD_DIM * 2, pred=n == first)
-    mbarrier.expect(full, BYTES, pred=n > first)
+    mbarrier.expect(full, DOUT_BYTES + KEYS * (HEAD_DIM + tensors.V_TAIL) * 2, pred=n == first)
+    mbarrier.expect(full, DOUT_BYTES, pred=n > first)
     async_load(tensors.dout, coords, full, memory.dout.buffer(n))
+    if tensors.V_TAIL > 0:
+        tail_coords = seq.inner_coords(tile.batch, head, row, HEAD_DIM)
+        async_load(tensors.dout_tail, tail_coords, full, memory.dout_tail.index(stage))
     async_load(tensors.delta, row_coords, full, memory.delta.index(stage))
     if n == first:
         mbarrier.wait(memory.v_empty, (turn - 1) & 1, pred=turn > 0)
         for piece in gl.static_range(KEYS // WG_ROWS):
             v_coords = seq.outer_coords(tile.batch, tile.head, tile.start + piece * WG_ROWS, 0)
             async_load(tensors.v, v_coords, full, memory.v.index(piece))
+            if tensors.V_TAIL > 0:
+                v_tail_coords = seq.outer_coords(tile.batch, tile.head, tile.start + piece * WG_ROWS, HEAD_DIM)
+                async_load(tensors.v_tail, v_tail_coords, full, memory.v_tail.index(piece))
     if PAIRS_ALONE:
         memory.pair_pipeline.wait_empty(n)
         full = memory.pair_pipeline.full_barrier(n)

@@ -88,7 +88,7 @@ def add(dq, coords, buffer, stores):
 
 @gluon.jit
 def add_piece(dq, memory, first, NUMBER: gl.constexpr, stores):
-    """Add or store 32 columns of a dQ tile, which begins at a row of its descriptor: see `add`."""
+    """Add or store a piece of a dQ tile, which begins at a row of its descriptor: see `add`, `SharedMemory`."""
     add(dq, [first + NUMBER * dq.block_shape[0], 0], memory.p_or_dq.index(NUMBER), stores)
 
 

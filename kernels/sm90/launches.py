@@ -27,7 +27,6 @@ from .tiles import (
     ForwardConfig,
     SplitHeadDim,
     backward_config,
-    backward_head_dim,
     forward_config,
     split_head_dim,
 )
@@ -130,7 +129,7 @@ def backward_tiles(call: Call, *, of_v: bool = False) -> BackwardConfig:
     """The configuration of a backward, or with ``of_v`` of the launch that computes dV alone."""
     if of_v:
         return BACKWARD_OF_V
-    return backward_config(backward_head_dim(call.head_dim, call.v_head_dim), pair_itemsize=pair_itemsize(call))
+    return backward_config(call.head_dim, call.v_head_dim, pair_itemsize=pair_itemsize(call))
 
 
 def pair_operand(call: Call, rows: int, columns: int) -> TensorDescriptor | None:
@@ -221,7 +220,7 @@ def backward_launch(
     q, k, v, dout = with_batch(call.q, call.k, call.v, dout)
     of_v, packed = dk is None, call.is_packed
     config = backward_tiles(call, of_v=of_v)
-    head_dim, k_tail = buffers.head_dim - config.k_tail, config.k_tail
+    head_dim, k_tail, v_tail = buffers.head_dim - config.k_tail, config.k_tail, config.v_tail
     batch, heads = k.shape[:2]
     shares_keys = config.tile_k == ROWS
     columns = head_dim // 2 if shares_keys else head_dim
@@ -230,16 +229,19 @@ def backward_launch(
     lse2, delta, dq, turns = buffers.views(memory)
     accumulated: tuple[object, Tensor | None] = dq, None
     if not shares_keys:
-        rows = ROWS if k_tail else config.tile_q * head_dim // 2 // DQ_ROW.value
+        rows = (ROWS * k_tail if k_tail else config.tile_q * head_dim) // 2 // DQ_ROW.value
         accumulated = float32_descriptor(dq.view(-1, DQ_ROW.value), rows, DQ_ROW.value), turns
     tiled = (
         *((q, config.tile_q, q_columns), (dout, config.tile_q, dout_columns)),
         *((k, config.tile_k, head_dim), (v, ROWS, head_dim)),
     )
     dk, dv = (None if x is None else with_batch(x)[0] for x in (dk, dv))
-    tails = (q, config.tile_q), (k, config.tile_k), (dk, ROWS)
+    tails = (
+        *((q, config.tile_q, k_tail), (k, config.tile_k, k_tail), (dk, ROWS, k_tail)),
+        *((dout, config.tile_q, v_tail), (v, ROWS, v_tail), (dv, ROWS, v_tail)),
+    )
     constants = {
-        "HEAD_DIM": head_dim, "K_TAIL": k_tail, "TILE_Q": config.tile_q, "TILE_K": config.tile_k,
+        "HEAD_DIM": head_dim, "K_TAIL": k_tail, "V_TAIL": v_tail, "TILE_Q": config.tile_q, "TILE_K": config.tile_k,
         "STAGES": config.stages, "PAIR_STAGES": config.pair_stages,
         "PIECES": triton.cdiv((q if of_v else v).shape[-1], config.piece) if config.piece else 0,
         "PERSISTENT": num_sms < num_tiles, "DETERMINISTIC": call.options.deterministic,
@@ -252,7 +254,7 @@ def backward_launch(
             *(float32_descriptor(x, 1, config.tile_q) for x in (lse2, delta)),
             *(optional_descriptor(x, ROWS, columns, is_packed=packed) for x in (dk, dv)),
             *accumulated,
-            *(optional_descriptor(x, rows, k_tail, is_packed=packed) for x, rows in tails),
+            *(optional_descriptor(x, rows, tail, is_packed=packed) for x, rows, tail in tails),
             *(workspace, call.aux.cu_seqlens_q, call.aux.cu_seqlens_k),
             *rule_operands(call, config, call.aux.block_columns, config.tile_q, ROWS),
         ),

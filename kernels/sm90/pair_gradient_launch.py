@@ -15,6 +15,7 @@ from .lib.mods import in_gluon
 from .pair_gradients import pair_gradient_kernel
 from .row_launches import RowBuffers
 from .rule_arguments import bound_mods, pair_itemsize, pair_tensor
+from .tiles import padded_head_dim
 
 ROWS = WG_ROWS.value
 KEYS = 128
@@ -71,14 +72,15 @@ def pair_gradient_launch(
     batch, heads, q_len, k_len = *q.shape[:3], call.k_len
     mods, pairs = bound_mods(call, wanted), pair_tensor(call)
     left, right = call.band
-    keys = KEYS // 2 if pair_itemsize(call) == 4 and buffers.head_dim == 128 else KEYS
+    head_dim = padded_head_dim(call.head_dim)
+    keys = KEYS // 2 if pair_itemsize(call) == 4 and head_dim == 128 else KEYS
     tiled = (q, ROWS), (dout, ROWS), (k, keys), (v, keys)
     lse2, delta, *_ = buffers.views(memory)
     tiles = triton.cdiv(q_len, ROWS) * triton.cdiv(k_len, keys)
     return Launch(
         (target.shape[:2].numel() * tiles, 1),
         (
-            *(tma_descriptor(x, rows, buffers.head_dim, is_packed=False) for x, rows in tiled),
+            *(tma_descriptor(x, rows, head_dim, is_packed=False) for x, rows in tiled),
             *(lse2, delta, target, mods.captured(call.aux, itself), pair_operand(call, ROWS, keys)),
             dropout_operand(call.options, call.aux, itself),
         ),
@@ -87,7 +89,7 @@ def pair_gradient_launch(
             *(batch // target.shape[0], heads // target.shape[1], *score_scales(call.options), 0),
         ),
         {
-            "HEAD_DIM": buffers.head_dim, "TILE_K": keys, "LEFT": left is not None, "RIGHT": right is not None,
+            "HEAD_DIM": head_dim, "TILE_K": keys, "LEFT": left is not None, "RIGHT": right is not None,
             "SOFTCAP": call.options.softcap is not None, **mods.code(backward=True, into=in_gluon),
             "PAIR_ARGUMENT": None if pairs is None else pairs.argument, "TERM": number,
         },

@@ -53,7 +53,7 @@ class BackwardConfig(NamedTuple):
         pair_stages: how many tiles of a tensor with an element for each pair lie beside those of q: as many as
             ``stages``, or one, with a separate pipeline; 0 if they are not loaded.
         piece: columns of the pieces in which q or dout comes, which ``stages`` are of then (`backward_pieces`); else 0.
-        k_tail: columns of q and k in a second tile.
+        k_tail, v_tail: columns of q and k, and of v, in a second tile.
     """
 
     tile_k: int
@@ -66,6 +66,7 @@ class BackwardConfig(NamedTuple):
     pair_stages: int = 0
     piece: int = 0
     k_tail: int = 0
+    v_tail: int = 0
 
     @property
     def has_pairs(self) -> bool:
@@ -153,6 +154,8 @@ FORWARD_PAIRS = {
 }  # fmt: skip
 BACKWARD = {
     64: BackwardConfig(128, 128, 64, 2, 240, 24, 168),
+    # Tiles of 64 columns, and tails of q, k and v.
+    96: BackwardConfig(128, 64, 16, 2, 240, 24, 168, k_tail=32, v_tail=32),
     128: BackwardConfig(128, 64, 64, 2, 240, 24, 168),
     # Tiles of 128 columns, and tails of q and k.
     192: BackwardConfig(128, 64, 32, 2, 240, 24, 168, k_tail=64),
@@ -164,13 +167,15 @@ BACKWARD_OF_V = BackwardConfig(64, 64, 128, 4, 240, 24, 168, piece=128)
 """Of the launch for dV where there are pieces: there are named barriers for four."""
 BACKWARD_PAIRS = {
     0: {},
-    1: {head_dim: BACKWARD[head_dim]._replace(pair_stages=2) for head_dim in (64, 128)},
+    1: {head_dim: BACKWARD[head_dim]._replace(pair_stages=2) for head_dim in (64, 96, 128)},
     2: {
         64: BackwardConfig(128, 64, 32, 2, 240, 24, 168, pair_stages=2),
+        96: BACKWARD[96]._replace(pair_stages=2),
         128: BackwardConfig(128, 64, 64, 2, 240, 24, 168, pair_stages=2),
     },
     4: {
         64: BackwardConfig(128, 64, 32, 2, 240, 24, 168, pair_stages=2),
+        96: BACKWARD[96]._replace(pair_stages=2),
         128: BackwardConfig(128, 64, 64, 2, 240, 24, 168, pair_stages=1),
     },
 }
@@ -191,6 +196,8 @@ def padded_head_dim(head_dim: int) -> int:
 def backward_head_dim(head_dim: int, v_head_dim: int) -> int:
     """Columns of q and k that a backward computes, in one tile and perhaps a tail."""
     columns, k_tail, v_tail = split_head_dim(head_dim, v_head_dim) or (0, 0, 0)
+    if columns == 64 and k_tail > 0:
+        return 96
     return columns + k_tail if (k_tail, v_tail) == (64, 0) else padded_head_dim(head_dim)
 
 
@@ -210,9 +217,11 @@ def forward_config(
     return FORWARD_SPLIT[head_dim, k_tail, uneven_or_few] if k_tail else FORWARD[head_dim, uneven_or_few]
 
 
-def backward_config(head_dim: int, *, pair_itemsize: int) -> BackwardConfig:
-    """The configuration of a backward call whose tiles have ``head_dim`` columns."""
-    return BACKWARD_PAIRS[pair_itemsize].get(head_dim, BACKWARD[head_dim])
+def backward_config(head_dim: int, v_head_dim: int, *, pair_itemsize: int) -> BackwardConfig:
+    """The configuration of a backward call of these head dimensions."""
+    columns = backward_head_dim(head_dim, v_head_dim)
+    config = BACKWARD_PAIRS[pair_itemsize].get(columns, BACKWARD[columns])
+    return config._replace(v_tail=0) if v_head_dim <= columns - config.k_tail else config
 
 
 def split_head_dim(head_dim: int, v_head_dim: int) -> SplitHeadDim | None:

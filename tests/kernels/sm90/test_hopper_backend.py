@@ -202,10 +202,21 @@ def test_a_launch_computes_256_columns_of_a_wider_output(calls):
 
 
 @pytest.mark.parametrize("with_dlse", [False, True])
-@pytest.mark.parametrize(("d", "dv"), [(64, 64), (128, 128), (192, 128), (136, 72), (256, 256)])
+@pytest.mark.parametrize(
+    ("d", "dv", "tiles_of"),
+    [
+        (64, 64, (64, 0, 0)),
+        (80, 64, (64, 32, 0)),
+        (96, 96, (64, 32, 32)),
+        (128, 128, (128, 0, 0)),
+        (192, 128, (128, 64, 0)),
+        (136, 72, (128, 64, 0)),
+        (256, 256, (256, 0, 0)),
+    ],
+)
 @pytest.mark.parametrize("num_sms", [2, 1000])
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_backward_launches(calls, monkeypatch, num_sms, d, dv, with_dlse, is_packed):
+def test_backward_launches(calls, monkeypatch, num_sms, d, dv, tiles_of, with_dlse, is_packed):
     monkeypatch.setattr(launching, "num_sms", lambda device: num_sms)
     call = call_of(d, dv, is_packed=is_packed)
     gradients = run_backward(call, dlse=torch.randn(call.q.shape[:-1]) if with_dlse else None)
@@ -219,8 +230,9 @@ def test_backward_launches(calls, monkeypatch, num_sms, d, dv, with_dlse, is_pac
     assert main[:9] == (*[x.data_ptr() for x in (call.q,)], prepare[1], call.k.data_ptr(), call.v.data_ptr(),
                         *prepare[4:6], *[x.data_ptr() for x in gradients[1:3]], prepare[6])  # fmt: skip
     assert main[9] == turns
-    assert main[10:13] == ((main[0], main[2], main[6]) if dv < d else (None,) * 3)
-    assert [launch.constants[name] for name in ("HEAD_DIM", "K_TAIL")] == ([128, 64] if dv < d else [d, 0])
+    assert tuple([launch.constants[name] for name in ("HEAD_DIM", "K_TAIL", "V_TAIL")]) == tiles_of
+    assert main[10:13] == ((main[0], main[2], main[6]) if tiles_of[1] else (None,) * 3)
+    assert main[13:16] == ((main[1], main[3], main[7]) if tiles_of[2] else (None,) * 3)
     assert main[-6:] == (*starts, None, None, None, None)
     assert finish == (prepare[6], prepare[7], gradients.q.data_ptr(), starts[0])
     keys = 64 if d == 256 else 128

@@ -66,7 +66,7 @@ def check_bits(backend, q, k, v, options, aux, rows, columns):
 
 @each_kernel
 @pytest.mark.parametrize(
-    ("d", "dv", "p"), [(64, 64, 0.4), (128, 128, 0.9), (192, 128, 0.2), (256, 256, 0.4), (264, 264, 0.4)]
+    ("d", "dv", "p"), [(64, 64, 0.4), (96, 96, 0.3), (128, 128, 0.9), (192, 128, 0.2), (256, 256, 0.4), (264, 264, 0.4)]
 )
 def test_the_same_pairs_are_kept_as_elsewhere(kernels, d, dv, p):  # noqa: F811
     backend, device = kernels

@@ -52,7 +52,7 @@ def copied_rows(is_packed):
 @pytest.mark.parametrize("with_dlse", [False, True])
 @pytest.mark.parametrize(
     ("d", "dv", "is_packed"),
-    [*((d, d, False) for d in (64, 40, 400)), (192, 128, False), (136, 72, True), (64, 64, True)],
+    [*((d, d, False) for d in (64, 40, 96, 400)), (192, 128, False), (136, 72, True), (64, 64, True)],
 )
 def test_prepare(flash_device, d, dv, is_packed, with_dlse):
     call, out, dout, buffers, memory = call_of(flash_device, d=d, dv=dv, is_packed=is_packed)
@@ -86,7 +86,7 @@ def fragments(tile):
 
 @pytest.mark.parametrize(
     ("d", "dv", "is_packed"),
-    [*((d, d, False) for d in (64, 40, 400, 256)), (192, 128, False), (136, 72, True), (64, 64, True)],
+    [*((d, d, False) for d in (64, 40, 96, 400, 256)), (192, 128, False), (136, 72, True), (64, 64, True)],
 )
 def test_finish(flash_device, d, dv, is_packed):
     call, _, _, buffers, memory = call_of(flash_device, d=d, dv=dv, is_packed=is_packed)
