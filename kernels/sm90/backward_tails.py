@@ -19,7 +19,6 @@ from .backward_consumer import (
     epilogue,
     hand_over,
     masked_probabilities,
-    start_dq,
     wait_until_empty,
     waits_for_never,
     with_pairs,
@@ -75,21 +74,36 @@ def tails_step(
     fence_async_shared()
     named_barriers.sync(named_barriers.DS_WRITTEN, named_barriers.CONSUMERS)
     zero = opaque_zero(n)
-    ds_tile = memory.ds.index(n + zero & 1)
-    dq = start_dq(ds_tile, as_matrix(memory.k.index(zero), KEYS, HEAD_DIM), CONSUMER, WG_ROWS)
-    dq_tail = start_dq(ds_tile, as_matrix(memory.k_tail.index(zero), KEYS, memory.K_TAIL), CONSUMER, WG_ROWS)
+    dq = start_part_of_dq(memory, n, zero, KEYS, CONSUMER, HEAD_DIM)
     ds_operand = gl.convert_layout(ds, gl.DotOperandLayout(0, accumulator(HEAD_DIM), 2))
     dk = start_products(ds_operand, memory.q, memory.q_tail, dk, n + zero, memory.K_TAIL, HEAD_DIM)
     # dQ is handed over while the tensor cores compute dK.
-    dq, dq_tail = warpgroup_mma_wait(2, [dq, dq_tail])
+    dq = warpgroup_mma_wait(2, [dq])
     dv = finished(dv, p_operand, 2, memory.V_TAIL)
     memory.dout.release(n)
     wait_until_empty(CONSUMER)
-    hand_over(dq, first_dq_buffer(memory, CONSUMER), named_barriers.DQ_FULL + CONSUMER)
-    hand_over(dq_tail, memory.p_or_dq.index(4 + CONSUMER), named_barriers.DQ_TAIL_FULL + CONSUMER)
+    if CONSUMER == 0:
+        hand_over(dq, first_dq_buffer(memory, 0), named_barriers.DQ_FULL)
+    else:
+        hand_over(dq, memory.p_or_dq.index(2), named_barriers.DQ_FULL + 1)
     dk = finished(dk, ds_operand, 0, memory.K_TAIL)
     memory.q.release(n)
     return dk, dv
+
+
+@gluon.jit
+def start_part_of_dq(memory, n, zero, KEYS: gl.constexpr, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Issue a warp group's part of a dQ tile: HEAD_DIM columns, or the tail.
+
+    Half of both for each would read dS from shared memory twice as often, which takes longer than the products.
+    """
+    if CONSUMER == 0:
+        k_tile = as_matrix(memory.k.index(zero), KEYS, HEAD_DIM)
+    else:
+        k_tile = as_matrix(memory.k_tail.index(zero), KEYS, memory.K_TAIL)
+    COLUMNS: gl.constexpr = k_tile.shape[1]
+    zeros = gl.zeros([WG_ROWS, COLUMNS], gl.float32, accumulator(COLUMNS))
+    return warpgroup_mma(memory.ds.index(n + zero & 1).permute((1, 0)), k_tile, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -145,7 +159,7 @@ def no_sums(TAIL: gl.constexpr, HEAD_DIM: gl.constexpr):
 def tails_consumer(
     CONSUMER: gl.constexpr, tensors, memory, tile_map, heads_per_kv, scale, scores, mods, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """A consumer warp group: dK and dV of its 64 keys of each tile, and half of every dQ tile."""
+    """A consumer warp group: dK and dV of its 64 keys of each tile, and a part of every dQ tile."""
     dtype: gl.constexpr = memory.k.dtype
     n = 0
     turn = 0

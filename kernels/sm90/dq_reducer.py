@@ -60,12 +60,13 @@ def dq_reducer(
                 for half in gl.static_range(2):
                     named_barriers.sync(named_barriers.DQ_FULL + half, THREADS)
                     if memory.K_TAIL > 0:
-                        for piece in gl.static_range(2):
+                        # The tail of 64 columns is one piece.
+                        for piece in gl.static_range(1 if HEAD_DIM < 2 * WG_ROWS and half == 1 else 2):
                             add_piece(dq, memory, first + row_tile * DQ_ROWS, 2 * half + piece, stores)
                     else:
                         coords = [first + row_tile * DQ_ROWS + half * (DQ_ROWS // 2), 0]
                         add(dq, coords, memory.p_or_dq.index(half), stores)
-                if memory.K_TAIL > 0:
+                if memory.K_TAIL > 0 and HEAD_DIM > 2 * WG_ROWS:
                     for half in gl.static_range(2):
                         named_barriers.sync(named_barriers.DQ_TAIL_FULL + half, THREADS)
                         add_piece(dq, memory, first + row_tile * DQ_ROWS, 4 + half, stores)
@@ -88,7 +89,7 @@ def add(dq, coords, buffer, stores):
 
 @gluon.jit
 def add_piece(dq, memory, first, NUMBER: gl.constexpr, stores):
-    """Add or store a piece of a dQ tile, which begins at a row of its descriptor: see `add`, `SharedMemory`."""
+    """Add or store 32 columns of a dQ tile, which begins at a row of its descriptor: see `add`."""
     add(dq, [first + NUMBER * dq.block_shape[0], 0], memory.p_or_dq.index(NUMBER), stores)
 
 

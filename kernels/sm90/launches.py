@@ -229,7 +229,7 @@ def backward_launch(
     lse2, delta, dq, turns = buffers.views(memory)
     accumulated: tuple[object, Tensor | None] = dq, None
     if not shares_keys:
-        rows = (ROWS * k_tail if k_tail else config.tile_q * head_dim) // 2 // DQ_ROW.value
+        rows = ROWS if k_tail else config.tile_q * head_dim // 2 // DQ_ROW.value
         accumulated = float32_descriptor(dq.view(-1, DQ_ROW.value), rows, DQ_ROW.value), turns
     tiled = (
         *((q, config.tile_q, q_columns), (dout, config.tile_q, dout_columns)),

@@ -155,7 +155,7 @@ FORWARD_PAIRS = {
 BACKWARD = {
     64: BackwardConfig(128, 128, 64, 2, 240, 24, 168),
     # Tiles of 64 columns, and tails of q, k and v.
-    96: BackwardConfig(128, 64, 16, 2, 240, 24, 168, k_tail=32, v_tail=32),
+    96: BackwardConfig(128, 64, 32, 2, 240, 24, 168, k_tail=32, v_tail=32),
     128: BackwardConfig(128, 64, 64, 2, 240, 24, 168),
     # Tiles of 128 columns, and tails of q and k.
     192: BackwardConfig(128, 64, 32, 2, 240, 24, 168, k_tail=64),
