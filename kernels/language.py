@@ -26,7 +26,7 @@ except ImportError:  # Triton has no wheel for this platform: the functions run 
     triton = tl = None
 
 __all__ = [
-    "NUMBERS", "at", "compared", "far_float", "floor_divide", "in_torch", "inside", "interpreting", "jit", "near_float",
+    "NUMBERS", "at", "compared", "difference", "far_float", "floor_divide", "in_torch", "inside", "interpreting", "jit", "near_float",
     "remainder", "sigmoid", "tanh", "tl", "written",
 ]  # fmt: skip
 
@@ -100,6 +100,12 @@ def near_float(number, difference):
 def far_float(number, difference):
     """An integer of any size as float32: ``number``, because ``difference`` may be rounded."""
     return number
+
+
+@jit
+def difference(x, y):
+    """x - y of integers as float32. Kernels for Hopper have `sm90.lib.mods.tile_difference` in its place."""
+    return x.to(tl.float32) - y.to(tl.float32)
 
 
 @jit

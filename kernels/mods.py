@@ -18,6 +18,7 @@ import torch
 from .language import (
     at,
     compared,
+    difference,
     far_float,
     floor_divide,
     in_torch,
@@ -42,6 +43,7 @@ LANGUAGE = {
     "as_float": near_float,
     "at": at,
     "compared": compared,
+    "difference": difference,
     "floor_divide": floor_divide,
     "inside": inside,
     "remainder": remainder,

@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...language import compared
+from ...language import compared, difference
 from .dropout import Dropout
 from .struct import struct
 
@@ -27,8 +27,8 @@ def _twin(python):
         value = scope.get(name)
         if value is tl:
             scope[name] = gl
-        elif value is compared:
-            scope[name] = opaque
+        elif value in (compared, difference):
+            scope[name] = opaque if value is compared else tile_difference
         elif hasattr(value, "fn"):
             scope[name] = in_gluon(value)
     return gluon.jit(types.FunctionType(python.__code__, scope, python.__name__))
@@ -38,6 +38,24 @@ def _twin(python):
 def opaque(x):
     """int32 x, unknown to LLVM, which would gather the results of many comparisons in one integer and take it apart."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def tile_difference(x, y):
+    """x - y of integers as float32, for a tile of pairs if one has a row of columns (1, columns).
+
+    Integers are converted for a thread's columns below 8 alone. The others are 8, 16 and so on further, which is added
+    to the float32 number: one instruction where converting needs two. All are small, and so are exact.
+    """
+    if len(x.shape) == 2 and len(y.shape) == 2 and y.shape[0] == 1 and y.shape[1] > 8:
+        further = gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, y.type.layout))[None, :] // 8 * 8
+        made = (x - (y - further)).to(gl.float32) - further.to(gl.float32)
+    elif len(x.shape) == 2 and len(y.shape) == 2 and x.shape[0] == 1 and x.shape[1] > 8:
+        further = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))[None, :] // 8 * 8
+        made = (x - further - y).to(gl.float32) + further.to(gl.float32)
+    else:
+        made = x.to(gl.float32) - y.to(gl.float32)
+    return made
 
 
 @struct
