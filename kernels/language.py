@@ -26,8 +26,8 @@ except ImportError:  # Triton has no wheel for this platform: the functions run 
     triton = tl = None
 
 __all__ = [
-    "NUMBERS", "at", "compared", "difference", "far_float", "floor_divide", "in_torch", "inside", "interpreting", "jit", "near_float",
-    "remainder", "sigmoid", "tanh", "tl", "written",
+    "NUMBERS", "at", "compared", "difference", "far_float", "floor_divide", "in_torch", "inside", "interpreting", "jit",
+    "near_float", "remainder", "sigmoid", "tanh", "tl", "written",
 ]  # fmt: skip
 
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)

@@ -138,10 +138,9 @@ def _in_parts(node: Node, names: dict[Node, str]) -> str | None:
         return None
     if not {*AXES[2:]} <= {*places_of(node)}:
         return None if node.kind == "number" else f"{names[node]}.to(tl.float32)"
-    if node.name == "sub" and all(isinstance(x, Node) and x.kind in ("place", "operation") for x in node.arguments):
-        if not any({*AXES[2:]} <= {*places_of(x)} for x in node.arguments):
-            return "difference({0}, {1})".format(*(names[x] for x in node.arguments))
     operands = [_in_parts(x, names) if isinstance(x, Node) else None for x in node.arguments]
+    if node.name == "sub" and operands == [f"{names.get(x)}.to(tl.float32)" for x in node.arguments]:
+        return f"difference({', '.join(names[x] for x in node.arguments)})"
     return None if None in operands else TEMPLATES[node.name].format(*operands)
 
 
