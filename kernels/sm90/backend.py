@@ -171,9 +171,8 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
     from .row_launches import finish_launch, prepare_launch, row_buffers
 
     options, device, num_sms = call.options, call.device, launching.num_sms(call.device)
-    buffers = row_buffers(call)
+    buffers, config = row_buffers(call), backward_tiles(call)
     elements = buffers.elements
-    config = backward_tiles(call)
     new_dq, new_dk, new_dv = (launching.output_like(x, x.shape[-1]) for x in (call.q, call.k, call.v))
     copies_dout = not has_tma_strides(dout) or dout.data_ptr() % ALIGNMENT != 0
     copies_out = out.stride(-1) != 1

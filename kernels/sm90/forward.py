@@ -43,7 +43,7 @@ def consumer(
         rows = first_row + gl.arange(0, WG_ROWS, layout=gl.SliceLayout(1, layout))
         memory.q.wait_full(turn)
         softmax, p, out, out_tail, n, updated = mainloop(
-            tensors, memory, seq, tile, rows, n, recompute, scores, mods, CONSUMER
+            tensors, memory, seq, tile, rows, n, recompute, scores, mods, gl.to_tensor(CONSUMER)
         )
         if SEPARATE_OUT:
             memory.q.release(turn)

@@ -10,14 +10,14 @@ from .lib.softmax import first_update
 
 
 @gluon.jit
-def start_qk(tensors, memory, n, CONSUMER: gl.constexpr, TILE_K: gl.constexpr):
+def start_qk(tensors, memory, n, group, TILE_K: gl.constexpr):
     """Issue S = q kᵀ for the n-th tile of k."""
-    q_tile = as_matrix(memory.q.buffers.index(CONSUMER), WG_ROWS, tensors.HEAD_DIM)
+    q_tile = as_matrix(memory.q.buffers.index(group), WG_ROWS, tensors.HEAD_DIM)
     k_tile = as_matrix(memory.k.buffer(n), TILE_K, tensors.HEAD_DIM)
     zeros = gl.zeros([WG_ROWS, TILE_K], gl.float32, accumulator(TILE_K))
     s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
     if tensors.K_TAIL > 0:
-        q_tile = as_matrix(memory.q_tail.index(CONSUMER), WG_ROWS, tensors.K_TAIL)
+        q_tile = as_matrix(memory.q_tail.index(group), WG_ROWS, tensors.K_TAIL)
         k_tile = as_matrix(memory.k_tail.index(memory.k.stage(n)), TILE_K, tensors.K_TAIL)
         s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), s, is_async=True)
     return s
@@ -82,10 +82,10 @@ def pairs_of(rows, first_column, seq, tile, layout: gl.constexpr, LAST: gl.const
 
 
 @gluon.jit
-def with_pairs(mods, memory, n, CONSUMER: gl.constexpr, TILE_K: gl.constexpr):
+def with_pairs(mods, memory, n, group, TILE_K: gl.constexpr):
     """The rules for the n-th tile of k: what they read of a `PairTensor` is in shared memory."""
     if memory.pairs.ARGUMENT is not None:
-        tile = memory.pairs.load(memory.k.stage(n), CONSUMER, WG_ROWS, TILE_K)
+        tile = memory.pairs.load(memory.k.stage(n), group, WG_ROWS, TILE_K)
         mods = mods.reading(tile, memory.pairs.ARGUMENT)
     return mods
 
@@ -106,32 +106,33 @@ def changed_scores(s, scores, mods, rows, inner, seq, tile, MASKED: gl.constexpr
 
 
 @gluon.jit
-def draw(dropout, inner, seq, tile, CONSUMER: gl.constexpr):
+def draw(dropout, inner, seq, tile, group):
     """The bits for `Dropout.drop` of an inner tile of columns."""
     TILE_K: gl.constexpr = seq.INNER_TILE
     return dropout.draw(
-        tile.start + CONSUMER * WG_ROWS, inner * TILE_K, seq.batch_of(tile), tile.head, TILE_K, False
+        tile.start + group * WG_ROWS, inner * TILE_K, seq.batch_of(tile), tile.head, TILE_K, False
     )  # fmt: skip
 
 
 @gluon.jit
 def step(
-    softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, position, scores, mods,
-    RESCALE: gl.constexpr, MASKED: gl.constexpr, CONSUMER: gl.constexpr,
+    softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, position, scores, mods, group,
+    RESCALE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Issue S of the n-th tile, then out += P v of the tile before; compute the new P while the latter runs.
 
     The tile of k has arrived; another follows unless ``position`` is the tile's first. RESCALE: see `OnlineSoftmax`.
+    group: the number of the warp group, a tensor, so that Triton compiles one function for several of them.
     """
     TILE_K: gl.constexpr = seq.INNER_TILE
     PV_PRODUCTS: gl.constexpr = 1 if tensors.V_TAIL == 0 else 2
     inner = seq.visited(position, tile)
-    pending = start_qk(tensors, memory, n, CONSUMER, TILE_K)
+    pending = start_qk(tensors, memory, n, group, TILE_K)
     memory.v.wait_full(n - 1)
     out, out_tail, operand = start_pv(p, out, out_tail, tensors, memory, n - 1, TILE_K)
-    bits = draw(mods.dropout, inner, seq, tile, CONSUMER)
+    bits = draw(mods.dropout, inner, seq, tile, group)
     s = warpgroup_mma_wait(PV_PRODUCTS, [pending])
-    rules = with_pairs(mods, memory, n, CONSUMER, TILE_K)
+    rules = with_pairs(mods, memory, n, group, TILE_K)
     s = changed_scores(s, scores, rules, rows, inner, seq, tile, MASKED, MASKED)
     if RESCALE:
         softmax, p, rescale = softmax.update_rescaling(s, scores.scale)
@@ -150,15 +151,15 @@ def step(
 
 
 @gluon.jit
-def first_step(tensors, memory, seq, tile, rows, n, scores, mods, CONSUMER: gl.constexpr):
+def first_step(tensors, memory, seq, tile, rows, n, scores, mods, group):
     """The softmax and P of a tile's first inner tile, the last along k, and zeros for the output and its tail."""
     TILE_K: gl.constexpr = seq.INNER_TILE
     memory.k.wait_full(n)
-    s = start_qk(tensors, memory, n, CONSUMER, TILE_K)
+    s = start_qk(tensors, memory, n, group, TILE_K)
     inner = seq.visited(tile.end - 1, tile)
-    bits = draw(mods.dropout, inner, seq, tile, CONSUMER)
+    bits = draw(mods.dropout, inner, seq, tile, group)
     s = warpgroup_mma_wait(0, [s])
-    rules = with_pairs(mods, memory, n, CONSUMER, TILE_K)
+    rules = with_pairs(mods, memory, n, group, TILE_K)
     memory.k.release(n)
     ANY_MASK: gl.constexpr = seq.RIGHT or mods.MASK is not None or mods.SCORE is not None
     s = changed_scores(s, scores, rules, rows, inner, seq, tile, ANY_MASK, True)
@@ -176,27 +177,27 @@ def first_step(tensors, memory, seq, tile, rows, n, scores, mods, CONSUMER: gl.c
 
 @gluon.jit
 def steps(
-    softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, begin, end, scores, mods,
-    RESCALE: gl.constexpr, MASKED: gl.constexpr, CONSUMER: gl.constexpr,
+    softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, begin, end, scores, mods, group,
+    RESCALE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Steps from position ``end`` - 1 down to ``begin``, after that of the n-th tile; also returns the last n."""
     for position in range(end - 1, begin - 1, -1):
         n += 1
         softmax, p, out, out_tail = step(
-            softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, position, scores, mods,
-            RESCALE, MASKED, CONSUMER,
+            softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, position, scores, mods, group,
+            RESCALE, MASKED,
         )  # fmt: skip
     return softmax, p, out, out_tail, n
 
 
 @gluon.jit
-def mainloop(tensors, memory, seq, tile, rows, n, recompute, scores, mods, CONSUMER: gl.constexpr):
+def mainloop(tensors, memory, seq, tile, rows, n, recompute, scores, mods, group):
     """A tile's softmax, last P, unnormalized output, number of the last inner tile, and whether `update` was called.
 
     ``recompute``: rescale in every step, after an overflow. Tiles that a causal mask or a window cuts are rescaled;
     those that a mask may touch, which may be most, only if some row saw nothing in the first tile.
     """
-    softmax, p, out, out_tail = first_step(tensors, memory, seq, tile, rows, n, scores, mods, CONSUMER)
+    softmax, p, out, out_tail = first_step(tensors, memory, seq, tile, rows, n, scores, mods, group)
     memory.k.wait_full(n + 1, tile.begin < tile.end - 1)
     right = gl.maximum(gl.minimum(tile.whole_end, tile.end - 1), tile.begin)
     rescaled = right
@@ -208,21 +209,21 @@ def mainloop(tensors, memory, seq, tile, rows, n, recompute, scores, mods, CONSU
             rescaled = tile.end - 1
     left = gl.maximum(gl.minimum(tile.whole_begin, right), tile.begin)
     softmax, p, out, out_tail, n = steps(
-        softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, rescaled, tile.end - 1, scores, mods,
-        True, True, CONSUMER,
+        softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, rescaled, tile.end - 1, scores, mods, group,
+        True, True,
     )  # fmt: skip
     if mods.MASK is not None:
         softmax, p, out, out_tail, n = steps(
-            softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, right, rescaled, scores, mods,
-            False, True, CONSUMER,
+            softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, right, rescaled, scores, mods, group,
+            False, True,
         )  # fmt: skip
     softmax, p, out, out_tail, n = steps(
-        softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, left, right, scores, mods,
-        False, False, CONSUMER,
+        softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, left, right, scores, mods, group,
+        False, False,
     )  # fmt: skip
     if seq.LEFT:
         softmax, p, out, out_tail, n = steps(
-            softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, tile.begin, left, scores, mods,
-            True, True, CONSUMER,
+            softmax, p, out, out_tail, tensors, memory, seq, tile, rows, n, tile.begin, left, scores, mods, group,
+            True, True,
         )  # fmt: skip
     return softmax, p, out, out_tail, n, rescaled > left
