@@ -53,7 +53,7 @@ class SharedMemory:
     pairs: those of a tile of q with each 64 keys (`PairTensor`), in the stages of pair_pipeline: q's, or a single one.
     ds: two tiles (keys, rows of q) of dS, or one if 128 columns have a tail. p_or_dq: two tiles of P if consumers share
     keys, else a half of a dQ tile for each consumer warp group; with tails pieces of 32 columns, two for each warp
-    group, then one for each, but two and one where 64 columns have a tail.
+    group, then one for each, but two, one and an unused one where 64 columns have a tail.
     q_tail, k_tail, dout_tail, v_tail: tails, in the same stages; they arrive at the same barriers.
     """
 
@@ -125,7 +125,8 @@ def new_memory(
         p_or_dq = gl.allocate_shared_memory(dtype, [2, KEYS, TILE_Q], layout)
     elif tensors.K_TAIL > 0:
         q_tail, k_tail = new_buffers(tensors.q_tail, STAGES), new_buffers(tensors.k_tail, 1)
-        p_or_dq = new_buffers(dq, 6 if ONE_DS else 3)
+        # An even number, for `first_dq_buffer`.
+        p_or_dq = new_buffers(dq, 6 if ONE_DS else 4)
     else:
         p_or_dq = new_buffers(dq, 2)
     if tensors.V_TAIL > 0:
