@@ -123,37 +123,31 @@ def waits_for_never(tile_q, softcap, score):
 
 
 @gluon.jit
-def step(
-    dk, dv, memory, seq, tile, head, keys, n, position, dq, scores, mods,
-    MASKED: gl.constexpr, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr,
+def early_lse2(memory, n, TILE_Q: gl.constexpr):
+    """lse2 of the n-th tile of q, if it has 64 rows: registers hold that of 128 only when it is needed; else n."""
+    lse2 = n
+    if TILE_Q == WG_ROWS:
+        lse2 = memory.lse2.index(memory.q.stage(n)).load(accumulator(TILE_Q))
+    return lse2
+
+
+@gluon.jit
+def finish_scores(
+    s, dp, lse2, memory, seq, tile, head, keys, n, inner, scores, mods,
+    DP_PRODUCTS: gl.constexpr, MASKED: gl.constexpr, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Add what the n-th tile of q and dout contributes to dK, dV and dQ. ``dq`` is not used."""
-    KEYS: gl.constexpr = seq.OUTER_TILE
+    """From the product for S and the DP_PRODUCTS for dP after it: P as an operand for dV, and dS, stored as well.
+
+    lse2: see `early_lse2`.
+    """
     TILE_Q: gl.constexpr = seq.INNER_TILE
     dtype: gl.constexpr = memory.k.dtype
-    # Registers hold lse2 and delta of 64 rows early, of 128 only when they are needed.
     EARLY: gl.constexpr = TILE_Q == WG_ROWS
     layout: gl.constexpr = accumulator(TILE_Q)
-    wide: gl.constexpr = accumulator(HEAD_DIM)
-    operand: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
     stage = memory.q.stage(n)
-    zeros = gl.zeros([WG_ROWS, TILE_Q], gl.float32, layout)
-    inner = seq.visited(position, tile)
-    zero = opaque_zero(n)
-    k_tile = as_matrix(memory.k.index(zero), KEYS, HEAD_DIM)
-    own_v = as_matrix(memory.v.index(zero + CONSUMER), WG_ROWS, HEAD_DIM)
-    own_k = k_tile.slice(CONSUMER * WG_ROWS, WG_ROWS, dim=0)
-    q_tile = as_matrix(memory.q.buffer(n), TILE_Q, HEAD_DIM)
-    dout_tile = as_matrix(memory.dout.buffer(n), TILE_Q, HEAD_DIM)
-    memory.q.wait_full(n)
-    s = warpgroup_mma(own_k, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if EARLY:
-        lse2 = memory.lse2.index(stage).load(layout)
-    memory.dout.wait_full(n)
-    dp = warpgroup_mma(own_v, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
     first_key = tile.start + CONSUMER * WG_ROWS
     bits = mods.dropout.draw(inner * TILE_Q, first_key, seq.batch_of(tile), head, TILE_Q, True)
-    s = scores.softcap(warpgroup_mma_wait(1, [s]))
+    s = scores.softcap(warpgroup_mma_wait(DP_PRODUCTS, [s]))
     if not EARLY:
         lse2 = memory.lse2.index(stage).load(layout)
     rules = with_pairs(mods, memory, n, CONSUMER, TILE_Q)
@@ -162,7 +156,7 @@ def step(
     p, slope = masked_probabilities(s, lse2, keys, inner * TILE_Q, seq, tile, head, scores, rules, MASKED)
     WAITS: gl.constexpr = waits_for_never(TILE_Q, scores.SOFTCAP, mods.SCORE)
     pairs = mods.dropout.drop_packed(pack_pairs(p, dtype, WAITS), bits, True)
-    p_operand = unpack_operand(pairs, dtype, wide, TILE_Q)
+    p_operand = unpack_operand(pairs, dtype, accumulator(HEAD_DIM), TILE_Q)
     # Twice as many exponentials take longer alone than mixed with dS; and a soft cap has to keep S.
     if WAITS:
         # Without a branch, ptxas moves the wait for dP above the exponentials.
@@ -176,8 +170,37 @@ def step(
     if not EARLY:
         delta = memory.delta.index(stage).load(layout)
     ds = (p * (dp - delta)).to(dtype)
-    ds_tile = memory.ds.index(n & 1)
-    ds_tile.slice(CONSUMER * WG_ROWS, WG_ROWS, dim=0).store(ds)
+    memory.ds.index(n & 1).slice(CONSUMER * WG_ROWS, WG_ROWS, dim=0).store(ds)
+    return p_operand, ds
+
+
+@gluon.jit
+def step(
+    dk, dv, memory, seq, tile, head, keys, n, position, dq, scores, mods,
+    MASKED: gl.constexpr, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """Add what the n-th tile of q and dout contributes to dK, dV and dQ. ``dq`` is not used."""
+    KEYS: gl.constexpr = seq.OUTER_TILE
+    TILE_Q: gl.constexpr = seq.INNER_TILE
+    layout: gl.constexpr = accumulator(TILE_Q)
+    wide: gl.constexpr = accumulator(HEAD_DIM)
+    operand: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
+    zeros = gl.zeros([WG_ROWS, TILE_Q], gl.float32, layout)
+    inner = seq.visited(position, tile)
+    zero = opaque_zero(n)
+    k_tile = as_matrix(memory.k.index(zero), KEYS, HEAD_DIM)
+    own_v = as_matrix(memory.v.index(zero + CONSUMER), WG_ROWS, HEAD_DIM)
+    own_k = k_tile.slice(CONSUMER * WG_ROWS, WG_ROWS, dim=0)
+    q_tile = as_matrix(memory.q.buffer(n), TILE_Q, HEAD_DIM)
+    dout_tile = as_matrix(memory.dout.buffer(n), TILE_Q, HEAD_DIM)
+    memory.q.wait_full(n)
+    s = warpgroup_mma(own_k, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    lse2 = early_lse2(memory, n, TILE_Q)
+    memory.dout.wait_full(n)
+    dp = warpgroup_mma(own_v, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    p_operand, ds = finish_scores(
+        s, dp, lse2, memory, seq, tile, head, keys, n, inner, scores, mods, 1, MASKED, CONSUMER, HEAD_DIM
+    )  # fmt: skip
     zero = opaque_zero(n)
     # Issued before dS, this would stall the warps until the tensor cores had read all of P from their registers.
     dv = warpgroup_mma(p_operand, dout_tile, dv, is_async=True)
@@ -260,3 +283,11 @@ def epilogue(tensors, seq, tile, first_key, first_column, dv_buffer, dk_buffer, 
     async_store(tensors.dv, coords, dv_buffer)
     async_store(tensors.dk, coords, dk_buffer)
     tma.store_wait(0)
+
+
+@gluon.jit
+def store_tail(desc, seq, tile, first_key, buffer, x, HEAD_DIM: gl.constexpr):
+    """Store 64 rows of a gradient's tail by TMA. `epilogue` waits for it."""
+    as_matrix(buffer, x.shape[0], x.shape[1]).store(x)
+    fence_async_shared()
+    async_store(desc, seq.outer_coords(tile.batch, tile.head, first_key, HEAD_DIM), buffer)

@@ -15,13 +15,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..versions import async_store, reinterpret
+from ..versions import reinterpret
 from .backward_consumer import (
     buffer_in,
     epilogue,
     hand_over,
     masked_probabilities,
     start_dq,
+    store_tail,
     wait_until_empty,
     with_pairs,
 )
@@ -176,9 +177,7 @@ def split_consumer(
         # Until no consumer reads k, whose buffers store dK.
         named_barriers.sync(named_barriers.DS_WRITTEN, named_barriers.CONSUMERS)
         tail_buffer = buffer_in(memory.k_tail, tensors.dk_tail, CONSUMER)
-        as_matrix(tail_buffer, WG_ROWS, TAIL).store((dk_tail * scale).to(dtype))
-        fence_async_shared()
-        async_store(tensors.dk_tail, seq.outer_coords(tile.batch, tile.head, first_key, HEAD_DIM), tail_buffer)
+        store_tail(tensors.dk_tail, seq, tile, first_key, tail_buffer, (dk_tail * scale).to(dtype), HEAD_DIM)
         epilogue(
             tensors, seq, tile, first_key, 0, memory.v.index(CONSUMER), buffer_in(memory.k, tensors.dk, CONSUMER),
             (dk * scale).to(dtype), dv.to(dtype),

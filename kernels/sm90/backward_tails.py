@@ -13,20 +13,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..versions import async_store
 from .backward_consumer import (
     buffer_in,
+    early_lse2,
     epilogue,
+    finish_scores,
     hand_over,
-    masked_probabilities,
+    store_tail,
     wait_until_empty,
-    waits_for_never,
-    with_pairs,
 )
 from .backward_mainloop import mainloop
 from .backward_split import first_dq_buffer, start_s
 from .lib import named_barriers
-from .lib.mma import WG_ROWS, accumulator, as_matrix, opaque_zero, pack_pairs, unpack_operand
+from .lib.mma import WG_ROWS, accumulator, as_matrix, opaque_zero
 from .lib.scheduler import STOP
 
 
@@ -40,36 +39,17 @@ def tails_step(
     dk, dv: each with its tail.
     """
     KEYS: gl.constexpr = seq.OUTER_TILE
-    dtype: gl.constexpr = memory.k.dtype
-    layout: gl.constexpr = accumulator(WG_ROWS)
     PRODUCTS: gl.constexpr = 1 if memory.V_TAIL == 0 else 2
     stage = memory.q.stage(n)
     inner = seq.visited(position, tile)
     memory.q.wait_full(n)
     s = start_s(memory, n, stage, KEYS, CONSUMER, HEAD_DIM)
-    lse2 = memory.lse2.index(stage).load(layout)
+    lse2 = early_lse2(memory, n, WG_ROWS)
     memory.dout.wait_full(n)
     dp = start_dp(memory, n, stage, CONSUMER, HEAD_DIM)
-    bits = mods.dropout.draw(
-        inner * WG_ROWS, tile.start + CONSUMER * WG_ROWS, seq.batch_of(tile), head, WG_ROWS, True
+    p_operand, ds = finish_scores(
+        s, dp, lse2, memory, seq, tile, head, keys, n, inner, scores, mods, PRODUCTS, MASKED, CONSUMER, HEAD_DIM
     )  # fmt: skip
-    s = scores.softcap(warpgroup_mma_wait(PRODUCTS, [s]))
-    rules = with_pairs(mods, memory, n, CONSUMER, WG_ROWS)
-    delta = memory.delta.index(stage).load(layout)
-    p, slope = masked_probabilities(s, lse2, keys, inner * WG_ROWS, seq, tile, head, scores, rules, MASKED)
-    WAITS: gl.constexpr = waits_for_never(WG_ROWS, scores.SOFTCAP, mods.SCORE)
-    pairs = mods.dropout.drop_packed(pack_pairs(p, dtype, WAITS), bits, True)
-    if WAITS:
-        # As in `backward_consumer.step`.
-        mbarrier.wait(memory.never, 1)
-    if scores.SOFTCAP:
-        p *= 1.0 - s * s
-    if mods.SCORE is not None:
-        p *= slope
-    dp = mods.dropout.scale(mods.dropout.drop(warpgroup_mma_wait(0, [dp]), bits, True, True))
-    ds = (p * (dp - delta)).to(dtype)
-    memory.ds.index(n & 1).slice(CONSUMER * WG_ROWS, WG_ROWS, dim=0).store(ds)
-    p_operand = unpack_operand(pairs, dtype, accumulator(HEAD_DIM), WG_ROWS)
     dv = start_products(p_operand, memory.dout, memory.dout_tail, dv, n, memory.V_TAIL, HEAD_DIM)
     fence_async_shared()
     named_barriers.sync(named_barriers.DS_WRITTEN, named_barriers.CONSUMERS)
@@ -190,11 +170,3 @@ def tails_consumer(
         mbarrier.arrive(memory.v_empty, count=1)
         turn += 1
         command, batch, head, start = memory.scheduler.pop(turn, 4)
-
-
-@gluon.jit
-def store_tail(desc, seq, tile, first_key, buffer, x, HEAD_DIM: gl.constexpr):
-    """Store 64 rows of a gradient's tail by TMA. `epilogue` waits for it."""
-    as_matrix(buffer, x.shape[0], x.shape[1]).store(x)
-    fence_async_shared()
-    async_store(desc, seq.outer_coords(tile.batch, tile.head, first_key, HEAD_DIM), buffer)
