@@ -17,9 +17,6 @@ from .call import DROPOUT_BITS, Aux, Call, Options, Wanted
 from .mods import DISTANCE, NEAR, registry
 from .rules import Leaf, Mask, Scores, mask_code, score_code, structure_of
 
-UNBOUNDED = 2**31 - 1
-"""The length limit of packed sequences where none is given."""
-
 Read = Callable[[Tensor], Any]
 
 

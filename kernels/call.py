@@ -88,6 +88,12 @@ class Options(NamedTuple):
         kept = 2**DROPOUT_BITS - self.dropout_threshold
         return 0.0 if kept == 0 else 2**DROPOUT_BITS / kept
 
+    @property
+    def max_seqlens(self) -> tuple[int, int]:
+        """Bounds on the lengths of packed sequences of q and k, 2**31 - 1 where none is given."""
+        q, k = self.max_seqlen_q, self.max_seqlen_k
+        return 2**31 - 1 if q is None else q, 2**31 - 1 if k is None else k
+
     def band(self, q_len: int, k_len: int, *, packed: bool = False) -> Band:
         """The limits for these lengths. In packed sequences they are relative to each sequence's diagonal."""
         shift = k_len - q_len if self.bottom_right and not packed else 0

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bound_mods import axes_with_elements, dropout_operand
+from ..bound_mods import dropout_operand
 from ..call import NO_AUX, Aux, Call, Gradients, Options, Wanted
 from ..layouts import ALIGNMENT, has_tma_strides, one_a_row
 from ..torch_names import raw_stream
@@ -83,10 +83,6 @@ def unsupported_call(call: Call, least: int = MIN_HEAD_DIM) -> str | None:
         return "computes no cache_lengths"
     if call.has_rules and call.q.ndim == 3:
         return "needs an axis of heads for masks and score changes"
-    if call.is_packed and call.aux.block_rows is not None:
-        return "visits no listed blocks of packed sequences"
-    if call.is_packed and not set().union(*axes_with_elements(call)) <= {"batch", "head"}:
-        return "reads nothing that has an element for each row, column or distance of packed sequences"
     return _unsupported_layout(call)
 
 

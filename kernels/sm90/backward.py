@@ -26,7 +26,8 @@ from .lib.tile_map import TileMap
 from .lib.varlen import new_varlen
 
 DYNAMIC = (
-    *("batch_heads", "heads", "heads_per_kv", "q_len", "k_len", "padded_len", "left", "right", "section", "sequences"),
+    *("batch_heads", "heads", "heads_per_kv", "q_len", "k_len", "padded_len", "left", "right", "section"),
+    *("sequences", "max_seqlen_q", "max_seqlen_k"),
 )
 """Arguments without specialization: one compiled kernel takes any values of them."""
 
@@ -50,7 +51,7 @@ def backward_kernel(
     cu_seqlens_q, cu_seqlens_k,
     captured, pairs, blocks, dropout,
     batch_heads, heads, heads_per_kv, q_len, k_len, padded_len, left, right, section,
-    scale, exponent_scale, softcap_scale, natural, sequences,
+    scale, exponent_scale, softcap_scale, natural, sequences, max_seqlen_q, max_seqlen_k,
     HEAD_DIM: gl.constexpr, K_TAIL: gl.constexpr, V_TAIL: gl.constexpr,
     TILE_Q: gl.constexpr, TILE_K: gl.constexpr, STAGES: gl.constexpr, PAIR_STAGES: gl.constexpr, PIECES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -69,7 +70,7 @@ def backward_kernel(
     see `lib.block_lists`; dropout: see `lib.dropout.new_dropout`; BATCH_INNER: see `TileMap`.
     PIECES: if not 0, see `backward_pieces`; it computes dV if dk is None, dK and dQ if dv is None.
     """
-    varlen = new_varlen(cu_seqlens_k, cu_seqlens_q, sequences, BOTTOM_RIGHT)
+    varlen = new_varlen(cu_seqlens_k, cu_seqlens_q, sequences, max_seqlen_k, max_seqlen_q, BOTTOM_RIGHT)
     # Key j is seen by the rows from j - right to j - left.
     tile_map = TileMap(
         batch_heads, heads, k_len, q_len, -right, -left, section, varlen, new_block_lists(blocks, sequences),

@@ -19,7 +19,7 @@ from ..versions import async_store, reinterpret
 from .backward_mainloop import mainloop
 from .lib import named_barriers
 from .lib.mma import WG_ROWS, accumulator, as_matrix, opaque_zero, pack_pairs, unpack_operand
-from .lib.mods import ZERO, Pairs, clamped, opaque
+from .lib.mods import ZERO, Pairs, opaque
 from .lib.scheduler import STOP
 
 
@@ -43,8 +43,8 @@ def pairs_of(keys, first_row, seq, tile, head, layout: gl.constexpr, ROWS: gl.co
     """The pairs of the keys (64,) and ROWS rows of a query head's q."""
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))[None, :]
     if not seq.INNER_DIVISIBLE:
-        rows = clamped(rows, seq.inner_len)
-    return Pairs(seq.batch_of(tile), head, rows, clamped(keys, seq.outer_len)[:, None])
+        rows = seq.nearest_inner(rows)
+    return Pairs(seq.batch_of(tile), head, rows, seq.nearest_outer(keys)[:, None])
 
 
 @gluon.jit

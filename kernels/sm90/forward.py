@@ -22,7 +22,10 @@ from .lib.softmax import ScoreScale
 from .lib.tile_map import TileMap
 from .lib.varlen import new_varlen
 
-DYNAMIC = ("batch_heads", "heads", "heads_per_kv", "q_len", "k_len", "left", "right", "section", "sequences")
+DYNAMIC = (
+    *("batch_heads", "heads", "heads_per_kv", "q_len", "k_len", "left", "right", "section"),
+    *("sequences", "max_seqlen_q", "max_seqlen_k"),
+)
 """Arguments without specialization: one compiled kernel takes any values of them."""
 
 
@@ -98,7 +101,8 @@ def epilogue(
 def forward_kernel(
     q, k, v, out, q_tail, k_tail, v_tail, out_tail, lse, workspace, cu_seqlens_q, cu_seqlens_k,
     captured, pairs, blocks, dropout, sinks,
-    batch_heads, heads, heads_per_kv, q_len, k_len, left, right, section, scale, softcap_scale, natural, sequences,
+    batch_heads, heads, heads_per_kv, q_len, k_len, left, right, section, scale, softcap_scale, natural,
+    sequences, max_seqlen_q, max_seqlen_k,
     HEAD_DIM: gl.constexpr, K_TAIL: gl.constexpr, V_TAIL: gl.constexpr,
     TILE_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -112,8 +116,8 @@ def forward_kernel(
     q to out are TMA descriptors of HEAD_DIM columns; tails are those of the remaining columns, None where there are
     none (`Tensors`). workspace: int32, a counter and the retry list (`lib.scheduler`). scale and softcap_scale: see
     `ScoreScale`; captured, natural, MASK, SCORE: see `Mods`; pairs, PAIR_ARGUMENT: see `lib.pair_tiles`; blocks: see
-    `lib.block_lists`; dropout: see `lib.dropout.new_dropout`; sinks: a logit for each head, or None; cu_seqlens and
-    sequences: see `lib.varlen`; other names: see `TileMap` and `tiles.ForwardConfig`.
+    `lib.block_lists`; dropout: see `lib.dropout.new_dropout`; sinks: a logit for each head, or None; cu_seqlens,
+    sequences, max_seqlen: see `lib.varlen`; other names: see `TileMap` and `tiles.ForwardConfig`.
     """
     if K_TAIL == 0:
         q_tail, k_tail = q, k
@@ -130,7 +134,7 @@ def forward_kernel(
     if MASK is None and SCORE is None:
         captured = ()
     mods = Mods(captured, natural, new_dropout(dropout, heads, 1, sequences), MASK, SCORE)
-    varlen = new_varlen(cu_seqlens_q, cu_seqlens_k, sequences, BOTTOM_RIGHT)
+    varlen = new_varlen(cu_seqlens_q, cu_seqlens_k, sequences, max_seqlen_q, max_seqlen_k, BOTTOM_RIGHT)
     tile_map = TileMap(
         batch_heads, heads, q_len, k_len, left, right, section, varlen, new_block_lists(blocks, sequences),
         CONSUMERS * WG_ROWS, TILE_K, LEFT, RIGHT, MASK is not None and blocks is None, BATCH_INNER, INNER_DIVISIBLE,

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from .lib.mma import WG_ROWS, accumulator, as_matrix, pack_pairs, unpack_operand
-from .lib.mods import MINUS_INFINITY, Pairs, clamped, opaque
+from .lib.mods import MINUS_INFINITY, Pairs, opaque
 from .lib.softmax import first_update
 
 
@@ -77,8 +77,8 @@ def pairs_of(rows, first_column, seq, tile, layout: gl.constexpr, LAST: gl.const
     """The pairs of the rows (64,) and a tile of columns, of which all exist unless it may be the LAST."""
     columns = first_column + gl.arange(0, seq.INNER_TILE, layout=gl.SliceLayout(0, layout))[None, :]
     if LAST and not seq.INNER_DIVISIBLE:
-        columns = clamped(columns, seq.inner_len)
-    return Pairs(seq.batch_of(tile), tile.head, clamped(rows, seq.outer_len)[:, None], columns)
+        columns = seq.nearest_inner(columns)
+    return Pairs(seq.batch_of(tile), tile.head, seq.nearest_outer(rows)[:, None], columns)
 
 
 @gluon.jit

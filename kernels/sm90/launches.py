@@ -205,7 +205,7 @@ def forward_launch(call: Call, out: Tensor, lse: Tensor, workspace: Tensor, num_
             *(batch * heads, heads, group, call.q_len, call.k_len, *band_arguments(call.band)),
             heads_per_section(k, batch * heads, group),
             *score_scales(call.options),
-            num_sequences(call),
+            *(num_sequences(call), *call.options.max_seqlens),
         ),
         constants,
         {"num_warps": 4, "maxnreg": config.max_registers},
@@ -262,7 +262,7 @@ def backward_launch(
             *(batch * heads, heads, q.shape[1] // heads, call.q_len, call.k_len, buffers.rows),
             *(*band_arguments(call.band), heads_per_section(q, batch * heads), call.options.scale),
             *score_scales(call.options),
-            num_sequences(call),
+            *(num_sequences(call), *call.options.max_seqlens),
         ),
         constants,
         # With Triton 3.9 the kernel for 256 columns is 1 % faster at Triton's own level of register allocation.

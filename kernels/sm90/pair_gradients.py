@@ -96,7 +96,7 @@ def pair_gradient_kernel(
     `lib.pair_tiles`.
     """
     layout: gl.constexpr = accumulator(TILE_K)
-    varlen = new_varlen(None, None, unused, False)
+    varlen = new_varlen(None, None, unused, unused, unused, False)
     seq = TileMap(
         unused, heads, q_len, k_len, left, right, unused, varlen, new_block_lists(None, unused),
         WG_ROWS, TILE_K, LEFT, RIGHT, False, False, False, False,

@@ -90,7 +90,12 @@ def loads_pairs(call: Call, *, by_tma: bool) -> bool:
 
 
 def pair_tensor(call: Call) -> PairArgument | None:
-    """The first of score changes, or else of the mask, that comes in tiles; None without one. By metadata alone."""
+    """The first of score changes, or else of the mask, that comes in tiles; None without one. By metadata alone.
+
+    None for packed sequences: what it has for pairs past a sequence's end may be anything.
+    """
+    if call.is_packed:
+        return None
     mods, options = bound_mods(call), call.options
     before = len(mods.mask_args)
     for is_of_mask, leaves, arguments in (

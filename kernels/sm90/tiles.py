@@ -110,8 +110,8 @@ FORWARD_SPLIT = {
     (256, 256, False): ForwardConfig(32, 2, 2, 240, 24, 168, False),
 }
 FORWARD_VARLEN = {
-    # By head_dim and k_tail, for packed sequences. Their producer needs more registers, which the consumers give up;
-    # at 64 + 32 columns one of three CTAs cannot.
+    # By head_dim and k_tail, for packed sequences without rules. Their producer needs more registers, which the
+    # consumers give up; at 64 + 32 columns one of three CTAs cannot. Consumers that compute rules need theirs.
     (64, 0): ForwardConfig(64, 1, 3, 120, 40, 80, True, 3),
     (64, 16): ForwardConfig(64, 1, 2, 120, 40, 80, True, 3),
     (64, 32): ForwardConfig(128, 2, 2, 224, 56, 168, True),
@@ -121,8 +121,8 @@ FORWARD_VARLEN = {
     (256, 256): ForwardConfig(32, 2, 2, 232, 40, 168, False),
 }
 FORWARD_LATENT = {
-    # For `LATENT`: v has no tail, so there is space for 128 rows of k. By whether there are rules, and no packed
-    # sequences: consumers that compute rules spill less with more registers, the others little or nothing with these.
+    # For `LATENT`: v has no tail, so there is space for 128 rows of k. By whether there are rules: consumers that
+    # compute them spill less with more registers, the others little or nothing with these.
     True: ForwardConfig(128, 2, 2, 240, 24, 168, False),
     False: ForwardConfig(128, 2, 2, 224, 56, 168, False),
 }
@@ -209,8 +209,8 @@ def forward_config(
     if (head_dim, k_tail) in FORWARD_PAIRS[pair_itemsize]:
         return FORWARD_PAIRS[pair_itemsize][head_dim, k_tail]
     if split == LATENT:
-        return FORWARD_LATENT[has_rules and not is_packed]
-    if is_packed:
+        return FORWARD_LATENT[has_rules]
+    if is_packed and not has_rules:
         return FORWARD_VARLEN[head_dim, k_tail]
     # Lists of blocks have 128 rows each.
     uneven_or_few = band != (None, None) or k_len <= SHORT_LENGTH or has_rules

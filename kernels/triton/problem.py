@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..bound_mods import UNBOUNDED, BoundMods
+from ..bound_mods import BoundMods
 from ..call import Call, Wanted
 from .tiles import Precision, TileConfig, columns_of_a_tile
 
@@ -68,9 +68,8 @@ class Problem:
         self.shape = self.q_batch_heads // max(1, self.heads), self.heads, self.q_len, self.k_len
         starts = call.aux.cu_seqlens_q
         if starts is not None:
-            most = [UNBOUNDED if x is None else x for x in (options.max_seqlen_q, options.max_seqlen_k)]
-            self.packed = starts.numel() - 1, most[0], most[1]
-            self.shape = self.packed[0], self.heads, most[0], most[1]
+            self.packed = starts.numel() - 1, *options.max_seqlens
+            self.shape = self.packed[0], self.heads, *options.max_seqlens
         self.is_packed = starts is not None
         has_rules = len(self.mods.scores) > 0 or self.mods.mask is not None
         self.has_operands = has_rules or len(call.aux.tensors) > 0

@@ -145,15 +145,9 @@ def replaced(items, PLACE: gl.constexpr, item):
 
 @struct
 class Pairs:
-    """A tile of pairs of query rows and key columns, which broadcast: where they are, clamped to those that exist."""
+    """A tile of pairs of query rows and key columns, which broadcast: where they are, or the nearest that exist."""
 
     batch: gl.tensor
     head: gl.tensor
     rows: gl.tensor
     columns: gl.tensor
-
-
-@gluon.jit
-def clamped(places, length):
-    """The nearest places that exist of ``length``."""
-    return gl.minimum(places, gl.maximum(length - 1, 0))

@@ -195,8 +195,15 @@ class TileMap:
     def listed(self, tile, head):
         """A tile with the inner tiles that are listed for a head, if any are listed."""
         if self.blocks.LISTED:
-            entry = self.blocks.entry(tile.batch, head, tile.start)
+            start = tile.start
+            if self.varlen.VARLEN:
+                start = self.nearest_outer(start)
+            entry = self.blocks.entry(self.batch_of(tile), head, start)
             whole_end, end = self.blocks.count(entry, self.INNER_TILE)
+            if self.varlen.VARLEN:
+                # Without inner rows one tile is visited, and masked.
+                whole_end = gl.where(self.inner_len > 0, whole_end, 0)
+                end = gl.where(self.inner_len > 0, end, 1)
             skipped = tile.skipped
             if self.RIGHT and self.OUTER_TILE == BLOCK_SIZE // 2:
                 last = tile.start + self.OUTER_TILE - 1 + self.right
@@ -219,6 +226,11 @@ class TileMap:
             position = tile.end - 1 - inner_tile
             position += gl.where(position > 0, tile.skipped, 0)
             inner_tile = self.blocks.inner_tile(tile.entry, position, tile.start, self.INNER_TILE)
+            if self.varlen.VARLEN:
+                # Lists may be for other sequences. Per-row buffers have rows to the end of a sequence's last block.
+                STEPS: gl.constexpr = BLOCK_SIZE // self.INNER_TILE
+                last_block = gl.maximum(self.inner_len - 1, 0) // BLOCK_SIZE
+                inner_tile = gl.minimum(inner_tile, last_block * STEPS + STEPS - 1)
         return inner_tile
 
     @gluon.jit
@@ -228,6 +240,22 @@ class TileMap:
         if self.varlen.VARLEN:
             batch = gl.minimum(self.varlen.index, self.varlen.num_sequences - 1)
         return batch
+
+    @gluon.jit
+    def nearest_outer(self, rows):
+        """The nearest outer rows that exist, and that captured tensors and lists of blocks have elements for."""
+        length = self.outer_len
+        if self.varlen.VARLEN:
+            length = gl.minimum(length, self.varlen.max_outer)
+        return gl.minimum(rows, gl.maximum(length - 1, 0))
+
+    @gluon.jit
+    def nearest_inner(self, rows):
+        """The same of inner rows."""
+        length = self.inner_len
+        if self.varlen.VARLEN:
+            length = gl.minimum(length, self.varlen.max_inner)
+        return gl.minimum(rows, gl.maximum(length - 1, 0))
 
     @gluon.jit
     def reaches(self, outer_tile, inner_tile, tile):

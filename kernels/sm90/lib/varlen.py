@@ -23,13 +23,16 @@ PADDING = gl.constexpr(128)
 class Varlen:
     """Where packed sequences begin, and which of them a tile belongs to; nothing of this is used unless VARLEN.
 
-    cu_outer, cu_inner: first rows along both axes, (num_sequences + 1,) each. index: the tile's sequence, whose first
-    rows are outer_start and inner_start. BOTTOM_RIGHT: whether its diagonal ends at its last row and column.
+    cu_outer, cu_inner: first rows along both axes, (num_sequences + 1,) each. max_outer, max_inner: rows of the longest
+    sequence; captured tensors and lists of blocks may have elements for no more. index: the tile's sequence, whose
+    first rows are outer_start and inner_start. BOTTOM_RIGHT: whether its diagonal ends at its last row and column.
     """
 
     cu_outer: gl.tensor
     cu_inner: gl.tensor
     num_sequences: gl.tensor
+    max_outer: gl.tensor
+    max_inner: gl.tensor
     index: gl.tensor
     outer_start: gl.tensor
     inner_start: gl.tensor
@@ -40,8 +43,8 @@ class Varlen:
     def at(self, index, outer_start, inner_start):
         """The same for a tile of the sequence ``index``."""
         return Varlen(
-            self.cu_outer, self.cu_inner, self.num_sequences, index, outer_start, inner_start,
-            self.VARLEN, self.BOTTOM_RIGHT,
+            self.cu_outer, self.cu_inner, self.num_sequences, self.max_outer, self.max_inner,
+            index, outer_start, inner_start, self.VARLEN, self.BOTTOM_RIGHT,
         )  # fmt: skip
 
     @gluon.jit
@@ -84,13 +87,14 @@ def sequence_of(starts, tile, num_sequences, TILE: gl.constexpr):
 
 
 @gluon.jit
-def new_varlen(cu_outer, cu_inner, sequences, BOTTOM_RIGHT: gl.constexpr):
+def new_varlen(cu_outer, cu_inner, sequences, max_outer, max_inner, BOTTOM_RIGHT: gl.constexpr):
     """Packed sequences, or none where ``cu_outer`` is None; then ``sequences`` stands in for fields without a use."""
-    if cu_outer is None:
-        varlen = Varlen(sequences, sequences, sequences, sequences, sequences, sequences, False, BOTTOM_RIGHT)
-    else:
-        varlen = Varlen(cu_outer, cu_inner, sequences, sequences, sequences, sequences, True, BOTTOM_RIGHT)
-    return varlen
+    VARLEN: gl.constexpr = cu_outer is not None
+    if not VARLEN:
+        cu_outer, cu_inner = sequences, sequences
+    return Varlen(
+        cu_outer, cu_inner, sequences, max_outer, max_inner, sequences, sequences, sequences, VARLEN, BOTTOM_RIGHT
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -8,18 +8,13 @@ import torch
 from cs336_systems.attention import variants
 from cs336_systems.attention.call import Arguments, make_call
 from cs336_systems.attention.mods import mask_mod, score_mod
-from cs336_systems.kernels.call import Call
-from cs336_systems.testing import Shapes, assert_packed_within_budget, make_inputs, make_packed
+from cs336_systems.testing import Shapes, make_inputs
 
-from ...attention.helpers import blocks_of
 from .hopper import (  # noqa: F401 - a fixture
     KERNELS,
     WITH_PORTABLE,
     check_features,
-    compute,
     kernels,
-    options_of,
-    packed_aux,
 )
 
 each_kernel = pytest.mark.parametrize("kernels", KERNELS, indirect=True)
@@ -206,23 +201,6 @@ def test_results_are_within_the_budget(kernels, name):  # noqa: F811
     check_features(kernels, CASES[name])
 
 
-@each_kernel
-def test_rules_count_packed_rows_from_where_a_sequence_begins(kernels):  # noqa: F811
-    backend, device = kernels
-    lengths = [(70, 90), (0, 4), (129, 129), (1, 0), (40, 33)]
-    given = {
-        "mask": mask_mod(lambda b, h, q, k: (2 * q + k + h) % 3 != 0),
-        "scores": score_mod(lambda s, b, h, q, k: s - (h + 1) * (q - 2 * k).abs() * 0.1),
-    }
-    inputs = make_packed(lengths, heads=(4, 2), d=64, beyond=5, dtype=torch.bfloat16, device=device)
-    q, k, v, dout = (x.transpose(0, 1)[None] for x in inputs[:4])
-    options = options_of(64, causal=True)._replace(mask=given["mask"].expression, scores=given["scores"].expression)
-    packed = inputs._replace(q=q, k=k, v=v, dout=dout, dlse=inputs.dlse[None])
-    computed = compute(packed, options, packed_aux(lengths, device), calls=2, backend=backend)
-    actual = {name: x[0] if name == "lse" else x[0].transpose(0, 1) for name, x in computed.items()}
-    assert_packed_within_budget(actual, inputs, lengths, causal=True, features=given)
-
-
 def learned(device, *shape):
     return numbers(device, *shape).requires_grad_()
 
@@ -278,26 +256,6 @@ def test_gradients_of_what_score_changes_captured(kernels, name):  # noqa: F811
     check_features(kernels, CAPTURED[name], dtype=torch.float16, learned=True)
 
 
-@pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning")
-@pytest.mark.parametrize("kernels", WITH_PORTABLE, indirect=True)
-@pytest.mark.parametrize("sequences", [1, 5])
-def test_gradients_of_slopes_of_packed_sequences(kernels, sequences):  # noqa: F811
-    backend, device = kernels
-    lengths = [(70, 90), (0, 4), (129, 129), (1, 0), (40, 33)]
-    slopes = learned(device, sequences, 4)
-    rule = variants.alibi(slopes)
-    inputs = make_packed(lengths, heads=(4, 2), d=64, beyond=5, dtype=torch.float16, device=device)
-    q, k, v, dout = (x.transpose(0, 1)[None] for x in inputs[:4])
-    options = options_of(64, causal="top_left")._replace(scores=rule.expression)
-    aux = packed_aux(lengths, device)._replace(score_aux=tuple(rule.tensors))
-    packed = inputs._replace(q=q, k=k, v=v, dout=dout, dlse=inputs.dlse[None])
-    computed = compute(packed, options, aux, backend=backend, captured={"dalibi_slopes": slopes})
-    actual = {name: x[0] if name == "lse" else x[0].transpose(0, 1) for name, x in computed.items() if x.ndim > 2}
-    actual["dalibi_slopes"] = computed["dalibi_slopes"]
-    features = {"alibi_slopes": slopes}
-    assert_packed_within_budget(actual, inputs, lengths, causal="top_left", features=features)
-
-
 def test_what_the_backward_leaves_to_others():
     from cs336_systems.kernels.sm90.backend import unsupported_backward, unsupported_call
 
@@ -312,9 +270,3 @@ def test_what_the_backward_leaves_to_others():
     q, k, v = (x[:, 0] for x in make_inputs(sizes(), dtype=torch.bfloat16)[:3])
     without_heads = make_call(q, k, v, Arguments.of(mask=variants.block_local(64)))
     assert unsupported_call(without_heads) == "needs an axis of heads for masks and score changes"
-    packed = make_packed([(70, 90)], heads=(2, 2), d=64, dtype=torch.bfloat16)
-    aux = packed_aux([(70, 90)], torch.device("cpu"))
-    blocks = blocks_of(variants.block_local(64), 70, 90, cu_seqlens_q=aux.cu_seqlens_q, cu_seqlens_k=aux.cu_seqlens_k)
-    q, k, v = (x.transpose(0, 1)[None] for x in packed[:3])
-    with_lists = Call(q, k, v, options_of(64), aux._replace(block_rows=blocks.rows, block_columns=blocks.columns))
-    assert unsupported_call(with_lists) == "visits no listed blocks of packed sequences"
