@@ -83,7 +83,8 @@ class BackwardConfig(NamedTuple):
         return [(dk, None), (None, dv)] if self.piece else [(dk, dv)]
 
 
-SHORT_LENGTH = 1024
+SHORT_LENGTH, SHORT_CAUSAL_LENGTH = 1024, 2048
+"""The most keys for which tiles of q see few; the second with a causal mask, where there are tails."""
 FORWARD = {
     # By head_dim, and whether tiles of q see unequal numbers of keys, or few. Then three CTAs of one consumer are
     # fastest, whose epilogues overlap each other's main loops; else three consumers that share k and v.
@@ -97,7 +98,7 @@ FORWARD = {
     (256, False): ForwardConfig(64, 2, 2, 240, 24, 168, False),
 }
 FORWARD_SPLIT = {
-    # The same by head_dim and k_tail.
+    # The same by head_dim and k_tail. With a causal mask three CTAs are faster up to SHORT_CAUSAL_LENGTH alone.
     (64, 16, True): ForwardConfig(64, 1, 2, 136, 24, 80, True, 3),
     (64, 16, False): ForwardConfig(128, 2, 2, 240, 24, 168, True),
     (64, 32, True): ForwardConfig(64, 1, 2, 136, 24, 80, True, 3),
@@ -212,8 +213,11 @@ def forward_config(
         return FORWARD_LATENT[has_rules]
     if is_packed and not has_rules:
         return FORWARD_VARLEN[head_dim, k_tail]
+    left, right = band
+    is_uneven = left is not None or (right is not None and k_tail == 0)
+    few = SHORT_CAUSAL_LENGTH if k_tail and right is not None else SHORT_LENGTH
     # Lists of blocks have 128 rows each.
-    uneven_or_few = band != (None, None) or k_len <= SHORT_LENGTH or has_rules
+    uneven_or_few = is_uneven or k_len <= few or has_rules
     return FORWARD_SPLIT[head_dim, k_tail, uneven_or_few] if k_tail else FORWARD[head_dim, uneven_or_few]
 
 
