@@ -33,7 +33,8 @@ class PieceMemory:
 
     k, v, k_empty, v_empty: as of `SharedMemory`; v and v_empty are k's if OF_V.
     pieces: a pipeline of pieces of q if OF_V, else of dout, PIECES for each tile; whole: one of tiles of the other.
-    lse2 and delta, of the rows of a tile, lie in the stage of its first piece.
+    lse2 and delta, of the rows of a tile, arrive with its first piece, and have buffers of their own: consumers release
+    that piece while they may still be loading them. When they release the next tile's first piece they have used them.
     scores: two tiles (keys, rows of q) of P if OF_V, else one of dS.
     """
 
@@ -61,12 +62,14 @@ class PieceMemory:
 def new_piece_memory(tensors, STAGES: gl.constexpr, PIECES: gl.constexpr, OF_V: gl.constexpr, VARLEN: gl.constexpr):
     """Allocate it; STAGES are of the pieces."""
     COUNT: gl.constexpr = 2 if OF_V else 1
+    # Powers of 2, of which a buffer is not loaded anew before the next tile's first piece is released.
+    ROW_BUFFERS: gl.constexpr = 2 if PIECES >= STAGES else 4
     dtype: gl.constexpr = tensors.q.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WG_ROWS, WG_ROWS], dtype)
     k_empty = new_barriers(1, 2).index(0)
     scheduler = new_scheduler(2, VARLEN)
     k = new_buffers(tensors.k, 1)
-    lse2 = new_buffers(tensors.lse2, STAGES)
+    lse2 = new_buffers(tensors.lse2, ROW_BUFFERS)
     if OF_V:
         v, v_empty, delta = k, k_empty, lse2
         pieces = new_pipeline(tensors.q, STAGES, named_barriers.PIECE_EMPTY)
@@ -74,11 +77,17 @@ def new_piece_memory(tensors, STAGES: gl.constexpr, PIECES: gl.constexpr, OF_V: 
     else:
         v = new_buffers(tensors.v, 1)
         v_empty = new_barriers(1, 2).index(0)
-        delta = new_buffers(tensors.delta, STAGES)
+        delta = new_buffers(tensors.delta, ROW_BUFFERS)
         pieces = new_pipeline(tensors.dout, STAGES, named_barriers.PIECE_EMPTY)
         whole = new_pipeline(tensors.q, 1, named_barriers.Q_EMPTY)
     scores = gl.allocate_shared_memory(dtype, [COUNT, WG_ROWS, WG_ROWS], layout)
     return PieceMemory(scheduler, k, v, k_empty, v_empty, pieces, whole, lse2, delta, scores, PIECES, OF_V)
+
+
+@gluon.jit
+def of_rows(buffers, n):
+    """The buffer of lse2 or delta for the n-th tile."""
+    return buffers.index(n & (buffers.shape[0] - 1))
 
 
 @gluon.jit
@@ -110,12 +119,11 @@ def load_pieces(tensors, memory, seq, tile, heads_per_kv, member, row, turn, n, 
         memory.pieces.wait_empty(number)
         full = memory.pieces.full_barrier(number)
         if piece == 0:
-            stage = memory.pieces.stage(number)
             mbarrier.expect(full, BYTES + ROW_BYTES + KEY_BYTES, pred=n == first)
             mbarrier.expect(full, BYTES + ROW_BYTES, pred=n > first)
-            async_load(tensors.lse2, row_coords, full, memory.lse2.index(stage))
+            async_load(tensors.lse2, row_coords, full, of_rows(memory.lse2, n))
             if not OF_V:
-                async_load(tensors.delta, row_coords, full, memory.delta.index(stage))
+                async_load(tensors.delta, row_coords, full, of_rows(memory.delta, n))
         else:
             mbarrier.expect(full, BYTES)
         coords = seq.inner_coords(tile.batch, head, row, piece * WIDTH)
@@ -163,9 +171,8 @@ def product_of_pieces(keys_tile, memory, n, CONSUMER: gl.constexpr):
         some_keys = keys_tile.slice(piece * WIDTH, WIDTH, dim=1)
         product = warpgroup_mma(some_keys, own.permute((1, 0)), product, use_acc=piece > 0, is_async=True)
         if piece == 0:
-            stage = pieces.stage(number)
-            lse2 = memory.lse2.index(stage).slice(CONSUMER * ROWS, ROWS, dim=1).load(layout)
-            delta = memory.delta.index(stage).slice(CONSUMER * ROWS, ROWS, dim=1).load(layout)
+            lse2 = of_rows(memory.lse2, n).slice(CONSUMER * ROWS, ROWS, dim=1).load(layout)
+            delta = of_rows(memory.delta, n).slice(CONSUMER * ROWS, ROWS, dim=1).load(layout)
         else:
             product = warpgroup_mma_wait(1, [product])
             pieces.release(number - 1)

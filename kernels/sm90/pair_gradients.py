@@ -145,6 +145,8 @@ def pair_gradient_kernel(
             rules = mods
             if tiles.ARGUMENT is not None:
                 rules = mods.reading(tiles.load(0, 0, WG_ROWS, TILE_K), tiles.ARGUMENT)
+                # The next tile arrives where this one may still be loaded from.
+                fence_async_shared()
             barrier()
             if next_batch < end_batch:
                 load_scores(qk, pair_tensor, tiles, next_batch, next_head, heads_per_kv, first_row, first_column)
