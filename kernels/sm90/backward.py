@@ -1,7 +1,7 @@
 """FlashAttention backward with specialized warps: CTAs own tiles of keys, and dQ is added up in global memory.
 
 k and v of a tile stay in shared memory while tiles of q and dout, with two numbers for each of their rows, come through
-pipelines. Two consumer warp groups compute: `backward_consumer`, `backward_tails`, `backward_split`, `backward_wide`.
+pipelines. Two consumer warp groups compute: `backward_consumer`, `backward_split`, `backward_wide`.
 The outer axis is k, the inner one q.
 """
 
@@ -13,7 +13,6 @@ from .backward_consumer import consumer, waits_for_never
 from .backward_pieces import new_piece_memory, piece_consumer, piece_producer
 from .backward_producer import Tensors, new_memory, producer
 from .backward_split import split_consumer
-from .backward_tails import tails_consumer
 from .backward_wide import wide_consumer
 from .dq_reducer import dq_reducer
 from .lib.block_lists import new_block_lists
@@ -37,12 +36,10 @@ def consumer_of_keys(
     CONSUMER: gl.constexpr, tensors, memory, tile_map, heads_per_kv, scale, scores, mods, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """A consumer warp group with 64 of 128 keys, of the kind for HEAD_DIM columns and their tail."""
-    if tensors.K_TAIL == 0:
-        consumer(CONSUMER, tensors, memory, tile_map, heads_per_kv, scale, scores, mods, HEAD_DIM)
-    elif HEAD_DIM == WG_ROWS:
-        tails_consumer(CONSUMER, tensors, memory, tile_map, heads_per_kv, scale, scores, mods, HEAD_DIM)
-    else:
+    if tensors.K_TAIL > 0 and HEAD_DIM > WG_ROWS:
         split_consumer(CONSUMER, tensors, memory, tile_map, heads_per_kv, scale, scores, mods, HEAD_DIM)
+    else:
+        consumer(CONSUMER, tensors, memory, tile_map, heads_per_kv, scale, scores, mods, HEAD_DIM)
 
 
 @gluon.jit(do_not_specialize=DYNAMIC)

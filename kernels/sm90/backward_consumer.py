@@ -1,22 +1,27 @@
 """The backward's consumer warp groups for head dimensions up to 128, each with 64 keys.
 
 Each computes transposed scores Sᵀ = k qᵀ of its keys, so that P and dS are A operands in registers for dV and dK. For
-dQ the dS of all keys meets in shared memory; each warp group computes half of a dQ tile, which `dq_reducer` adds up.
+dQ the dS of all keys meets in shared memory; each warp group computes a part of a dQ tile, which `dq_reducer` adds up.
+Heads of 72 to 96 columns are 64 columns and a tail, of v only if it has more than 64 (`backward_products`).
 """
 
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from ..versions import async_store, reinterpret
 from .backward_mainloop import mainloop
+from .backward_products import (
+    finished,
+    hand_over_part,
+    no_sums,
+    start_dp,
+    start_part_of_dq,
+    start_products,
+    start_s,
+    wait_until_empty,
+)
 from .lib import named_barriers
 from .lib.mma import WG_ROWS, accumulator, as_matrix, opaque_zero, pack_pairs, unpack_operand
 from .lib.mods import ZERO, Pairs, opaque
@@ -83,39 +88,6 @@ def masked_probabilities(s, lse2, keys, first_row, seq, tile, head, scores, mods
     return p, slope
 
 
-@gluon.jit
-def start_dq(ds_tile, k_tile, CONSUMER: gl.constexpr, TILE_Q: gl.constexpr):
-    """Issue a warp group's half of a dQ tile: half of its columns if it has 64 rows, or 64 of its 128 rows."""
-    COLUMNS: gl.constexpr = k_tile.shape[1] * TILE_Q // k_tile.shape[0]
-    zeros = gl.zeros([WG_ROWS, COLUMNS], gl.float32, accumulator(COLUMNS))
-    if TILE_Q == WG_ROWS:
-        k_tile = k_tile.slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
-    else:
-        ds_tile = ds_tile.slice(CONSUMER * WG_ROWS, WG_ROWS, dim=1)
-    return warpgroup_mma(ds_tile.permute((1, 0)), k_tile, zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def wait_until_empty(CONSUMER: gl.constexpr):
-    """Wait until `dq_reducer` has read what a warp group handed over in the step before."""
-    named_barriers.sync(named_barriers.DQ_EMPTY + CONSUMER, named_barriers.WARP_GROUP + named_barriers.WARP)
-
-
-@gluon.jit
-def hand_over(dq, buffer, FULL: gl.constexpr):
-    """Store a warp group's half of a dQ tile for `dq_reducer`, in the order of accumulator fragments.
-
-    FULL: the number of the named barrier that tells it.
-    """
-    THREADS: gl.constexpr = named_barriers.WARP_GROUP + named_barriers.WARP
-    COLUMNS: gl.constexpr = dq.shape[1]
-    # Four warps, two rows eight apart, eight rows; columns by eights, four threads, two in a row.
-    fragments = gl.permute(gl.reshape(dq, [4, 2, 8, COLUMNS // 8, 4, 2]), [3, 0, 2, 4, 1, 5])
-    buffer.store(gl.reshape(fragments, [buffer.shape[0], buffer.shape[1]]))
-    fence_async_shared()
-    named_barriers.arrive(FULL, THREADS)
-
-
 @gluon.constexpr_function
 def waits_for_never(tile_q, softcap, score):
     """Whether a step waits for `SharedMemory.never`."""
@@ -179,47 +151,39 @@ def step(
     dk, dv, memory, seq, tile, head, keys, n, position, dq, scores, mods,
     MASKED: gl.constexpr, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Add what the n-th tile of q and dout contributes to dK, dV and dQ. ``dq`` is not used."""
-    KEYS: gl.constexpr = seq.OUTER_TILE
-    TILE_Q: gl.constexpr = seq.INNER_TILE
-    layout: gl.constexpr = accumulator(TILE_Q)
-    wide: gl.constexpr = accumulator(HEAD_DIM)
-    operand: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
-    zeros = gl.zeros([WG_ROWS, TILE_Q], gl.float32, layout)
+    """Add what the n-th tile of q and dout contributes to dK, dV and dQ. ``dq`` is not used.
+
+    dk, dv: each with its tail (`no_sums`).
+    """
+    DP_PRODUCTS: gl.constexpr = 2 if memory.V_TAIL > 0 else 1
+    DK_PRODUCTS: gl.constexpr = 2 if memory.K_TAIL > 0 else 1
     inner = seq.visited(position, tile)
     zero = opaque_zero(n)
-    k_tile = as_matrix(memory.k.index(zero), KEYS, HEAD_DIM)
-    own_v = as_matrix(memory.v.index(zero + CONSUMER), WG_ROWS, HEAD_DIM)
-    own_k = k_tile.slice(CONSUMER * WG_ROWS, WG_ROWS, dim=0)
-    q_tile = as_matrix(memory.q.buffer(n), TILE_Q, HEAD_DIM)
-    dout_tile = as_matrix(memory.dout.buffer(n), TILE_Q, HEAD_DIM)
     memory.q.wait_full(n)
-    s = warpgroup_mma(own_k, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    lse2 = early_lse2(memory, n, TILE_Q)
+    s = start_s(memory, n, zero, CONSUMER, HEAD_DIM)
+    lse2 = early_lse2(memory, n, seq.INNER_TILE)
     memory.dout.wait_full(n)
-    dp = warpgroup_mma(own_v, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dp = start_dp(memory, n, zero, CONSUMER, HEAD_DIM)
     p_operand, ds = finish_scores(
-        s, dp, lse2, memory, seq, tile, head, keys, n, inner, scores, mods, 1, MASKED, CONSUMER, HEAD_DIM
+        s, dp, lse2, memory, seq, tile, head, keys, n, inner, scores, mods, DP_PRODUCTS, MASKED, CONSUMER, HEAD_DIM
     )  # fmt: skip
     zero = opaque_zero(n)
     # Issued before dS, this would stall the warps until the tensor cores had read all of P from their registers.
-    dv = warpgroup_mma(p_operand, dout_tile, dv, is_async=True)
+    dv = start_products(p_operand, memory.dout, memory.dout_tail, dv, n, memory.V_TAIL, HEAD_DIM)
     fence_async_shared()
     named_barriers.sync(named_barriers.DS_WRITTEN, named_barriers.CONSUMERS)
     if memory.pair_pipeline.stages < memory.q.stages:
         # What dS was computed of has been read.
         memory.pair_pipeline.release(n)
-    k_tile = as_matrix(memory.k.index(zero), KEYS, HEAD_DIM)
-    dq = start_dq(memory.ds.index(n + zero & 1), k_tile, CONSUMER, TILE_Q)
-    ds_operand = gl.convert_layout(ds, operand)
-    q_tile = as_matrix(memory.q.buffer(n + zero), TILE_Q, HEAD_DIM)
-    dk = warpgroup_mma(ds_operand, q_tile, dk, is_async=True)
+    dq = start_part_of_dq(memory, n, zero, CONSUMER, HEAD_DIM)
+    ds_operand = gl.convert_layout(ds, gl.DotOperandLayout(0, accumulator(HEAD_DIM), 2))
+    dk = start_products(ds_operand, memory.q, memory.q_tail, dk, n + zero, memory.K_TAIL, HEAD_DIM)
     # dQ is handed over while the tensor cores compute dK.
-    dq, dv, _ = warpgroup_mma_wait(1, [dq, dv, p_operand])
+    dv, dq = finished(dv, [p_operand, dq], DK_PRODUCTS, memory.V_TAIL)
     memory.dout.release(n)
     wait_until_empty(CONSUMER)
-    hand_over(dq, memory.p_or_dq.index(CONSUMER), named_barriers.DQ_FULL + CONSUMER)
-    dk, _ = warpgroup_mma_wait(0, [dk, ds_operand])
+    hand_over_part(dq, memory, CONSUMER)
+    dk, _ = finished(dk, [ds_operand], 0, memory.K_TAIL)
     memory.q.release(n)
     return dk, dv
 
@@ -228,7 +192,7 @@ def step(
 def consumer(
     CONSUMER: gl.constexpr, tensors, memory, tile_map, heads_per_kv, scale, scores, mods, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """A consumer warp group: dK and dV of its 64 keys of each tile, and half of every dQ tile."""
+    """A consumer warp group: dK and dV of its 64 keys of each tile, and a part of every dQ tile."""
     dtype: gl.constexpr = memory.k.dtype
     layout: gl.constexpr = accumulator(tile_map.INNER_TILE)
     n = 0
@@ -237,17 +201,24 @@ def consumer(
     while command != STOP:
         seq = memory.scheduler.pop_sequence(turn, tile_map, 4)
         tile = seq.tile(batch, head, start)
-        dk = gl.zeros([WG_ROWS, HEAD_DIM], gl.float32, accumulator(HEAD_DIM))
-        dv = gl.zeros([WG_ROWS, HEAD_DIM], gl.float32, accumulator(HEAD_DIM))
+        dk, dv = no_sums(tensors.K_TAIL, HEAD_DIM), no_sums(tensors.V_TAIL, HEAD_DIM)
         first_key = tile.start + CONSUMER * WG_ROWS
         keys = first_key + gl.arange(0, WG_ROWS, layout=gl.SliceLayout(1, layout))
         dk, dv, n = mainloop(
             step, dk, dv, memory, tile, seq, keys, n, heads_per_kv, None, None, scores, mods, CONSUMER, HEAD_DIM
         )  # fmt: skip
+        dk, dk_tail = dk
+        dv, dv_tail = dv
         dv = mods.dropout.scale(dv)
         mbarrier.arrive(memory.k_empty, count=1)
-        # Until no consumer reads dS, whose buffers store dK.
+        # Until no consumer reads dS, whose buffers store dK and, behind that of both consumers, its tail.
         named_barriers.sync(named_barriers.DS_WRITTEN, named_barriers.CONSUMERS)
+        if tensors.K_TAIL > 0:
+            dk_buffer = buffer_in(memory.ds, tensors.dk_tail, 2 * HEAD_DIM // tensors.K_TAIL + CONSUMER)
+            store_tail(tensors.dk_tail, seq, tile, first_key, dk_buffer, (dk_tail * scale).to(dtype), HEAD_DIM)
+        if tensors.V_TAIL > 0:
+            dv_tail = mods.dropout.scale(dv_tail).to(dtype)
+            store_tail(tensors.dv_tail, seq, tile, first_key, memory.v_tail.index(CONSUMER), dv_tail, HEAD_DIM)
         epilogue(
             tensors, seq, tile, first_key, 0, memory.v.index(CONSUMER), buffer_in(memory.ds, tensors.dk, CONSUMER),
             (dk * scale).to(dtype), dv.to(dtype),

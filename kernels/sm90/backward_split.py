@@ -15,18 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..versions import reinterpret
-from .backward_consumer import (
-    buffer_in,
-    epilogue,
-    hand_over,
-    masked_probabilities,
-    start_dq,
-    store_tail,
-    wait_until_empty,
-    with_pairs,
-)
+from .backward_consumer import buffer_in, epilogue, masked_probabilities, store_tail, with_pairs
 from .backward_mainloop import mainloop
+from .backward_products import first_dq_buffer, hand_over, start_dq, start_s, wait_until_empty
 from .lib import named_barriers
 from .lib.mma import WG_ROWS, accumulator, as_matrix, opaque_zero, pack_pairs, unpack_operand
 from .lib.scheduler import STOP
@@ -53,7 +44,7 @@ def split_step(
     dout_tile = as_matrix(memory.dout.buffer(n), WG_ROWS, HEAD_DIM)
     dk, dk_tail, before = dk
     memory.q.wait_full(n)
-    s = start_s(memory, n, stage, KEYS, CONSUMER, HEAD_DIM)
+    s = start_s(memory, n, opaque_zero(n), CONSUMER, HEAD_DIM)
     # The tensor cores compute the dK of the step before while exponentials are computed.
     dk = start_dk(dk, memory, before, CONSUMER, HEAD_DIM)
     bits = mods.dropout.draw(
@@ -100,19 +91,6 @@ def start_dk(dk, memory, n, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr):
 
 
 @gluon.jit
-def start_s(memory, n, stage, KEYS: gl.constexpr, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Issue Sᵀ of a warp group's keys and the n-th tile of q."""
-    zero = opaque_zero(n)
-    zeros = gl.zeros([WG_ROWS, WG_ROWS], gl.float32, accumulator(WG_ROWS))
-    k_tile = as_matrix(memory.k.index(zero), KEYS, HEAD_DIM).slice(CONSUMER * WG_ROWS, WG_ROWS, dim=0)
-    q_tile = as_matrix(memory.q.buffer(n), WG_ROWS, HEAD_DIM)
-    s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    k_tile = as_matrix(memory.k_tail.index(zero), KEYS, memory.K_TAIL).slice(CONSUMER * WG_ROWS, WG_ROWS, dim=0)
-    q_tile = as_matrix(memory.q_tail.index(stage), WG_ROWS, memory.K_TAIL)
-    return warpgroup_mma(k_tile, q_tile.permute((1, 0)), s, is_async=True)
-
-
-@gluon.jit
 def finish_step(
     dk_tail, dv, p_operand, memory, n, KEYS: gl.constexpr, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
@@ -133,14 +111,6 @@ def finish_step(
     hand_over(dq_tail, memory.p_or_dq.index(4 + CONSUMER), named_barriers.DQ_TAIL_FULL + CONSUMER)
     dk_tail = warpgroup_mma_wait(0, [dk_tail])
     return dk_tail, dv
-
-
-@gluon.jit
-def first_dq_buffer(memory, CONSUMER: gl.constexpr):
-    """The two adjacent pieces of a dQ tile with a warp group's half of the HEAD_DIM columns."""
-    pieces = memory.p_or_dq
-    shape: gl.constexpr = [pieces.shape[0] // 2, 2 * pieces.shape[1], pieces.shape[2]]
-    return reinterpret(pieces, pieces.dtype, shape, pieces.layout).index(CONSUMER)
 
 
 @gluon.jit
