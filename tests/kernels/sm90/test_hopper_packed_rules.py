@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ def for_rows_and_keys(device):
     return score_mod(lambda s, b, h, q, k: s + of_rows[q] * of_keys[h, k])
 
 
-CASES = {
+CASES: dict[str, Any] = {
     "documents": (64, {"causal": True}, lambda on: {"mask": documents(on)}, False),
     "documents_listed": (64, {"causal": True}, lambda on: {"mask": documents(on)}, True),
     "documents_listed_128": (128, {"causal": "top_left"}, lambda on: {"mask": documents(on)}, True),
