@@ -244,18 +244,12 @@ class TileMap:
     @gluon.jit
     def nearest_outer(self, rows):
         """The nearest outer rows that exist, and that captured tensors and lists of blocks have elements for."""
-        length = self.outer_len
-        if self.varlen.VARLEN:
-            length = gl.minimum(length, self.varlen.max_outer)
-        return gl.minimum(rows, gl.maximum(length - 1, 0))
+        return self.varlen.nearest(rows, self.outer_len, self.varlen.max_outer)
 
     @gluon.jit
     def nearest_inner(self, rows):
         """The same of inner rows."""
-        length = self.inner_len
-        if self.varlen.VARLEN:
-            length = gl.minimum(length, self.varlen.max_inner)
-        return gl.minimum(rows, gl.maximum(length - 1, 0))
+        return self.varlen.nearest(rows, self.inner_len, self.varlen.max_inner)
 
     @gluon.jit
     def reaches(self, outer_tile, inner_tile, tile):

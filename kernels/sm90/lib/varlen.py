@@ -61,6 +61,13 @@ class Varlen:
         return self.at(index, outer.first, inner.first), outer_tile, outer.length, inner_length
 
     @gluon.jit
+    def nearest(self, rows, length, most):
+        """The nearest of the first ``length`` rows; of packed sequences, of no more than ``most``."""
+        if self.VARLEN:
+            length = gl.minimum(length, most)
+        return gl.minimum(rows, gl.maximum(length - 1, 0))
+
+    @gluon.jit
     def padded_inner_start(self):
         """The sequence's first inner row in buffers that are padded."""
         return (self.inner_start // PADDING + self.index) * PADDING
