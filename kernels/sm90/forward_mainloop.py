@@ -2,7 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from .lib.mma import WG_ROWS, accumulator, as_matrix, pack_pairs, unpack_operand
 from .lib.mods import MINUS_INFINITY, Pairs, opaque
@@ -160,6 +160,9 @@ def first_step(tensors, memory, seq, tile, rows, n, scores, mods, group):
     bits = draw(mods.dropout, inner, seq, tile, group)
     s = warpgroup_mma_wait(0, [s])
     rules = with_pairs(mods, memory, n, group, TILE_K)
+    if memory.pairs.ARGUMENT is not None:
+        # The next tile arrives where this one may still be loaded from.
+        fence_async_shared()
     memory.k.release(n)
     ANY_MASK: gl.constexpr = seq.RIGHT or mods.MASK is not None or mods.SCORE is not None
     s = changed_scores(s, scores, rules, rows, inner, seq, tile, ANY_MASK, True)
