@@ -10,7 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from .backward_consumer import consumer, waits_for_never
-from .backward_pieces import new_piece_memory, piece_consumer, piece_producer
+from .backward_piece_producer import new_piece_memory, piece_producer
+from .backward_pieces import piece_consumer
 from .backward_producer import Tensors, new_memory, producer
 from .backward_split import split_consumer
 from .backward_wide import wide_consumer
