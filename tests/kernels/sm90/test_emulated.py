@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from cs336_systems.kernels.call import Call
+from cs336_systems.attention.call import Arguments, make_call
+from cs336_systems.kernels.call import NO_AUX, Call
 from cs336_systems.testing import Shapes, assert_packed_within_budget, assert_within_budget, make_inputs, make_packed
 
 from .emulator import emulated
@@ -127,6 +129,63 @@ def test_a_role_that_waits_forever_is_noticed(monkeypatch, pipeline):
     monkeypatch.setattr(getattr(emulated().pipeline, pipeline), "release", never_released)
     with pytest.raises(RuntimeError, match="all roles wait"):
         results(inputs_of("square", 64))
+
+
+def nothing(*unused):
+    """In place of a fence, or of a wait for TMA."""
+
+
+def not_waited_for(left, values):
+    """In place of a wait for products."""
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+FORGOTTEN = {
+    "products": (
+        "forward_mainloop",
+        "warpgroup_mma_wait",
+        not_waited_for,
+        "written while a product or TMA may read it",
+    ),
+    "stores": ("forward", "tma", SimpleNamespace(store_wait=nothing), "written while a product or TMA may read it"),
+    "fence": ("backward_consumer", "fence_async_shared", nothing, "no fence after what threads have stored"),
+    "fence_of_dq": ("backward_products", "fence_async_shared", nothing, "no fence after what threads have stored"),
+}
+
+
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_what_is_not_waited_for_is_noticed(monkeypatch, name):
+    module, attribute, instead, message = FORGOTTEN[name]
+    monkeypatch.setattr(getattr(emulated(), module), attribute, instead)
+    if name == "products":
+        monkeypatch.setattr(
+            emulated().forward_mainloop, "wait_pv", lambda out, out_tail, operand, tail: (out, out_tail)
+        )
+    with pytest.raises(AssertionError, match=message):
+        results(inputs_of("square", 64))
+
+
+def with_an_early_release(monkeypatch):
+    """The first tile of a bias is released before it is used."""
+    monkeypatch.setattr(emulated().forward_mainloop, "fence_async_shared", nothing)
+    inputs = make_inputs(Shapes.of(1, q_len=256, d=64, q_heads=2, kv_heads=2), dtype=torch.bfloat16)
+    bias = torch.randn(1, 2, 256, 256, dtype=torch.bfloat16)
+    call = make_call(*inputs[:3], Arguments.of(bias=bias))
+    return inputs, call.options, call.aux
+
+
+def with_rows_in_a_stage(monkeypatch):
+    """lse2 lies in the stage of a piece, which is released before."""
+    for module in (emulated().backward_piece_producer, emulated().backward_pieces):
+        monkeypatch.setattr(module, "of_rows", lambda buffers, n: buffers.index(0))
+    return inputs_of("square", 512), options_of(512), NO_AUX
+
+
+@pytest.mark.parametrize("change", [with_an_early_release, with_rows_in_a_stage])
+def test_a_release_before_loads_are_finished_is_noticed(monkeypatch, change):
+    arguments = change(monkeypatch)
+    with pytest.raises(AssertionError, match="TMA overwrites what is still being loaded"):
+        compute(*arguments, backend=emulated().backend)
 
 
 def test_what_was_never_written_is_noticed(monkeypatch):

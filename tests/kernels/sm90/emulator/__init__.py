@@ -2,7 +2,8 @@
 
 The kernels' source is imported a second time, as `emulated`, with stand-ins for Triton's modules. Tiles, addresses,
 masks, barriers, their phases and what a role waits for are as on a GPU; if all roles wait, the launch fails. Not
-emulated: layouts, 32-bit overflow, and when asynchronous operations finish, which here is where they are issued.
+emulated: layouts, 32-bit overflow, and when asynchronous operations finish, which here is where they are issued. But a
+tile that TMA overwrites must not be loaded from any more, by what the barriers say (`accesses`).
 """
 
 from __future__ import annotations

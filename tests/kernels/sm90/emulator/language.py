@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from . import accesses
 from .roles import Barrier, Barriers, arrive_at, here, jit, warp_specialize
 from .values import DTYPES, Pointer, Shared, TensorDescriptor, Value, plain
 
@@ -57,7 +58,10 @@ def assembly(text, constraints, args, dtype, is_pure=True, pack=1):
         operation, threads = text.removeprefix("bar.").split(";")[0].split(" $1, ")
         arrive_at(int(args[0]), int(threads), operation == "sync")
         return None
-    assert text.startswith(("mov.u32 $0, 0;", "cp.async.bulk.wait_group 0", "fence.proxy.async.global;"))
+    if text.startswith("cp.async.bulk.wait_group 0"):
+        accesses.wait(here.stores, 0)
+        return None
+    assert text.startswith(("mov.u32 $0, 0;", "fence.proxy.async.global;"))
     return Value(torch.tensor(0))
 
 
@@ -90,17 +94,32 @@ def add_fragments(target, x):
 
 
 def mma(a, b, total, use_acc=True, is_async=False):
+    accesses.read(here.products, *[operand.x for operand in (a, b) if isinstance(operand, Shared)])
+    if not is_async:
+        accesses.wait(here.products, 0)
     made = a.x.float() @ b.x.float()
     return Value(made + total.x if use_acc else made)
 
 
+def wait_for_products(pending, values):
+    accesses.wait(here.products, pending)
+    return values[0] if len(values) == 1 else tuple(values)
+
+
 def async_load(desc, coords, barrier, buffer):
     x = desc.read(coords)
+    accesses.write(buffer.x, by_tma=True)
     buffer.x.copy_(x.reshape(buffer.x.shape))
     barrier.arrive(0, came=x.numel() * x.element_size())
 
 
+def async_store(desc, coords, buffer):
+    accesses.read(here.stores, buffer.x)
+    desc.write(coords, buffer.x)
+
+
 def async_atomic_add(desc, coords, buffer):
+    accesses.read(here.stores, buffer.x)
     with here.cta.launch.changing:
         desc.write(coords, buffer.x, accumulate=True)
 
@@ -240,16 +259,18 @@ def stand_ins() -> dict[str, types.ModuleType]:
         "triton.experimental.gluon": {"jit": jit, "constexpr_function": lambda f: f, "language": language},
         "triton.experimental.gluon.language.nvidia": {},
         "triton.experimental.gluon.language.nvidia.hopper": {
-            "mbarrier": barriers, "fence_async_shared": lambda: None, "warpgroup_mma": mma,
-            "tma": SimpleNamespace(tensor_descriptor=TensorDescriptor, store_wait=lambda pending: None),
-            "warpgroup_mma_wait": lambda pending, values: values[0] if len(values) == 1 else tuple(values),
+            "mbarrier": barriers, "fence_async_shared": accesses.fence, "warpgroup_mma": mma,
+            "tma": SimpleNamespace(
+                tensor_descriptor=TensorDescriptor, store_wait=lambda left: accesses.wait(here.stores, left)
+            ),
+            "warpgroup_mma_wait": wait_for_products,
         },
         "triton.experimental.gluon.nvidia": {},
         "triton.experimental.gluon.nvidia.hopper": {"TensorDescriptor": TensorDescriptor},
         "emulated.versions": {
             "aggregate": lambda cls: cls, "barrier": lambda: None, "async_load": async_load,
-            "async_store": lambda desc, coords, buffer: desc.write(coords, buffer.x),
-            "async_atomic_add": async_atomic_add, "reinterpret": Shared.reinterpret, "runner_of": None,
+            "async_store": async_store, "async_atomic_add": async_atomic_add, "reinterpret": Shared.reinterpret,
+            "runner_of": None,
             "compile_options": dict, "default_ptx_options": dict, "names_of": None, "why_not_gluon": lambda: None,
             "build_launcher": None, "driver": lambda: None, "hash_of_triton": lambda: None,
             "find_key": lambda kernel: None,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .accesses import Accesses, Clock, arrival, enter, here, merge
 from .values import value_of
 
 WAIT_SECONDS = 300
@@ -39,7 +40,7 @@ class Launch:
             raise self.failure
 
     def _run(self, job: Callable[[], None], cta: Cta, warps: int) -> None:
-        here.cta, here.warps = cta, warps
+        enter(cta, warps, job)
         try:
             with torch.no_grad():
                 job()
@@ -70,15 +71,14 @@ class Launch:
 
 
 class Cta:
-    """A program of a launch: its number, and its hardware barriers by number."""
+    """A program of a launch: its number, its hardware barriers by number, and accesses of its shared memory."""
 
     def __init__(self, launch: Launch, number: int, grid: int) -> None:
         self.launch, self.number, self.grid = launch, number, grid
         self.arrived: dict[int, int] = {}
         self.phase: dict[int, int] = {}
-
-
-here = threading.local()
+        self.told: dict[tuple[int, int], Clock] = {}
+        self.accesses = Accesses()
 
 
 class Barrier:
@@ -86,6 +86,7 @@ class Barrier:
 
     def __init__(self) -> None:
         self.count = self.pending = self.bytes = self.phase = 0
+        self.told: list[Clock] = [{}, {}]
 
     def init(self, count):
         self.count = self.pending = count
@@ -94,14 +95,17 @@ class Barrier:
         with here.cta.launch.changing:
             self.bytes += expected - came
             self.pending -= count
+            # Bytes that come know what the role that asked for them knew.
+            merge(self.told[self.phase % 2], arrival() if count > 0 else here.clock)
             assert self.pending >= 0
             if self.pending == 0 and self.bytes == 0:
                 self.phase += 1
-                self.pending = self.count
+                self.pending, self.told[self.phase % 2] = self.count, {}
             here.cta.launch.wake()
 
     def wait(self, parity):
         here.cta.launch.wait(lambda: self.phase % 2 != int(parity))
+        merge(here.clock, self.told[int(parity)])
 
 
 def arrive_at(number: int, threads: int, waits: bool) -> None:
@@ -111,11 +115,14 @@ def arrive_at(number: int, threads: int, waits: bool) -> None:
         cta.arrived[number] = cta.arrived.get(number, 0) + 32 * here.warps
         assert cta.arrived[number] <= threads
         phase = cta.phase.setdefault(number, 0)
+        merge(cta.told.setdefault((number, phase % 2), {}), arrival())
         if cta.arrived[number] == threads:
             cta.arrived[number], cta.phase[number] = 0, phase + 1
+            cta.told[number, (phase + 1) % 2] = {}
         cta.launch.wake()
     if waits:
         cta.launch.wait(lambda: cta.phase[number] > phase)
+        merge(here.clock, cta.told[number, phase % 2])
 
 
 class Barriers:

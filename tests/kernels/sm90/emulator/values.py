@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from . import accesses
+from .accesses import Loaded
+
 
 class Dtype:
     """Triton's name of a dtype of torch."""
@@ -56,21 +59,30 @@ def value_of(x: Any) -> Any:
 class Value:
     """A tensor in registers, or a scalar."""
 
-    def __init__(self, x: torch.Tensor) -> None:
-        self.x = x
+    def __init__(self, x: torch.Tensor, loaded: Loaded | None = None) -> None:
+        self._x, self.loaded = x, loaded
 
-    dtype = property(lambda self: BY_TORCH[self.x.dtype])
-    shape = property(lambda self: [*self.x.shape])
-    numel = property(lambda self: self.x.numel())
+    @property
+    def x(self):
+        """The tensor, which is used now."""
+        if self.loaded is not None:
+            self.loaded.load.finish()
+            self.loaded = None
+        return self._x
+
+    dtype = property(lambda self: BY_TORCH[self._x.dtype])
+    shape = property(lambda self: [*self._x.shape])
+    numel = property(lambda self: self._x.numel())
     type = property(lambda self: SimpleNamespace(layout=None))
 
     def to(self, dtype, bitcast=False):
+        # A conversion may come as late as what uses it.
         if dtype is UNSIGNED:
-            return Value(self.x.long() & 0xFFFFFFFF)
-        return Value(self.x.view(dtype.of) if bitcast else self.x.to(dtype.of))
+            return Value(self._x.long() & 0xFFFFFFFF, self.loaded)
+        return Value(self._x.view(dtype.of) if bitcast else self._x.to(dtype.of), self.loaded)
 
     def __getitem__(self, index):
-        return Value(self.x[index])
+        return Value(self._x[index], self.loaded)
 
     def __neg__(self):
         return Value(-self.x)
@@ -175,9 +187,10 @@ class Shared:
         return Shared(self.x.permute(*order))
 
     def load(self, layout=None):
-        return Value(self.x.clone())
+        return Value(self.x.clone(), accesses.load(self.x))
 
     def store(self, value):
+        accesses.write(self.x, by_tma=False)
         self.x.copy_(value.x)
 
     def reinterpret(self, dtype, shape, layout):
