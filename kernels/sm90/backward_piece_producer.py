@@ -19,8 +19,8 @@ class PieceMemory:
 
     k, v, k_empty, v_empty: as of `SharedMemory`; v and v_empty are k's if OF_V.
     pieces: a pipeline of pieces of q if OF_V, else of dout, PIECES for each tile; whole: one of tiles of the other.
-    lse2 and delta, of the rows of a tile, arrive with its first piece, and have buffers of their own: consumers release
-    that piece while they may still be loading them. When they release the next tile's first piece they have used them.
+    lse2 and delta, of the rows of a tile, arrive with its first piece, but in separate buffers: consumers release that
+    piece while they may still be loading them. When they release the next tile's first piece they have used them.
     scores: two tiles (keys, rows of q) of P if OF_V, else one of dS.
     """
 
@@ -48,7 +48,7 @@ class PieceMemory:
 def new_piece_memory(tensors, STAGES: gl.constexpr, PIECES: gl.constexpr, OF_V: gl.constexpr, VARLEN: gl.constexpr):
     """Allocate it; STAGES are of the pieces."""
     COUNT: gl.constexpr = 2 if OF_V else 1
-    # Powers of 2, of which a buffer is not loaded anew before the next tile's first piece is released.
+    # A power of 2, so many that TMA overwrites a buffer only after the next tile's first piece is released.
     ROW_BUFFERS: gl.constexpr = 2 if PIECES >= STAGES else 4
     dtype: gl.constexpr = tensors.q.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WG_ROWS, WG_ROWS], dtype)
@@ -71,7 +71,7 @@ def new_piece_memory(tensors, STAGES: gl.constexpr, PIECES: gl.constexpr, OF_V: 
 
 
 @gluon.jit
-def of_rows(buffers, n):
+def row_buffer(buffers, n):
     """The buffer of lse2 or delta for the n-th tile."""
     return buffers.index(n & (buffers.shape[0] - 1))
 
@@ -107,9 +107,9 @@ def load_pieces(tensors, memory, seq, tile, heads_per_kv, member, row, turn, n, 
         if piece == 0:
             mbarrier.expect(full, BYTES + ROW_BYTES + KEY_BYTES, pred=n == first)
             mbarrier.expect(full, BYTES + ROW_BYTES, pred=n > first)
-            async_load(tensors.lse2, row_coords, full, of_rows(memory.lse2, n))
+            async_load(tensors.lse2, row_coords, full, row_buffer(memory.lse2, n))
             if not OF_V:
-                async_load(tensors.delta, row_coords, full, of_rows(memory.delta, n))
+                async_load(tensors.delta, row_coords, full, row_buffer(memory.delta, n))
         else:
             mbarrier.expect(full, BYTES)
         coords = seq.inner_coords(tile.batch, head, row, piece * WIDTH)

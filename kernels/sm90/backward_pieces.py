@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..versions import async_store
 from .backward_consumer import buffer_in, masked_probabilities
 from .backward_mainloop import mainloop
-from .backward_piece_producer import of_rows
+from .backward_piece_producer import row_buffer
 from .backward_wide import ROWS, add_fragments
 from .lib import named_barriers
 from .lib.mma import WG_ROWS, accumulator, as_matrix, opaque_zero
@@ -39,8 +39,8 @@ def product_of_pieces(keys_tile, memory, n, CONSUMER: gl.constexpr):
         some_keys = keys_tile.slice(piece * WIDTH, WIDTH, dim=1)
         product = warpgroup_mma(some_keys, own.permute((1, 0)), product, use_acc=piece > 0, is_async=True)
         if piece == 0:
-            lse2 = of_rows(memory.lse2, n).slice(CONSUMER * ROWS, ROWS, dim=1).load(layout)
-            delta = of_rows(memory.delta, n).slice(CONSUMER * ROWS, ROWS, dim=1).load(layout)
+            lse2 = row_buffer(memory.lse2, n).slice(CONSUMER * ROWS, ROWS, dim=1).load(layout)
+            delta = row_buffer(memory.delta, n).slice(CONSUMER * ROWS, ROWS, dim=1).load(layout)
         else:
             product = warpgroup_mma_wait(1, [product])
             pieces.release(number - 1)

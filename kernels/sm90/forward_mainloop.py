@@ -161,7 +161,7 @@ def first_step(tensors, memory, seq, tile, rows, n, scores, mods, group):
     s = warpgroup_mma_wait(0, [s])
     rules = with_pairs(mods, memory, n, group, TILE_K)
     if memory.pairs.ARGUMENT is not None:
-        # The next tile arrives where this one may still be loaded from.
+        # TMA loads the next tile into this buffer, from which warps may still be loading.
         fence_async_shared()
     memory.k.release(n)
     ANY_MASK: gl.constexpr = seq.RIGHT or mods.MASK is not None or mods.SCORE is not None

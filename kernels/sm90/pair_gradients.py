@@ -145,7 +145,7 @@ def pair_gradient_kernel(
             rules = mods
             if tiles.ARGUMENT is not None:
                 rules = mods.reading(tiles.load(0, 0, WG_ROWS, TILE_K), tiles.ARGUMENT)
-                # The next tile arrives where this one may still be loaded from.
+                # TMA loads the next tile into this buffer, from which warps may still be loading.
                 fence_async_shared()
             barrier()
             if next_batch < end_batch:

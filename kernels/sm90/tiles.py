@@ -112,7 +112,7 @@ FORWARD_SPLIT = {
 }
 FORWARD_VARLEN = {
     # By head_dim and k_tail, for packed sequences without rules. Their producer needs more registers, which the
-    # consumers give up; at 64 + 32 columns one of three CTAs cannot. Consumers that compute rules need theirs.
+    # consumers give up; at 64 + 32 columns one of three CTAs cannot. Consumers that compute rules keep their registers.
     (64, 0): ForwardConfig(64, 1, 3, 120, 40, 80, True, 3),
     (64, 16): ForwardConfig(64, 1, 2, 120, 40, 80, True, 3),
     (64, 32): ForwardConfig(128, 2, 2, 224, 56, 168, True),

@@ -248,7 +248,7 @@ class TileMap:
 
     @gluon.jit
     def nearest_inner(self, rows):
-        """The same of inner rows."""
+        """The nearest inner rows that exist, and that captured tensors have elements for."""
         return self.varlen.nearest(rows, self.inner_len, self.varlen.max_inner)
 
     @gluon.jit

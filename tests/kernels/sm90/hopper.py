@@ -106,6 +106,18 @@ def check_features(kernels, case, *, dtype=torch.bfloat16, learned=False):
     return call
 
 
+def heads_first(inputs):
+    """Packed inputs with rows before heads as a call takes them: (1, heads, rows, d)."""
+    q, k, v, dout = (x.transpose(0, 1)[None] for x in inputs[:4])
+    return inputs._replace(q=q, k=k, v=v, dout=dout, dlse=inputs.dlse[None])
+
+
+def rows_first(computed):
+    """Values and gradients of packed inputs with rows before heads; lse (heads, rows)."""
+    of_rows = {name: computed[name][0].transpose(0, 1) for name in ("out", "dq", "dk", "dv")}
+    return computed | of_rows | {"lse": computed["lse"][0]}
+
+
 def packed_aux(lengths, device, integers=torch.int32):
     """Where sequences of (q_len, k_len) begin."""
     q_starts, k_starts = (starts_of(column, device).to(integers) for column in zip(*lengths, strict=True))

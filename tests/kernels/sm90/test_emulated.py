@@ -14,7 +14,7 @@ from cs336_systems.testing import Shapes, assert_packed_within_budget, assert_wi
 
 from .emulator import emulated
 from .emulator.values import Pointer, Value
-from .hopper import BANDS, compute, options_of, oracle_settings, packed_aux
+from .hopper import BANDS, compute, heads_first, options_of, oracle_settings, packed_aux, rows_first
 
 SHAPES = {
     "square": Shapes((1, 2, 260, 0), (1, 2, 260, 0), (1, 2, 260, 0)),
@@ -85,11 +85,8 @@ def test_deterministic_gradients(d, dv, band):
 def test_packed_sequences(d, dv, band):
     lengths = [(70, 90), (0, 4), (129, 129), (1, 0), (40, 33)]
     inputs = make_packed(lengths, heads=(4, 2), d=d, dv=dv, beyond=5, dtype=torch.bfloat16)
-    q, k, v, dout = (x.transpose(0, 1)[None] for x in inputs[:4])
-    options = options_of(d, **BANDS[band])
-    packed = inputs._replace(q=q, k=k, v=v, dout=dout, dlse=inputs.dlse[None])
-    computed = compute(packed, options, packed_aux(lengths, "cpu"), calls=1, backend=emulated().backend)
-    actual = {name: x[0] if name == "lse" else x[0].transpose(0, 1) for name, x in computed.items()}
+    options, aux = options_of(d, **BANDS[band]), packed_aux(lengths, "cpu")
+    actual = rows_first(compute(heads_first(inputs), options, aux, calls=1, backend=emulated().backend))
     assert_packed_within_budget(actual, inputs, lengths, **oracle_settings(**BANDS[band]))
 
 
@@ -177,7 +174,7 @@ def with_an_early_release(monkeypatch):
 def with_rows_in_a_stage(monkeypatch):
     """lse2 lies in the stage of a piece, which is released before."""
     for module in (emulated().backward_piece_producer, emulated().backward_pieces):
-        monkeypatch.setattr(module, "of_rows", lambda buffers, n: buffers.index(0))
+        monkeypatch.setattr(module, "row_buffer", lambda buffers, n: buffers.index(0))
     return inputs_of("square", 512), options_of(512), NO_AUX
 
 

@@ -14,7 +14,7 @@ from cs336_systems.attention.mods import mask_mod, score_mod
 from cs336_systems.attention.sizes import Packed
 from cs336_systems.testing import assert_packed_within_budget, make_packed
 
-from .hopper import KERNELS, WITH_PORTABLE, compute, kernels, packed_aux  # noqa: F401 - a fixture
+from .hopper import KERNELS, WITH_PORTABLE, compute, heads_first, kernels, packed_aux, rows_first  # noqa: F401 - a fixture
 
 LENGTHS = [(70, 90), (0, 4), (300, 260), (1, 0), (129, 400), (40, 33)]
 MOST = 300, 400
@@ -24,19 +24,15 @@ each_kernel = pytest.mark.parametrize("kernels", KERNELS, indirect=True)
 
 
 def packed_call(inputs, lengths, most, settings, features):
-    """The call of packed inputs with rows before heads, and these with heads before rows."""
-    q, k, v, dout = (x.transpose(0, 1)[None] for x in inputs[:4])
-    aux = packed_aux(lengths, q.device)
+    """The call of packed inputs, and these as it takes them."""
+    inputs, aux = heads_first(inputs), packed_aux(lengths, inputs.q.device)
     packed = Packed(aux.cu_seqlens_q, aux.cu_seqlens_k, *most)
-    call = make_call(q, k, v, Arguments.of(**settings, **features), packed)
-    return call, inputs._replace(q=q, k=k, v=v, dout=dout, dlse=inputs.dlse[None])
+    return make_call(*inputs[:3], Arguments.of(**settings, **features), packed), inputs
 
 
 def results(call, packed, backend, **more):
     """Values and gradients, with rows before heads."""
-    computed = compute(packed, call.options, call.aux, backend=backend, **more)
-    of_rows = {name: computed[name][0].transpose(0, 1) for name in ("out", "dq", "dk", "dv")}
-    return computed | of_rows | {"lse": computed["lse"][0]}
+    return rows_first(compute(packed, call.options, call.aux, backend=backend, **more))
 
 
 def listed(mask, device, **settings):
@@ -116,7 +112,7 @@ def test_results_are_within_the_budget(kernels, name):  # noqa: F811
         expected["mask"] = given["mask"].to_tensor(*MOST, batch=len(LENGTHS), heads=HEADS[0], device=device)
     if with_lists:
         given["mask"] = listed(given["mask"], device, **settings)
-    actual = results(*packed_call(inputs, LENGTHS, MOST, settings, given), backend)
+    actual = results(*packed_call(inputs, LENGTHS, MOST, settings, given), backend, calls=2)
     expected |= {"window": settings["window"]} if "window" in settings else {}
     assert_packed_within_budget(actual, inputs, LENGTHS, causal=settings.get("causal", False), features=expected)
 

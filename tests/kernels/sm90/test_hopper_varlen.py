@@ -12,7 +12,7 @@ from cs336_systems.kernels.sm90 import backend
 from cs336_systems.kernels.sm90.tiles import HEAD_DIMS
 from cs336_systems.testing import assert_packed_within_budget, make_packed, poisoned_memory
 
-from .hopper import BANDS, compute, on_hopper, options_of, oracle_settings, packed_aux
+from .hopper import BANDS, compute, heads_first, on_hopper, options_of, oracle_settings, packed_aux, rows_first
 
 pytestmark = on_hopper
 
@@ -35,11 +35,9 @@ def packed_inputs(lengths, d, dtype=torch.bfloat16, dv=None, beyond=5):
 
 def packed_results(inputs, aux, **arguments):
     """Values and gradients, with rows before heads."""
-    q, k, v, dout = (x.transpose(0, 1)[None] for x in inputs[:4])
-    inputs = inputs._replace(q=q, k=k, v=v, dout=dout, dlse=inputs.dlse[None])
     with poisoned_memory():
-        computed = compute(inputs, options_of(q.shape[-1], **arguments), aux)
-    return {name: x[0] if name == "lse" else x[0].transpose(0, 1) for name, x in computed.items()}
+        computed = compute(heads_first(inputs), options_of(inputs.q.shape[-1], **arguments), aux)
+    return rows_first(computed)
 
 
 def check_packed(inputs, lengths, integers=torch.int32, **arguments):
@@ -148,8 +146,7 @@ def test_no_synchronization_and_no_compilation_for_other_lengths(waiting_forbidd
     def call(lengths):
         both = [(length, length) for length in lengths]
         inputs, aux = packed_inputs(both, 64), packed_aux(both, "cuda")
-        q, k, v, dout = (x.transpose(0, 1)[None] for x in inputs[:4])
-        inputs = inputs._replace(q=q, k=k, v=v, dout=dout, dlse=inputs.dlse[None])
+        inputs = heads_first(inputs)
         torch.cuda.synchronize()
         with waiting_forbidden():
             compute(inputs, options_of(64, causal="bottom_right"), aux)

@@ -95,7 +95,8 @@ class Accesses:
         reads = _at(self.reads, access.span)
         assert all(read.is_done for read in reads), "written while a product or TMA may read it"
         self.reads = [x for x in self.reads if x not in reads]
-        self.stores = [x for x in self.stores if x not in _at(self.stores, access.span) or x.role != access.role]
+        overwritten = [x for x in _at(self.stores, access.span) if by_tma or x.role == access.role]
+        self.stores = [x for x in self.stores if x not in overwritten]
         if not by_tma:
             self.stores.append(access)
             return
@@ -104,7 +105,6 @@ class Accesses:
         loads = [load for load, loaded in self.loads if load in at and (load.done_at is not None or loaded())]
         assert all(load.is_done for load in loads), "TMA overwrites what is still being loaded"
         self.loads = [x for x in self.loads if x[0] not in at]
-        self.stores = [x for x in self.stores if x not in _at(self.stores, access.span)]
 
 
 def _at(accesses: list[Access], span: Span) -> list[Access]:
