@@ -72,7 +72,7 @@ def backward_kernel(
     # Key j is seen by the rows from j - right to j - left.
     tile_map = TileMap(
         batch_heads, heads, k_len, q_len, -right, -left, section, varlen, new_block_lists(blocks, sequences),
-        TILE_K, TILE_Q, RIGHT, LEFT, MASK is not None and blocks is None, BATCH_INNER, INNER_DIVISIBLE, LEFT,
+        TILE_K, TILE_Q, RIGHT, LEFT, MASK is not None and blocks is None, BATCH_INNER, INNER_DIVISIBLE, LEFT, True,
     )  # fmt: skip
     scores = ScoreScale(exponent_scale, softcap_scale, SOFTCAP)
     if MASK is None and SCORE is None:

@@ -11,10 +11,10 @@ def masked_ends(left, right, masked, listed):
     """Whether some of the inner tiles before those that are visited without a mask are masked, and some after them.
 
     left, right: whether outer rows have these limits. masked: whether any pair may be hidden. listed: whether inner
-    tiles are listed, the masked ones last.
+    tiles are listed, the masked ones first.
     """
-    after = bool((right and not masked) or listed)
-    return bool(left and not listed) or not after, after
+    after = bool(right and not masked and not listed)
+    return bool(left) or not after, after
 
 
 @gluon.jit

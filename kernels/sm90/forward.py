@@ -139,7 +139,7 @@ def forward_kernel(
         batch_heads, heads, q_len, k_len, left, right, section, varlen, new_block_lists(blocks, sequences),
         CONSUMERS * WG_ROWS, TILE_K, LEFT, RIGHT, MASK is not None and blocks is None, BATCH_INNER, INNER_DIVISIBLE,
         # Of lists the longest are, in most masks, those of the last rows.
-        RIGHT or blocks is not None,
+        RIGHT or blocks is not None, False,
     )  # fmt: skip
     memory = new_memory(tensors, CONSUMERS, STAGES, SEPARATE_OUT, varlen.VARLEN)
     fence_async_shared()

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from .lib.mma import WG_ROWS, accumulator, as_matrix, pack_pairs, unpack_operand
-from .lib.mods import MINUS_INFINITY, Pairs, opaque
+from .lib.mods import MINUS_INFINITY, Pairs, opaque, selected
 from .lib.softmax import first_update
 
 
@@ -91,17 +91,33 @@ def with_pairs(mods, memory, n, group, TILE_K: gl.constexpr):
 
 
 @gluon.jit
-def changed_scores(s, scores, mods, rows, inner, seq, tile, MASKED: gl.constexpr, LAST: gl.constexpr):
-    """The scores of a product S with an inner tile of columns, perhaps the LAST; -inf where MASKED and hidden."""
+def left_by_mask(mods, rows, inner, seq, tile, MASKED: gl.constexpr, LAST: gl.constexpr):
+    """Which pairs of an inner tile of columns a rule and the limits leave, if MASKED and there is a rule.
+
+    Called before the wait for S, so that what the rule reads of captured tensors arrives meanwhile.
+    """
+    seen = inner
+    if MASKED and mods.MASK is not None:
+        layout: gl.constexpr = accumulator(seq.INNER_TILE)
+        pairs = pairs_of(rows, inner * seq.INNER_TILE, seq, tile, layout, LAST)
+        seen = visible(rows, inner * seq.INNER_TILE, seq, layout, True) & (mods.unmasked(pairs) != 0)
+    return seen
+
+
+@gluon.jit
+def changed_scores(s, seen, scores, mods, rows, inner, seq, tile, MASKED: gl.constexpr, LAST: gl.constexpr):
+    """The scores of a product S with an inner tile of columns, perhaps the LAST; -inf where MASKED and hidden.
+
+    seen: from `left_by_mask`.
+    """
     layout: gl.constexpr = accumulator(seq.INNER_TILE)
     pairs = pairs_of(rows, inner * seq.INNER_TILE, seq, tile, layout, LAST)
     s = mods.change(scores.softcap(s), pairs)
     if MASKED:
-        seen = visible(rows, inner * seq.INNER_TILE, seq, layout, mods.MASK is not None)
         if mods.MASK is None:
-            s = gl.where(seen, s, float("-inf"))
+            s = gl.where(visible(rows, inner * seq.INNER_TILE, seq, layout), s, float("-inf"))
         else:
-            s = mods.hide_unseen(s, seen, pairs, MINUS_INFINITY)
+            s = selected(s, seen, MINUS_INFINITY)
     return s
 
 
@@ -131,9 +147,10 @@ def step(
     memory.v.wait_full(n - 1)
     out, out_tail, operand = start_pv(p, out, out_tail, tensors, memory, n - 1, TILE_K)
     bits = draw(mods.dropout, inner, seq, tile, group)
-    s = warpgroup_mma_wait(PV_PRODUCTS, [pending])
     rules = with_pairs(mods, memory, n, group, TILE_K)
-    s = changed_scores(s, scores, rules, rows, inner, seq, tile, MASKED, MASKED)
+    seen = left_by_mask(rules, rows, inner, seq, tile, MASKED, MASKED)
+    s = warpgroup_mma_wait(PV_PRODUCTS, [pending])
+    s = changed_scores(s, seen, scores, rules, rows, inner, seq, tile, MASKED, MASKED)
     if RESCALE:
         softmax, p, rescale = softmax.update_rescaling(s, scores.scale)
     else:
@@ -158,14 +175,15 @@ def first_step(tensors, memory, seq, tile, rows, n, scores, mods, group):
     s = start_qk(tensors, memory, n, group, TILE_K)
     inner = seq.visited(tile.end - 1, tile)
     bits = draw(mods.dropout, inner, seq, tile, group)
-    s = warpgroup_mma_wait(0, [s])
     rules = with_pairs(mods, memory, n, group, TILE_K)
+    ANY_MASK: gl.constexpr = seq.RIGHT or mods.MASK is not None or mods.SCORE is not None
+    seen = left_by_mask(rules, rows, inner, seq, tile, ANY_MASK, True)
+    s = warpgroup_mma_wait(0, [s])
     if memory.pairs.ARGUMENT is not None:
         # TMA loads the next tile into this buffer, from which warps may still be loading.
         fence_async_shared()
     memory.k.release(n)
-    ANY_MASK: gl.constexpr = seq.RIGHT or mods.MASK is not None or mods.SCORE is not None
-    s = changed_scores(s, scores, rules, rows, inner, seq, tile, ANY_MASK, True)
+    s = changed_scores(s, seen, scores, rules, rows, inner, seq, tile, ANY_MASK, True)
     if not ANY_MASK:  # noqa: SIM102 - known when compiled
         if (tile.whole_begin > inner) | seq.ends_partially(tile):
             s = gl.where(visible(rows, inner * TILE_K, seq, accumulator(TILE_K)), s, float("-inf"))

@@ -99,7 +99,7 @@ def pair_gradient_kernel(
     varlen = new_varlen(None, None, unused, unused, unused, False)
     seq = TileMap(
         unused, heads, q_len, k_len, left, right, unused, varlen, new_block_lists(None, unused),
-        WG_ROWS, TILE_K, LEFT, RIGHT, False, False, False, False,
+        WG_ROWS, TILE_K, LEFT, RIGHT, False, False, False, False, False,
     )  # fmt: skip
     scores = ScoreScale(exponent_scale, softcap_scale, SOFTCAP)
     mods = Mods(captured, natural, new_dropout(dropout, heads, 1, unused), MASK, SCORE)

@@ -17,8 +17,8 @@ class Tile:
     """A tile of outer rows, from ``start`` on, and the inner tiles [begin, end) of which any of its rows sees a part.
 
     Every row sees all of the inner tiles [whole_begin, whole_end), and a part of one after them unless it sees nothing.
-    With lists of blocks these are places in the list, from its end to its beginning, and ``entry`` is where it begins;
-    the ``skipped`` ones after the first are hidden.
+    With lists of blocks these are places in the list, from its end to its beginning unless FROM_FIRST (`TileMap`), and
+    ``entry`` is where it begins; the ``skipped`` ones after the first are hidden.
     """
 
     batch_head: gl.tensor
@@ -46,7 +46,8 @@ class TileMap:
     sequence, in which both are the sequence's.
 
     With lists of blocks inner tiles are those of the lists; with MASKED, where a mask has none, any pair may be hidden.
-    INNER_DIVISIBLE: all rows of inner tiles exist.
+    INNER_DIVISIBLE: all rows of inner tiles exist. FROM_FIRST: inner tiles are visited from ``begin`` on, not from
+    ``end`` - 1 down; listed ones in the order of their list.
     """
 
     batch_heads: gl.tensor
@@ -66,6 +67,7 @@ class TileMap:
     BATCH_INNER: gl.constexpr
     INNER_DIVISIBLE: gl.constexpr
     LAST_FIRST: gl.constexpr
+    FROM_FIRST: gl.constexpr
 
     @gluon.jit
     def tiles_per_head(self):
@@ -118,7 +120,7 @@ class TileMap:
         return TileMap(
             self.batch_heads, self.heads, outer_len, inner_len, self.left + shift, self.right + shift, self.section,
             varlen, self.blocks, self.OUTER_TILE, self.INNER_TILE, self.LEFT, self.RIGHT, self.MASKED,
-            self.BATCH_INNER, self.INNER_DIVISIBLE, self.LAST_FIRST,
+            self.BATCH_INNER, self.INNER_DIVISIBLE, self.LAST_FIRST, self.FROM_FIRST,
         )  # fmt: skip
 
     @gluon.jit
@@ -208,9 +210,14 @@ class TileMap:
             if self.RIGHT and self.OUTER_TILE == BLOCK_SIZE // 2:
                 last = tile.start + self.OUTER_TILE - 1 + self.right
                 skipped = self.blocks.hidden(entry, tile.start, last, end, self.INNER_TILE)
+            end -= skipped
+            whole_begin = tile.whole_begin
+            if self.FROM_FIRST:
+                whole_begin = end - whole_end
+                whole_end = end
             tile = Tile(
                 tile.batch_head, tile.batch, tile.head, tile.start,
-                tile.begin, tile.whole_begin, whole_end, end - skipped, entry, skipped,
+                tile.begin, whole_begin, whole_end, end, entry, skipped,
             )  # fmt: skip
         return tile
 
@@ -223,7 +230,9 @@ class TileMap:
     def visited(self, inner_tile, tile):
         """The inner tile at a place between a tile's ``begin`` and ``end``."""
         if self.blocks.LISTED:
-            position = tile.end - 1 - inner_tile
+            position = inner_tile
+            if not self.FROM_FIRST:
+                position = tile.end - 1 - inner_tile
             position += gl.where(position > 0, tile.skipped, 0)
             inner_tile = self.blocks.inner_tile(tile.entry, position, tile.start, self.INNER_TILE)
             if self.varlen.VARLEN:
