@@ -33,4 +33,5 @@ def backward_launches(call: Call, wanted: Wanted, num_sms: int) -> Iterator[tupl
     yield finish_kernel, finish_launch(call, q, buffers, memory)
     pairs = pair_gradients(call, buffers, wanted)
     for number, target in pairs.new_targets(call.aux).items() if pairs else ():
-        yield pair_gradient_kernel, pair_gradient_launch(call, wanted, out, target, number, buffers, memory)
+        launch = pair_gradient_launch(call, wanted, out, target, number, buffers, memory, workspace, num_sms)
+        yield pair_gradient_kernel, launch

@@ -208,7 +208,7 @@ def plan_backward(call: Call, out: Tensor, dout: Tensor, has_dlse: bool, wanted:
             described = *inputs, dout, *made, buffers, memory, workspace, num_sms
             launch(addresses, _described, backward_launch, *described)
         finish((*rows[2:], dq.data_ptr(), cu_seqlens_q), _described, finish_launch, *inputs, dq, buffers, memory)
-        return Gradients(dq, dk, dv, *others(q, k, v, out, lse, dout, dlse, memory, aux))
+        return Gradients(dq, dk, dv, *others(q, k, v, out, lse, dout, dlse, memory, workspace, aux))
 
     return run
 

@@ -49,11 +49,11 @@ class OtherGradients:
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
-        memory: Tensor, aux: Aux,
+        memory: Tensor, workspace: Tensor, aux: Aux,
     ) -> Others:  # fmt: skip
         """After the backward, whose buffers ``memory`` holds."""
         found: tuple[Tensor | None, ...] = (None,) * len(aux.score_aux)
-        of_pairs = {} if self._pairs is None else self._pairs(q, k, v, dout, memory, aux)
+        of_pairs = {} if self._pairs is None else self._pairs(q, k, v, dout, memory, workspace, aux)
         if self._captured is None and not self._wanted.sinks:
             return None, tuple(of_pairs.get(number) for number in range(len(found)))
         if self._is_packed:  # each sequence is padded: its rows lie elsewhere

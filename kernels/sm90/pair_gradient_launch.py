@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 from torch import Tensor
 
-from ..bound_mods import dropout_operand, itself
+from ..bound_mods import Term, dropout_operand, itself
 from ..call import Aux, Call, Wanted
-from ..launching import Launch, Launcher
-from ..triton.mod_gradients import empty_buffer, reduce_buffer
-from .launches import band_arguments, pair_operand, score_scales, tma_descriptor, with_batch
+from ..launching import Launch, Launcher, num_sms
+from ..layouts import ALIGNMENT
+from ..mods import AXES
+from .launches import DTYPES, band_arguments, pair_operand, score_scales, tma_descriptor, with_batch
 from .lib.mma import WG_ROWS
 from .lib.mods import in_gluon
 from .pair_gradients import pair_gradient_kernel
@@ -18,8 +20,11 @@ from .rule_arguments import bound_mods, pair_itemsize, pair_tensor
 from .tiles import padded_head_dim
 
 ROWS = WG_ROWS.value
-KEYS = 128
-"""The keys of a tile; with float32 numbers for its pairs, and 128 columns, half of them, so that two CTAs fit."""
+KEYS, WIDE_KEYS = 128, 64
+"""The keys of a tile; WIDE_KEYS where what is read at its pairs, or the gradient, are float32 numbers."""
+
+STAGES = {(64, KEYS): (2, 2), (64, WIDE_KEYS): (2, 2), (128, KEYS): (1, 1), (128, WIDE_KEYS): (2, 1)}
+"""By head_dim and keys: of q and k, and of dout and v."""
 
 
 class PairGradients:
@@ -37,61 +42,85 @@ class PairGradients:
         return frozenset(self._mods.terms[number].position for number in self._launchers)
 
     def new_targets(self, aux: Aux) -> dict[int, Tensor]:
-        """By the number of a term, an uninitialised gradient (batch or 1, heads or 1, q_len, k_len)."""
-        lengths, terms = self._shape[2:], self._mods.terms
-        return {number: empty_buffer(terms[number], self._shape, lengths, 0, aux) for number in self._launchers}
+        """By the number of a term, an uninitialised gradient (batch or 1, heads or 1, q_len, k_len), for TMA."""
+        return {number: self._new_target(self._mods.terms[number], aux) for number in self._launchers}
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, memory: Tensor, aux: Aux) -> dict[int, Tensor]:
+    def _new_target(self, term: Term, aux: Aux) -> Tensor:
+        tensor = aux.score_aux[term.position]
+        *shape, columns = [size if axis in term.axes else 1 for axis, size in zip(AXES, self._shape, strict=True)]
+        dtype = tensor.dtype if tensor.dtype in DTYPES else torch.float32
+        row = triton.cdiv(columns * dtype.itemsize, ALIGNMENT) * ALIGNMENT // dtype.itemsize
+        return torch.empty(*shape, row, dtype=dtype, device=tensor.device)[..., :columns]
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, memory: Tensor, workspace: Tensor, aux: Aux
+    ) -> dict[int, Tensor]:
         """By the numbers of tensors, after the backward, whose buffers ``memory`` holds."""
         lse2, delta, *_ = self._buffers.addresses(memory.data_ptr())
         found = {}
         for number, target in self.new_targets(aux).items():
             term, launcher = self._mods.terms[number], self._launchers[number]
             operands = (
-                *(q.data_ptr(), dout.data_ptr(), k.data_ptr(), v.data_ptr(), lse2, delta, target.data_ptr()),
+                *(q.data_ptr(), dout.data_ptr(), k.data_ptr(), v.data_ptr(), target.data_ptr(), lse2, delta),
+                workspace.data_ptr(),
                 self._mods.captured(aux, Tensor.data_ptr),
                 None if self._pairs is None else self._pairs.address(aux),
                 dropout_operand(self._options, aux, Tensor.data_ptr),
             )
-            launcher(operands, self._launch, q, k, v, dout, memory, aux, target, number)
-            found[term.position] = reduce_buffer(term, target, self._shape, aux)
+            launcher(operands, self._launch, q, k, v, dout, memory, workspace, aux, target, number)
+            tensor = aux.score_aux[term.position]
+            found[term.position] = target.reshape(tensor.shape).to(tensor.dtype)
         return found
 
     def _launch(
-        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, memory: Tensor, aux: Aux, target: Tensor, number: int
-    ) -> Launch:
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, memory: Tensor, workspace: Tensor, aux: Aux,
+        target: Tensor, number: int,
+    ) -> Launch:  # fmt: skip
         call = Call(q, k, v, self._options, aux)
-        return pair_gradient_launch(call, self._wanted, dout, target, number, self._buffers, memory)
+        buffers = self._buffers
+        return pair_gradient_launch(
+            call, self._wanted, dout, target, number, buffers, memory, workspace, num_sms(q.device)
+        )
 
 
 def pair_gradient_launch(
-    call: Call, wanted: Wanted, dout: Tensor, target: Tensor, number: int, buffers: RowBuffers, memory: Tensor
-) -> Launch:
+    call: Call, wanted: Wanted, dout: Tensor, target: Tensor, number: int, buffers: RowBuffers, memory: Tensor,
+    workspace: Tensor, num_sms: int,
+) -> Launch:  # fmt: skip
     """The launch for the term of a number, into its gradient (batch or 1, heads or 1, q_len, k_len)."""
     q, k, v, dout = with_batch(call.q, call.k, call.v, dout)
     batch, heads, q_len, k_len = *q.shape[:3], call.k_len
     mods, pairs = bound_mods(call, wanted), pair_tensor(call)
     left, right = call.band
     head_dim = padded_head_dim(call.head_dim)
-    keys = KEYS // 2 if pair_itemsize(call) == 4 and head_dim == 128 else KEYS
+    keys = WIDE_KEYS if 4 in (pair_itemsize(call), target.element_size()) else KEYS
+    qk_stages, stages = STAGES[head_dim, keys]
     tiled = (q, ROWS), (dout, ROWS), (k, keys), (v, keys)
     lse2, delta, *_ = buffers.views(memory)
-    tiles = triton.cdiv(q_len, ROWS) * triton.cdiv(k_len, keys)
+    matrices = target.shape[:2].numel()
+    shared = batch // target.shape[0], heads // target.shape[1]
+    operand = pair_operand(call, ROWS, keys)
+    of_pairs = shared if operand is None else operand.shape[:2]
+    tiles = matrices * triton.cdiv(q_len, 2 * ROWS) * triton.cdiv(k_len, keys)
     return Launch(
-        (target.shape[:2].numel() * tiles, 1),
+        (min(num_sms, tiles), 1),
         (
             *(tma_descriptor(x, rows, head_dim, is_packed=False) for x, rows in tiled),
-            *(lse2, delta, target, mods.captured(call.aux, itself), pair_operand(call, ROWS, keys)),
+            tma_descriptor(target, ROWS, keys, is_packed=False),
+            *(lse2, delta, workspace, mods.captured(call.aux, itself), operand),
             dropout_operand(call.options, call.aux, itself),
         ),
         (
-            *(heads, heads // k.shape[1], q_len, k_len, buffers.rows, *band_arguments(call.band)),
-            *(batch // target.shape[0], heads // target.shape[1], *score_scales(call.options), 0),
+            *(matrices, heads, heads // k.shape[1], q_len, k_len, buffers.rows, *band_arguments(call.band)),
+            *(*shared, *score_scales(call.options), 0),
         ),
         {
-            "HEAD_DIM": head_dim, "TILE_K": keys, "LEFT": left is not None, "RIGHT": right is not None,
+            "HEAD_DIM": head_dim, "TILE_K": keys, "QK_STAGES": qk_stages, "STAGES": stages,
+            "LEFT": left is not None, "RIGHT": right is not None,
             "SOFTCAP": call.options.softcap is not None, **mods.code(backward=True, into=in_gluon),
-            "PAIR_ARGUMENT": None if pairs is None else pairs.argument, "TERM": number,
+            "PAIR_ARGUMENT": None if pairs is None else pairs.argument,
+            "SAME_PAIRS": all(1 in sizes for sizes in zip(shared, of_pairs, strict=True)), "TERM": number,
+            "PRODUCER_REGISTERS": 24, "CONSUMER_REGISTERS": 240,
         },
-        {"num_warps": 4},
+        {"num_warps": 4, "maxnreg": 168},
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """The gradient of a tensor that score changes read at each pair, such as a bias.
 
-A CTA, one warp group, computes a tile of it. For each batch entry and head that share the tensor it computes S = q kᵀ
-and dP = dout vᵀ again, and adds dS, times the derivative by the element, to a sum in registers. Tiles for the next ones
-are loaded as soon as a product has read its own; and two CTAs share a multiprocessor.
+A CTA computes tiles of it, of 128 rows of q, one after another; two consumer warp groups have 64 of the rows each. For
+each batch entry and head that share the tensor they compute S = q kᵀ and dP = dout vᵀ again, and add dS, times the
+derivative by the element, to a sum in registers. A producer warp claims tiles and loads what the products read.
 """
 
 from triton.experimental import gluon
@@ -15,152 +15,304 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..versions import async_load, barrier
+from ..versions import async_load, async_store
 from .backward_consumer import probabilities
 from .forward_mainloop import pairs_of, visible
 from .lib.block_lists import new_block_lists
 from .lib.dropout import new_dropout
-from .lib.mma import WG_ROWS, accumulator, as_matrix
+from .lib.mma import WG_ROWS, accumulator, as_matrix, opaque_zero
 from .lib.mods import ZERO, Mods
-from .lib.pair_tiles import new_pair_tensor, pair_bytes
-from .lib.pipeline import new_barriers, new_buffers
+from .lib.pair_tiles import PairTensor, new_pair_tensor, pair_bytes
+from .lib.pipeline import Pipeline, new_barriers, new_buffers
+from .lib.scheduler import COMPUTE, STOP, TileScheduler, claim_tile, new_scheduler
 from .lib.softmax import ScoreScale
 from .lib.struct import struct
 from .lib.tile_map import TileMap
 from .lib.varlen import new_varlen
 
 DYNAMIC = (
-    *("heads", "heads_per_kv", "q_len", "k_len", "padded_len", "left", "right", "shared_batches", "shared_heads"),
-    "unused",
+    *("matrices", "heads", "heads_per_kv", "q_len", "k_len", "padded_len", "left", "right"),
+    *("shared_batches", "shared_heads", "unused"),
 )
 """Arguments without specialization."""
 
 
 @struct
+class Tensors:
+    """Tensors in global memory: TMA descriptors, numbers of each row of q, and the workspace. target: the gradient.
+
+    SAME_PAIRS: whether all batch entries and heads that share the gradient's tensor read the same of ``pairs``.
+    """
+
+    q: tma.tensor_descriptor
+    dout: tma.tensor_descriptor
+    k: tma.tensor_descriptor
+    v: tma.tensor_descriptor
+    target: tma.tensor_descriptor
+    pairs: PairTensor
+    lse2: gl.tensor
+    delta: gl.tensor
+    workspace: gl.tensor
+    SAME_PAIRS: gl.constexpr
+
+
+@struct
 class Operands:
-    """The tiles of a product (rows, keys): descriptors and buffers, and the mbarrier at which they arrive."""
+    """A pipeline of the operands of a product: for each consumer 64 rows, and the keys; see `Pipeline`."""
 
-    of_rows: tma.tensor_descriptor
-    of_keys: tma.tensor_descriptor
-    rows: gl.shared_memory_descriptor
+    rows: Pipeline
     keys: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
 
     @gluon.jit
-    def load(self, batch, head, kv_head, row, column, MORE_BYTES: gl.constexpr):
-        """Load both tiles. MORE_BYTES: of what else arrives with them."""
-        mbarrier.expect(self.full, 2 * (self.rows.numel + self.keys.numel) + MORE_BYTES)
-        async_load(self.of_rows, [batch, head, row, 0], self.full, self.rows)
-        async_load(self.of_keys, [batch, kv_head, column, 0], self.full, self.keys)
+    def load(self, of_rows, of_keys, batch, head, kv_head, row, column, n):
+        """Load the n-th tiles of both descriptors."""
+        stage = self.rows.stage(n)
+        self.rows.wait_empty(n)
+        full = self.rows.full_barrier(n)
+        ROWS: gl.constexpr = 2 * WG_ROWS + of_keys.block_shape[2]
+        mbarrier.expect(full, 2 * ROWS * of_rows.block_shape[3])
+        for group in gl.static_range(2):
+            rows = self.rows.buffers.index(2 * stage + group)
+            async_load(of_rows, [batch, head, row + group * WG_ROWS, 0], full, rows)
+        async_load(of_keys, [batch, kv_head, column, 0], full, self.keys.index(stage))
 
     @gluon.jit
-    def start(self, turn, HEAD_DIM: gl.constexpr, TILE_K: gl.constexpr):
-        """Issue the product when the tiles have arrived."""
-        mbarrier.wait(self.full, turn & 1)
+    def start(self, n, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, TILE_K: gl.constexpr):
+        """Issue the product of the n-th tiles when they have arrived."""
+        stage = self.rows.stage(n)
+        self.rows.wait_full(n)
         zeros = gl.zeros([WG_ROWS, TILE_K], gl.float32, accumulator(TILE_K))
-        keys = as_matrix(self.keys, TILE_K, HEAD_DIM).permute((1, 0))
-        return warpgroup_mma(as_matrix(self.rows, WG_ROWS, HEAD_DIM), keys, zeros, use_acc=False, is_async=True)
+        rows = as_matrix(self.rows.buffers.index(2 * stage + CONSUMER), WG_ROWS, HEAD_DIM)
+        keys = as_matrix(self.keys.index(stage), TILE_K, HEAD_DIM).permute((1, 0))
+        return warpgroup_mma(rows, keys, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def new_operands(of_rows, of_keys):
+def new_operands(of_rows, of_keys, STAGES: gl.constexpr):
     """Allocate them."""
-    rows, keys = new_buffers(of_rows, 1).index(0), new_buffers(of_keys, 1).index(0)
-    return Operands(of_rows, of_keys, rows, keys, new_barriers(1, 1).index(0))
+    rows = Pipeline(new_buffers(of_rows, 2 * STAGES), new_barriers(STAGES, 1), new_barriers(STAGES, 2), STAGES)
+    return Operands(rows, new_buffers(of_keys, STAGES))
+
+
+@struct
+class SharedMemory:
+    """What warps share.
+
+    pairs: a tile for each consumer, in a single stage; not used without a `PairTensor`. sums: a tile for each consumer.
+    """
+
+    scheduler: TileScheduler
+    qk: Operands
+    gradients: Operands
+    pairs: Pipeline
+    sums: gl.shared_memory_descriptor
 
 
 @gluon.jit
-def load_scores(qk, pair_tensor, tiles, batch, head, heads_per_kv, row, column):
-    """Load the tiles of q and k of a batch entry and head, and what is read at their pairs."""
-    ROWS: gl.constexpr = qk.rows.shape[-2]
-    KEYS: gl.constexpr = qk.keys.shape[-2]
-    PAIR_BYTES: gl.constexpr = pair_bytes(pair_tensor.ARGUMENT, pair_tensor.desc.dtype, ROWS, KEYS)
-    qk.load(batch, head, head // heads_per_kv, row, column, PAIR_BYTES)
-    if pair_tensor.ARGUMENT is not None:
-        pair_tensor.load(batch, head, row, column, qk.full, tiles.buffer(0, 0))
+def new_memory(tensors, QK_STAGES: gl.constexpr, STAGES: gl.constexpr):
+    """Allocate it."""
+    scheduler = new_scheduler(2, False)
+    qk = new_operands(tensors.q, tensors.k, QK_STAGES)
+    gradients = new_operands(tensors.dout, tensors.v, STAGES)
+    pairs = qk.rows
+    if tensors.pairs.ARGUMENT is not None:
+        pairs = Pipeline(new_buffers(tensors.pairs.desc, 2), new_barriers(1, 1), new_barriers(1, 2), 1)
+    return SharedMemory(scheduler, qk, gradients, pairs, new_buffers(tensors.target, 2))
+
+
+@struct
+class PairMap:
+    """The tiles of the gradient, and the batch entries and heads that share each: ``shared_heads`` is 1 or all.
+
+    seq: rows and keys, with limits.
+    """
+
+    seq: TileMap
+    matrices: gl.tensor
+    heads_per_kv: gl.tensor
+    shared_batches: gl.tensor
+    shared_heads: gl.tensor
+
+    @gluon.jit
+    def num_tiles(self):
+        """The tiles of all matrices."""
+        return self.matrices * self.seq.tiles_per_head() * gl.cdiv(self.seq.inner_len, self.seq.INNER_TILE)
+
+    @gluon.jit
+    def place(self, index):
+        """The matrix of a tile's index, and its first row and key."""
+        of_keys = gl.cdiv(self.seq.inner_len, self.seq.INNER_TILE)
+        row_tile = index // of_keys
+        of_rows = self.seq.tiles_per_head()
+        return (
+            row_tile // of_rows, row_tile % of_rows * self.seq.OUTER_TILE, index % of_keys * self.seq.INNER_TILE,
+        )  # fmt: skip
+
+    @gluon.jit
+    def entries(self, matrix, row, column):
+        """The first batch entry and head that share a tile, and how many do: none if its limits hide it."""
+        count = self.shared_batches * self.shared_heads
+        if self.seq.RIGHT:
+            count = gl.where(column > row + self.seq.OUTER_TILE - 1 + self.seq.right, 0, count)
+        if self.seq.LEFT:
+            count = gl.where(column + self.seq.INNER_TILE - 1 < row + self.seq.left, 0, count)
+        groups = self.seq.heads // self.shared_heads
+        return matrix // groups, matrix % groups, count
+
+    @gluon.jit
+    def entry(self, first_batch, first_head, number):
+        """The batch entry and head of that number."""
+        number = gl.to_tensor(number)
+        return first_batch + number // self.shared_heads, first_head + number % self.shared_heads
+
+
+@gluon.jit
+def producer(tensors, memory, pair_map):
+    """The producer warp: claims tiles, and loads what the products and rules read of each entry and head."""
+    ROWS: gl.constexpr = pair_map.seq.OUTER_TILE
+    PAIRS: gl.constexpr = tensors.pairs.ARGUMENT is not None
+    BYTES: gl.constexpr = pair_bytes(tensors.pairs.ARGUMENT, tensors.pairs.desc.dtype, ROWS, pair_map.seq.INNER_TILE)
+    num_tiles = pair_map.num_tiles()
+    n = 0
+    turn = 0
+    of_pairs = 0
+    index = gl.program_id(0)
+    while index < num_tiles:
+        memory.scheduler.push(turn, COMPUTE, pair_map.seq.tile(turn, turn, index), pair_map.seq)
+        matrix, row, column = pair_map.place(index)
+        first_batch, first_head, count = pair_map.entries(matrix, row, column)
+        for number in range(count):
+            batch, head = pair_map.entry(first_batch, first_head, number)
+            kv_head = head // pair_map.heads_per_kv
+            memory.qk.load(tensors.q, tensors.k, batch, head, kv_head, row, column, n)
+            if PAIRS:  # noqa: SIM102 - known when compiled
+                if (number == 0) | (not tensors.SAME_PAIRS):
+                    memory.pairs.wait_empty(of_pairs)
+                    full = memory.pairs.full_barrier(of_pairs)
+                    mbarrier.expect(full, BYTES)
+                    for group in gl.static_range(2):
+                        tile = memory.pairs.buffers.index(group)
+                        tensors.pairs.load(batch, head, row + group * WG_ROWS, column, full, tile)
+                    of_pairs += 1
+            memory.gradients.load(tensors.dout, tensors.v, batch, head, kv_head, row, column, n)
+            n += 1
+        turn += 1
+        index = claim_tile(tensors.workspace, num_tiles, False)
+    memory.scheduler.push(turn, STOP, pair_map.seq.tile(turn, turn, turn), pair_map.seq)
+
+
+@gluon.jit
+def consumer(
+    CONSUMER: gl.constexpr, tensors, memory, pair_map, padded_len, scores, mods,
+    HEAD_DIM: gl.constexpr, TERM: gl.constexpr,
+):  # fmt: skip
+    """A consumer warp group: the sums of 64 rows of each tile."""
+    seq = pair_map.seq
+    TILE_K: gl.constexpr = seq.INNER_TILE
+    layout: gl.constexpr = accumulator(TILE_K)
+    n = 0
+    turn = 0
+    of_pairs = 0
+    command, _, _, index = memory.scheduler.pop(turn, 4)
+    while command != STOP:
+        matrix, first_row, first_column = pair_map.place(index)
+        first_batch, first_head, count = pair_map.entries(matrix, first_row, first_column)
+        first_row += CONSUMER * WG_ROWS
+        rows = first_row + gl.arange(0, WG_ROWS, layout=gl.SliceLayout(1, layout))
+        total = gl.zeros([WG_ROWS, TILE_K], gl.float32, layout)
+        for number in range(count):
+            batch, head = pair_map.entry(first_batch, first_head, number)
+            IS_NEXT: gl.constexpr = not tensors.SAME_PAIRS
+            is_first = (number == 0) | IS_NEXT
+            is_last = (number == count - 1) | IS_NEXT
+            total += term(
+                CONSUMER, tensors, memory, seq, padded_len, scores, mods, rows, first_row, first_column,
+                batch, head, n, of_pairs, is_first, is_last, HEAD_DIM, TERM,
+            )  # fmt: skip
+            of_pairs += is_last.to(gl.int32)
+            n += 1
+        tma.store_wait(0)
+        buffer = memory.sums.index(CONSUMER)
+        as_matrix(buffer, WG_ROWS, TILE_K).store(total.to(buffer.dtype))
+        fence_async_shared()
+        async_store(tensors.target, [first_batch, first_head, first_row, first_column], buffer)
+        turn += 1
+        command, _, _, index = memory.scheduler.pop(turn, 4)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def term(
+    CONSUMER: gl.constexpr, tensors, memory, seq, padded_len, scores, mods, rows, first_row, first_column,
+    batch, head, n, of_pairs, is_first, is_last, HEAD_DIM: gl.constexpr, TERM: gl.constexpr,
+):  # fmt: skip
+    """What a batch entry and head add to the sums of the rows: dS times the derivative by the element.
+
+    is_first, is_last: whether the tile of pairs is a new one, and whether it is not needed any more.
+    """
+    TILE_K: gl.constexpr = seq.INNER_TILE
+    layout: gl.constexpr = accumulator(TILE_K)
+    # Else which pairs exist would be kept from step to step, in registers that there are not.
+    rows += opaque_zero(n)
+    s = memory.qk.start(n, CONSUMER, HEAD_DIM, TILE_K)
+    places = (batch * seq.heads + head).to(gl.int64) * padded_len + rows
+    lse2 = gl.load(tensors.lse2 + places)
+    delta = gl.load(tensors.delta + places)
+    bits = mods.dropout.draw(first_row, first_column, batch, head, TILE_K, False)
+    s = scores.softcap(warpgroup_mma_wait(0, [s]))
+    memory.qk.rows.release(n)
+    rules = mods
+    if tensors.pairs.ARGUMENT is not None:
+        memory.pairs.wait_full(of_pairs, is_first)
+        tile = as_matrix(memory.pairs.buffers.index(CONSUMER), WG_ROWS, TILE_K).load(layout)
+        rules = mods.reading(tile, tensors.pairs.ARGUMENT)
+        if is_last:
+            # TMA loads the next tile into this buffer, from which warps may still be loading.
+            fence_async_shared()
+            memory.pairs.release(of_pairs)
+    here = pairs_of(rows, first_column, seq, seq.tile(batch, head, first_row), layout, True)
+    changed, terms = rules.terms(s, here)
+    dp = memory.gradients.start(n, CONSUMER, HEAD_DIM, TILE_K)
+    p = probabilities(changed * scores.scale - lse2[:, None])
+    seen = visible(rows, first_column, seq, layout)
+    p = gl.where(seen, rules.hide(p, here, ZERO), 0.0)
+    dp = mods.dropout.scale(mods.dropout.drop(warpgroup_mma_wait(0, [dp]), bits, False))
+    memory.gradients.rows.release(n)
+    return p * (dp - delta[:, None]) * terms[TERM]
 
 
 @gluon.jit(do_not_specialize=DYNAMIC)
 def pair_gradient_kernel(
-    q, dout, k, v, lse2, delta, target, captured, pairs, dropout,
-    heads, heads_per_kv, q_len, k_len, padded_len, left, right, shared_batches, shared_heads,
+    q, dout, k, v, target, lse2, delta, workspace, captured, pairs, dropout,
+    matrices, heads, heads_per_kv, q_len, k_len, padded_len, left, right, shared_batches, shared_heads,
     exponent_scale, softcap_scale, natural, unused,
-    HEAD_DIM: gl.constexpr, TILE_K: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
-    MASK: gl.constexpr, SCORE: gl.constexpr, PAIR_ARGUMENT: gl.constexpr, TERM: gl.constexpr,
+    HEAD_DIM: gl.constexpr, TILE_K: gl.constexpr, QK_STAGES: gl.constexpr, STAGES: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
+    MASK: gl.constexpr, SCORE: gl.constexpr, PAIR_ARGUMENT: gl.constexpr, SAME_PAIRS: gl.constexpr, TERM: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Grid: the matrices of the target, (batch, heads, q_len, k_len), contiguous, times its tiles.
+    """Grid: as many CTAs as the GPU runs at once, or fewer.
 
-    ``shared_batches`` batch entries and ``shared_heads`` heads, 1 or all, share each matrix. q to v are TMA descriptors
-    of tiles of WG_ROWS rows and TILE_K keys; lse2, delta and scales: as of `backward_kernel`. TERM: which of the
-    derivatives that SCORE computes; captured, natural, MASK, SCORE: see `Mods`; pairs, PAIR_ARGUMENT: see
-    `lib.pair_tiles`.
+    q to v are TMA descriptors of tiles of WG_ROWS rows and TILE_K keys, target is that of the gradient, ``matrices`` of
+    (q_len, k_len); ``shared_batches`` batch entries and ``shared_heads`` heads, 1 or all, share each. lse2, delta and
+    scales: as of `backward_kernel`; workspace: see `lib.scheduler`. TERM: which of the derivatives that SCORE computes;
+    captured, natural, MASK, SCORE: see `Mods`; pairs, PAIR_ARGUMENT: see `lib.pair_tiles`; SAME_PAIRS: see `Tensors`.
     """
-    layout: gl.constexpr = accumulator(TILE_K)
     varlen = new_varlen(None, None, unused, unused, unused, False)
     seq = TileMap(
         unused, heads, q_len, k_len, left, right, unused, varlen, new_block_lists(None, unused),
-        WG_ROWS, TILE_K, LEFT, RIGHT, False, False, False, False, False,
+        2 * WG_ROWS, TILE_K, LEFT, RIGHT, False, False, False, False, False,
     )  # fmt: skip
+    pair_map = PairMap(seq, matrices, heads_per_kv, shared_batches, shared_heads)
     scores = ScoreScale(exponent_scale, softcap_scale, SOFTCAP)
     mods = Mods(captured, natural, new_dropout(dropout, heads, 1, unused), MASK, SCORE)
-    pair_tensor = new_pair_tensor(pairs, PAIR_ARGUMENT, q)
-    qk = new_operands(q, k)
-    gradients = new_operands(dout, v)
-    tiles = pair_tensor.new_tiles(1, 1, qk.rows)
+    tensors = Tensors(
+        q, dout, k, v, target, new_pair_tensor(pairs, PAIR_ARGUMENT, q), lse2, delta, workspace, SAME_PAIRS
+    )  # fmt: skip
+    memory = new_memory(tensors, QK_STAGES, STAGES)
     fence_async_shared()
-    barrier()
-
-    tiles_q = gl.cdiv(q_len, WG_ROWS)
-    tiles_k = gl.cdiv(k_len, TILE_K)
-    matrix = gl.program_id(0) // tiles_k // tiles_q
-    first_row = gl.program_id(0) // tiles_k % tiles_q * WG_ROWS
-    first_column = gl.program_id(0) % tiles_k * TILE_K
-    first_batch = matrix // (heads // shared_heads)
-    first_head = matrix % (heads // shared_heads)
-    rows = first_row + gl.arange(0, WG_ROWS, layout=gl.SliceLayout(1, layout))
-    end_batch = first_batch + shared_batches
-    end_head = first_head + shared_heads
-    if RIGHT:
-        end_batch = gl.where(first_column > first_row + WG_ROWS - 1 + right, first_batch, end_batch)
-    if LEFT:
-        end_batch = gl.where(first_column + TILE_K - 1 < first_row + left, first_batch, end_batch)
-    seen = visible(rows, first_column, seq, layout)
-    total = gl.zeros([WG_ROWS, TILE_K], gl.float32, layout)
-    if first_batch < end_batch:
-        load_scores(qk, pair_tensor, tiles, first_batch, first_head, heads_per_kv, first_row, first_column)
-        gradients.load(first_batch, first_head, first_head // heads_per_kv, first_row, first_column, 0)
-    turn = 0
-    for batch in range(first_batch, end_batch):
-        for head in range(first_head, end_head):
-            is_last = head + 1 == end_head
-            next_batch = gl.where(is_last, batch + 1, batch)
-            next_head = gl.where(is_last, first_head, head + 1)
-            s = qk.start(turn, HEAD_DIM, TILE_K)
-            dp = gradients.start(turn, HEAD_DIM, TILE_K)
-            row_places = (gl.to_tensor(batch) * heads + head).to(gl.int64) * padded_len + rows
-            row_lse2 = gl.load(lse2 + row_places)
-            row_delta = gl.load(delta + row_places)
-            bits = mods.dropout.draw(first_row, first_column, batch, head, TILE_K, False)
-            s = scores.softcap(warpgroup_mma_wait(1, [s]))
-            rules = mods
-            if tiles.ARGUMENT is not None:
-                rules = mods.reading(tiles.load(0, 0, WG_ROWS, TILE_K), tiles.ARGUMENT)
-                # TMA loads the next tile into this buffer, from which warps may still be loading.
-                fence_async_shared()
-            barrier()
-            if next_batch < end_batch:
-                load_scores(qk, pair_tensor, tiles, next_batch, next_head, heads_per_kv, first_row, first_column)
-            here = pairs_of(rows, first_column, seq, seq.tile(batch, head, first_row), layout, True)
-            changed, terms = rules.terms(s, here)
-            p = probabilities(changed * scores.scale - row_lse2[:, None])
-            p = gl.where(seen, rules.hide(p, here, ZERO), 0.0)
-            dp = mods.dropout.scale(mods.dropout.drop(warpgroup_mma_wait(0, [dp]), bits, False))
-            barrier()
-            if next_batch < end_batch:
-                gradients.load(next_batch, next_head, next_head // heads_per_kv, first_row, first_column, 0)
-            total += p * (dp - row_delta[:, None]) * terms[TERM]
-            turn += 1
-    columns = first_column + gl.arange(0, TILE_K, layout=gl.SliceLayout(0, layout))[None, :]
-    target += matrix.to(gl.int64) * q_len * k_len + first_row.to(gl.int64) * k_len
-    places = (rows - first_row)[:, None] * k_len + columns
-    gl.store(target + places, total.to(target.dtype.element_ty), mask=(rows < q_len)[:, None] & (columns < k_len))
+    gl.warp_specialize([
+        (consumer, (0, tensors, memory, pair_map, padded_len, scores, mods, HEAD_DIM, TERM)),
+        (consumer, (1, tensors, memory, pair_map, padded_len, scores, mods, HEAD_DIM, TERM)),
+        (producer, (tensors, memory, pair_map)),
+    ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

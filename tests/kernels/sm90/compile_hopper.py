@@ -118,7 +118,7 @@ def compile_one(
     elif name == "pair_gradient":
         buffers, memory = row_launches.row_buffers(call), empty(row_launches.row_buffers(call).elements)
         target, wanted = torch.empty_like(call.aux.score_aux[0]), Wanted(score_aux=(True,))
-        launch = pair_gradient_launch(call, wanted, call.q, target, 0, buffers, memory)
+        launch = pair_gradient_launch(call, wanted, call.q, target, 0, buffers, memory, workspace, SMS)
         exponentials = 64 * launch.constants["TILE_K"] // 128
     else:
         buffers = row_launches.row_buffers(call)

@@ -183,6 +183,10 @@ LEARNED = {
         sizes(200, 332, d=128, heads=(4, 2)), {"causal": True},
         lambda on: {"bias": learned(on, 2, 1, 200, 332, dtype=torch.float32)},
     ),
+    "of_entries_that_read_another": (
+        sizes(130, 208), {}, lambda on: {"bias": tiles(on, 2, 2, 130, 208), "scores": learned_gate(on, 2, 130, 208)},
+    ),
+    "odd_lengths": (sizes(131, 77), {}, lambda on: {"bias": learned(on, 2, 131, 77)}),
     "far_keys": (sizes(300, 72), {"causal": True}, lambda on: {"bias": learned(on, 2, 300, 72)}),
     "masked": (
         sizes(130, 208, heads=(4, 2)), {},
