@@ -26,8 +26,8 @@ except ImportError:  # Triton has no wheel for this platform: the functions run 
     triton = tl = None
 
 __all__ = [
-    "NUMBERS", "at", "compared", "difference", "far_float", "floor_divide", "in_torch", "inside", "interpreting", "jit",
-    "near_float", "remainder", "sigmoid", "tanh", "tl", "written",
+    "NUMBERS", "at", "bounded", "compared", "congruent", "difference", "far_float", "floor_divide", "in_torch",
+    "inside", "interpreting", "jit", "less", "near_float", "remainder", "sigmoid", "tanh", "tl", "written",
 ]  # fmt: skip
 
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
@@ -112,6 +112,30 @@ def difference(x, y):
 def compared(x):
     """An integer that is about to be compared. Kernels for Hopper have `sm90.lib.mods.opaque` in its place."""
     return x
+
+
+@jit
+def less(x, y, number):
+    """x < y + number, of the row and the column of a pair and an integer that is `bounded`.
+
+    Kernels for Hopper have `sm90.lib.mods.tile_less` in its place.
+    """
+    return x < y + number
+
+
+@jit
+def bounded(number):
+    """An integer from -2**30 to 2**30, the nearest: further than any two positions are apart, with sums of 32 bits."""
+    return tl.cast(tl.minimum(tl.maximum(number, -1073741824), 1073741824), tl.int32)
+
+
+@jit
+def congruent(x, y, number):
+    """Whether the row and the column of a pair are a multiple of a number apart.
+
+    Kernels for Hopper have `sm90.lib.mods.tile_congruent` in its place.
+    """
+    return x % number == y % number
 
 
 @jit
@@ -206,6 +230,11 @@ def _at_in_torch(tensor: Tensor, index: tuple[Any, ...], wide: torch.dtype) -> T
     return element.to(wide) if element.is_floating_point() else element
 
 
+def _itself(number: Any) -> Any:
+    """Torch's positions have 64 bits."""
+    return number
+
+
 def in_torch(function: Any, wide: torch.dtype) -> Callable[..., Any]:
     """A `jit` function as one of torch's tensors, its float32 being ``wide``.
 
@@ -225,6 +254,8 @@ def in_torch(function: Any, wide: torch.dtype) -> Callable[..., Any]:
             twins[name] = functools.partial(_at_in_torch, wide=wide)
         elif value is near_float:
             twins[name] = getattr(far_float, "fn", far_float)
+        elif value is bounded:
+            twins[name] = _itself
         elif twin := next((twin for known, twin in _TWINS if known is value), None):
             twins[name] = _of_tensors(twin)
         elif hasattr(value, "fn"):

@@ -111,7 +111,7 @@ def expression(node: Node, name_of: Callable[[Any, bool], str]) -> str:
         name_of: the text of an operand, as a float32 number if the second argument is true.
     """
     name, keywords = node.name, dict(node.keywords)
-    if name in ("floor_divide", "remainder") and node.is_integer and (divisor := _divisor_of(node)):
+    if name in ("floor_divide", "remainder") and node.is_integer and (divisor := divisor_of(node)):
         return _divided(name, node.arguments[0], divisor, name_of)
     # Integers become floats as torch promotes them. Of a choice, both sides have the dtype of the result.
     as_float = not node.is_integer and (name in _OF_FLOATS or name == "masked_fill")
@@ -150,7 +150,7 @@ def expression(node: Node, name_of: Callable[[Any, bool], str]) -> str:
     return TEMPLATES[name].format(*operands)
 
 
-def _divisor_of(node: Node) -> int | None:
+def divisor_of(node: Node) -> int | None:
     """The number that a node divides by, if it is a number and positive."""
     number = node.arguments[1].value if isinstance(node.arguments[1], Node) else node.arguments[1]
     return number if isinstance(number, int) and 0 < number < STAND_INS else None

@@ -12,6 +12,7 @@ from ...kernels.mods import AXES, DISTANCE, PLACES, SCORE, GradientSource, ModSo
 from ...kernels.rules import Leaf
 from .graph import Graph, Node, in_order, linear
 from .operations import COMPARISONS, TEMPLATES, expression
+from .positions import compared_positions
 from .record import slopes
 from .tables import Table, table_of
 
@@ -64,7 +65,7 @@ class _Writer:
         self.numbers: list[float] = []
         self.number_of = {read: place for place, read in enumerate(slots)}
 
-    def number(self, value: float, as_float: bool) -> str:
+    def number(self, value: float, as_float: bool = False) -> str:
         """A number: written out if it is a usual one, so that others compile nothing anew."""
         value = float(value) if as_float or (isinstance(value, float) and not math.isinf(value)) else value
         if isinstance(value, bool) or value in _LITERALS or math.isnan(value):
@@ -96,14 +97,17 @@ class _Writer:
                 return f"compared({text})"
             return text
 
-        for node in in_order(result, [read for read, slot in self.slots.items() if slot.axes is not None]):
+        read_by_places = [read for read, slot in self.slots.items() if slot.axes is not None]
+        texts = {node: compared_positions(node, self.number) for node in in_order(result, read_by_places)}
+        of_positions = {node: text for node, text in texts.items() if text is not None}
+        for node in in_order(result, [*read_by_places, *of_positions]):
             if node.kind == "place":
                 names[node] = node.value
             elif node.kind == "read":
                 names[node] = f"v{len(lines)}"
                 lines.append(f"{names[node]} = {self._read(node, names)}")
             elif node.kind == "operation":
-                text = expression(node, compared if node.name in COMPARISONS else name)
+                text = of_positions.get(node) or expression(node, compared if node.name in COMPARISONS else name)
                 names[node] = f"v{len(lines)}"
                 lines.append(f"{names[node]} = {text}")
         return (*lines, f"return {name(result, self.places[0] == SCORE)}")

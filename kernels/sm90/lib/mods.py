@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...language import compared, difference
+from ...language import compared, congruent, difference, less, remainder
 from .dropout import Dropout
 from .struct import struct
 
@@ -27,17 +27,34 @@ def _twin(python):
         value = scope.get(name)
         if value is tl:
             scope[name] = gl
-        elif value in (compared, difference):
-            scope[name] = opaque if value is compared else tile_difference
+        elif twin := next((twin for known, twin in _twins() if known is value), None):
+            scope[name] = twin
         elif hasattr(value, "fn"):
             scope[name] = in_gluon(value)
     return gluon.jit(types.FunctionType(python.__code__, scope, python.__name__))
+
+
+def _twins():
+    """What these kernels have in place of functions of the language."""
+    return (compared, opaque), (congruent, tile_congruent), (difference, tile_difference), (less, tile_less)
 
 
 @gluon.jit
 def opaque(x):
     """int32 x, unknown to LLVM, which would gather the results of many comparisons in one integer and take it apart."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.constexpr_function
+def along_columns(x, y):
+    """Whether x lies along the rows of a tile, and y along its columns, of which a thread has more than neighbours."""
+    return len(x.shape) == 2 and len(y.shape) == 2 and x.shape[1] == 1 and y.shape[0] == 1 and y.shape[1] > 8
+
+
+@gluon.jit
+def eights(y):
+    """How much further a thread's columns of a tile, those of y (1, columns), are than those of its first eight."""
+    return gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, y.type.layout))[None, :] // 8 * 8
 
 
 @gluon.jit
@@ -47,14 +64,53 @@ def tile_difference(x, y):
     Integers are converted for a thread's columns below 8 alone. The others are 8, 16 and so on further, which is added
     to the float32 number: one instruction where converting needs two. All are small, and so are exact.
     """
-    if len(x.shape) == 2 and len(y.shape) == 2 and y.shape[0] == 1 and y.shape[1] > 8:
-        further = gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, y.type.layout))[None, :] // 8 * 8
+    if along_columns(x, y):
+        further = eights(y)
         made = (x - (y - further)).to(gl.float32) - further.to(gl.float32)
-    elif len(x.shape) == 2 and len(y.shape) == 2 and x.shape[0] == 1 and x.shape[1] > 8:
-        further = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))[None, :] // 8 * 8
+    elif along_columns(y, x):
+        further = eights(x)
         made = (x - further - y).to(gl.float32) + further.to(gl.float32)
     else:
         made = x.to(gl.float32) - y.to(gl.float32)
+    return made
+
+
+@gluon.jit
+def in_eights(y):
+    """The positions of a tile's columns (1, columns), which begin at a multiple of ``columns``, as two summands.
+
+    The second is that of `eights`, known when compiled. The first, the same for many columns, is made of bits, as LLVM
+    makes the positions: it does not see that differences are equal. Of positions that do not exist, and are clamped,
+    it is not the sum: what is computed of them is hidden.
+    """
+    return y & (7 - y.shape[1]), eights(y)
+
+
+@gluon.jit
+def tile_less(x, y, number):
+    """x < y + number. As in `tile_difference`, few integers are computed, and compared with constants."""
+    if along_columns(x, y):
+        near, further = in_eights(y)
+        made = opaque(x - number - near) < further
+    elif along_columns(y, x):
+        near, further = in_eights(x)
+        made = opaque(near - (y + number)) < -further
+    else:
+        made = opaque(x) < opaque(y + number)
+    return made
+
+
+@gluon.jit
+def tile_congruent(x, y, number):
+    """Whether x and y are a multiple of a number apart, in the same way."""
+    if along_columns(x, y):
+        near, further = in_eights(y)
+        made = opaque(remainder(x - near, number)) == further % number
+    elif along_columns(y, x):
+        near, further = in_eights(x)
+        made = opaque(remainder(y - near, number)) == further % number
+    else:
+        made = opaque(x % number) == opaque(y % number)
     return made
 
 

@@ -50,6 +50,18 @@ def by_heads(b, h, q_idx, kv_idx):
     return (q_idx - kv_idx).abs() % (h + 2) != 1
 
 
+def by_distance(b, h, q_idx, kv_idx):
+    """Comparisons of positions, each kind of them."""
+    near = ((q_idx - kv_idx).abs() < 40) & (kv_idx - q_idx <= 11) & (q_idx > kv_idx - 9)
+    return near | ((q_idx - kv_idx) % 16 == 3 - 3) | (kv_idx % 7 == q_idx % 7) & (q_idx - kv_idx >= 60)
+
+
+def by_far_distance(b, h, q_idx, kv_idx):
+    """Numbers that make sums of more than 32 bits: all true but the last ones."""
+    true = (q_idx - kv_idx < 2**31 - 1) & (kv_idx - q_idx > -(2**31)) & (q_idx <= kv_idx + 2**40)
+    return (true & (q_idx > kv_idx)) | (q_idx - kv_idx >= 2**31 - 1) | (kv_idx - 2**40 > q_idx)
+
+
 def blocks_by_heads(b, h, q_idx, kv_idx):
     """Lists of different lengths, and empty ones, for heads that share keys."""
     return (q_idx // 128 + kv_idx // 128 < h + b) & ((q_idx + kv_idx) % 3 != h)
@@ -96,6 +108,12 @@ CASES = {
         sizes(500, heads=(4, 2)), {"causal": True},
         lambda on: {"mask": listed(variants.prefix_tree(trees(on)), 500, causal=True)},
     ),
+    "by_distance": (sizes(330, 270), {}, lambda on: {"mask": mask_mod(by_distance)}),
+    "by_distance_listed": (
+        sizes(400, 512, d=128), {"causal": True},
+        lambda on: {"mask": listed(mask_mod(by_distance), 400, 512, causal=True, device=on)},
+    ),
+    "by_far_distance": (sizes(), {}, lambda on: {"mask": mask_mod(by_far_distance)}),
     "by_heads": (sizes(heads=(4, 2)), {}, lambda on: {"mask": mask_mod(by_heads)}),
     "by_heads_listed": (sizes(300), {}, lambda on: {"mask": listed(mask_mod(by_heads), 300, heads=2, device=on)}),
     **{
