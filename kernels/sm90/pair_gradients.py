@@ -7,198 +7,27 @@ derivative by the element, to a sum in registers. A producer warp claims tiles a
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 
-from ..versions import async_load, async_store
+from ..versions import async_store
 from .backward_consumer import probabilities
 from .forward_mainloop import pairs_of, visible
 from .lib.block_lists import new_block_lists
 from .lib.dropout import new_dropout
 from .lib.mma import WG_ROWS, accumulator, as_matrix, opaque_zero
 from .lib.mods import ZERO, Mods
-from .lib.pair_tiles import PairTensor, new_pair_tensor, pair_bytes
-from .lib.pipeline import Pipeline, new_barriers, new_buffers
-from .lib.scheduler import COMPUTE, STOP, TileScheduler, claim_tile, new_scheduler
+from .lib.pair_tiles import new_pair_tensor
+from .lib.scheduler import STOP
 from .lib.softmax import ScoreScale
-from .lib.struct import struct
 from .lib.tile_map import TileMap
 from .lib.varlen import new_varlen
+from .pair_gradient_producer import PairMap, Tensors, new_memory, producer
 
 DYNAMIC = (
     *("matrices", "heads", "heads_per_kv", "q_len", "k_len", "padded_len", "left", "right"),
     *("shared_batches", "shared_heads", "unused"),
 )
 """Arguments without specialization."""
-
-
-@struct
-class Tensors:
-    """Tensors in global memory: TMA descriptors, numbers of each row of q, and the workspace. target: the gradient.
-
-    SAME_PAIRS: whether all batch entries and heads that share the gradient's tensor read the same of ``pairs``.
-    """
-
-    q: tma.tensor_descriptor
-    dout: tma.tensor_descriptor
-    k: tma.tensor_descriptor
-    v: tma.tensor_descriptor
-    target: tma.tensor_descriptor
-    pairs: PairTensor
-    lse2: gl.tensor
-    delta: gl.tensor
-    workspace: gl.tensor
-    SAME_PAIRS: gl.constexpr
-
-
-@struct
-class Operands:
-    """A pipeline of the operands of a product: for each consumer 64 rows, and the keys; see `Pipeline`."""
-
-    rows: Pipeline
-    keys: gl.shared_memory_descriptor
-
-    @gluon.jit
-    def load(self, of_rows, of_keys, batch, head, kv_head, row, column, n):
-        """Load the n-th tiles of both descriptors."""
-        stage = self.rows.stage(n)
-        self.rows.wait_empty(n)
-        full = self.rows.full_barrier(n)
-        ROWS: gl.constexpr = 2 * WG_ROWS + of_keys.block_shape[2]
-        mbarrier.expect(full, 2 * ROWS * of_rows.block_shape[3])
-        for group in gl.static_range(2):
-            rows = self.rows.buffers.index(2 * stage + group)
-            async_load(of_rows, [batch, head, row + group * WG_ROWS, 0], full, rows)
-        async_load(of_keys, [batch, kv_head, column, 0], full, self.keys.index(stage))
-
-    @gluon.jit
-    def start(self, n, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, TILE_K: gl.constexpr):
-        """Issue the product of the n-th tiles when they have arrived."""
-        stage = self.rows.stage(n)
-        self.rows.wait_full(n)
-        zeros = gl.zeros([WG_ROWS, TILE_K], gl.float32, accumulator(TILE_K))
-        rows = as_matrix(self.rows.buffers.index(2 * stage + CONSUMER), WG_ROWS, HEAD_DIM)
-        keys = as_matrix(self.keys.index(stage), TILE_K, HEAD_DIM).permute((1, 0))
-        return warpgroup_mma(rows, keys, zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def new_operands(of_rows, of_keys, STAGES: gl.constexpr):
-    """Allocate them."""
-    rows = Pipeline(new_buffers(of_rows, 2 * STAGES), new_barriers(STAGES, 1), new_barriers(STAGES, 2), STAGES)
-    return Operands(rows, new_buffers(of_keys, STAGES))
-
-
-@struct
-class SharedMemory:
-    """What warps share.
-
-    pairs: a tile for each consumer, in a single stage; not used without a `PairTensor`. sums: a tile for each consumer.
-    """
-
-    scheduler: TileScheduler
-    qk: Operands
-    gradients: Operands
-    pairs: Pipeline
-    sums: gl.shared_memory_descriptor
-
-
-@gluon.jit
-def new_memory(tensors, QK_STAGES: gl.constexpr, STAGES: gl.constexpr):
-    """Allocate it."""
-    scheduler = new_scheduler(2, False)
-    qk = new_operands(tensors.q, tensors.k, QK_STAGES)
-    gradients = new_operands(tensors.dout, tensors.v, STAGES)
-    pairs = qk.rows
-    if tensors.pairs.ARGUMENT is not None:
-        pairs = Pipeline(new_buffers(tensors.pairs.desc, 2), new_barriers(1, 1), new_barriers(1, 2), 1)
-    return SharedMemory(scheduler, qk, gradients, pairs, new_buffers(tensors.target, 2))
-
-
-@struct
-class PairMap:
-    """The tiles of the gradient, and the batch entries and heads that share each: ``shared_heads`` is 1 or all.
-
-    seq: rows and keys, with limits.
-    """
-
-    seq: TileMap
-    matrices: gl.tensor
-    heads_per_kv: gl.tensor
-    shared_batches: gl.tensor
-    shared_heads: gl.tensor
-
-    @gluon.jit
-    def num_tiles(self):
-        """The tiles of all matrices."""
-        return self.matrices * self.seq.tiles_per_head() * gl.cdiv(self.seq.inner_len, self.seq.INNER_TILE)
-
-    @gluon.jit
-    def place(self, index):
-        """The matrix of a tile's index, and its first row and key."""
-        of_keys = gl.cdiv(self.seq.inner_len, self.seq.INNER_TILE)
-        row_tile = index // of_keys
-        of_rows = self.seq.tiles_per_head()
-        return (
-            row_tile // of_rows, row_tile % of_rows * self.seq.OUTER_TILE, index % of_keys * self.seq.INNER_TILE,
-        )  # fmt: skip
-
-    @gluon.jit
-    def entries(self, matrix, row, column):
-        """The first batch entry and head that share a tile, and how many do: none if its limits hide it."""
-        count = self.shared_batches * self.shared_heads
-        if self.seq.RIGHT:
-            count = gl.where(column > row + self.seq.OUTER_TILE - 1 + self.seq.right, 0, count)
-        if self.seq.LEFT:
-            count = gl.where(column + self.seq.INNER_TILE - 1 < row + self.seq.left, 0, count)
-        groups = self.seq.heads // self.shared_heads
-        return matrix // groups, matrix % groups, count
-
-    @gluon.jit
-    def entry(self, first_batch, first_head, number):
-        """The batch entry and head of that number."""
-        number = gl.to_tensor(number)
-        return first_batch + number // self.shared_heads, first_head + number % self.shared_heads
-
-
-@gluon.jit
-def producer(tensors, memory, pair_map):
-    """The producer warp: claims tiles, and loads what the products and rules read of each entry and head."""
-    ROWS: gl.constexpr = pair_map.seq.OUTER_TILE
-    PAIRS: gl.constexpr = tensors.pairs.ARGUMENT is not None
-    BYTES: gl.constexpr = pair_bytes(tensors.pairs.ARGUMENT, tensors.pairs.desc.dtype, ROWS, pair_map.seq.INNER_TILE)
-    num_tiles = pair_map.num_tiles()
-    n = 0
-    turn = 0
-    of_pairs = 0
-    index = gl.program_id(0)
-    while index < num_tiles:
-        memory.scheduler.push(turn, COMPUTE, pair_map.seq.tile(turn, turn, index), pair_map.seq)
-        matrix, row, column = pair_map.place(index)
-        first_batch, first_head, count = pair_map.entries(matrix, row, column)
-        for number in range(count):
-            batch, head = pair_map.entry(first_batch, first_head, number)
-            kv_head = head // pair_map.heads_per_kv
-            memory.qk.load(tensors.q, tensors.k, batch, head, kv_head, row, column, n)
-            if PAIRS:  # noqa: SIM102 - known when compiled
-                if (number == 0) | (not tensors.SAME_PAIRS):
-                    memory.pairs.wait_empty(of_pairs)
-                    full = memory.pairs.full_barrier(of_pairs)
-                    mbarrier.expect(full, BYTES)
-                    for group in gl.static_range(2):
-                        tile = memory.pairs.buffers.index(group)
-                        tensors.pairs.load(batch, head, row + group * WG_ROWS, column, full, tile)
-                    of_pairs += 1
-            memory.gradients.load(tensors.dout, tensors.v, batch, head, kv_head, row, column, n)
-            n += 1
-        turn += 1
-        index = claim_tile(tensors.workspace, num_tiles, False)
-    memory.scheduler.push(turn, STOP, pair_map.seq.tile(turn, turn, turn), pair_map.seq)
 
 
 @gluon.jit
