@@ -15,7 +15,7 @@ from cs336_systems.attention.variants import block_local, dilated, window
 from cs336_systems.compat.flex_attention import create_block_mask, flex_attention
 
 from ..helpers import COMPILES, EVERY, compiled_once, named, one_graph, slow
-from .test_mods import ALL, BY_TABLES, MASKS, SCORES, Rounded, assert_close, by_torch, tensors
+from .cases import ALL, BY_TABLES, MASKS, SCORES, Rounded, assert_close, by_torch, tensors
 
 pytestmark = COMPILES
 HEADS = 4
