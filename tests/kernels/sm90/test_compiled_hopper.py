@@ -30,8 +30,7 @@ SPILLED = {
     ("backward", 256): 700,
     ("backward_of_k", 512): 700,  # with a soft cap; else 240, with Triton 3.9
     ("backward_of_v", 512): 400,  # of packed sequences; else 100
-    ("pair_gradient", 64): 176,  # of a float32 bias, with Triton 3.7
-    ("pair_gradient", 128): 48,
+    ("pair_gradient", 128): 28,
 }
 """Bytes a thread, stores and loads together, by pass and head dimension, but few beside exponentials.
 
