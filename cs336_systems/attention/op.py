@@ -133,7 +133,8 @@ def register(implementation: str, plan_of: Callable[[str, Call], Any], keys: Seq
         call = call_of(q, k, v, others)
         gradients = plan_of(implementation, call).backward(q, k, v, out, lse, dout, dlse, call.aux, wanted)
         rest = [x for x in (gradients.sinks, *gradients.score_aux) if x is not None]
-        return gradients.q, gradients.k, gradients.v, rest
+        tensors = _wanted_tensors(others, want_sinks, want_score_aux)
+        return gradients.q, gradients.k, gradients.v, [*map(_laid_out_like, rest, tensors)]
 
     for name, schema, function, fake in (
         (f"{implementation}_forward", FORWARD, forward, _fake_forward),
@@ -156,9 +157,22 @@ def _fake_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     dq, dk, dv = (rows_like(x, x.shape[-1]).empty(x.dtype, x.device) for x in (q, k, v))
-    sinks, score_aux, (want_sinks, want_score_aux) = arguments[0], arguments[NUM_AUX - 1], arguments[-2:]
-    wanted = [sinks] * want_sinks + [*itertools.compress(score_aux, want_score_aux)]
-    return dq, dk, dv, [torch.empty_like(tensor) for tensor in wanted]
+    *others, want_sinks, want_score_aux = arguments
+    return dq, dk, dv, [*map(torch.empty_like, _wanted_tensors(others, want_sinks, want_score_aux))]
+
+
+def _wanted_tensors(arguments: Sequence[Any], want_sinks: bool, want_score_aux: Sequence[bool]) -> list[Tensor]:
+    """The sinks and what score changes captured, of the arguments `AUX` and more: those that get gradients."""
+    aux = aux_of(arguments[:NUM_AUX])
+    wanted = itertools.compress((aux.sinks, *aux.score_aux), (want_sinks, *want_score_aux))
+    return [x for x in wanted if x is not None]
+
+
+def _laid_out_like(x: Tensor, tensor: Tensor) -> Tensor:
+    """x with the strides of ``torch.empty_like(tensor)``, which compiled code takes it to have."""
+    expected = torch.empty_like(tensor, device="meta").stride()
+    is_alike = all(size == 1 or one == other for size, one, other in zip(x.shape, x.stride(), expected, strict=True))
+    return x if is_alike else torch.empty_like(tensor).copy_(x)
 
 
 def _register_gradient(implementation: str) -> None:

@@ -118,6 +118,26 @@ def look_alike(calls):
         assert looks(fake) == looks(operator(*arguments))
 
 
+BIASES = {
+    "transposed": lambda bias: bias.mT.contiguous().mT,
+    "heads_last": lambda bias: bias.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
+    "of_longer_rows": lambda bias: torch.cat([bias, bias], -1)[..., : bias.shape[-1]],
+    "expanded": lambda bias: bias[:1].expand_as(bias),
+}
+
+
+@pytest.mark.parametrize("layout", BIASES)
+@each_function
+def test_gradients_of_a_bias_lie_where_compiled_code_takes_them_to_lie(impl, layout, device):
+    """Also where the kernel for Hopper pads their rows, to multiples of 16 bytes."""
+    inputs = make_inputs(Shapes.of(2, 4, q_len=37, k_len=43, d=64), dtype=HALF, device=device)
+    bias = BIASES[layout](torch.randn(2, 4, 37, 43, dtype=HALF, device=device)).requires_grad_()
+    calls = operator_calls(partial(attention, impl=impl), inputs, {"bias": bias})
+    assert len(calls) == 2
+    are_sound(calls)
+    look_alike(calls)
+
+
 LAID_OUT = [(layout, name) for layout in LAYOUTS for name in ("heads", "no_heads")]
 LAID_OUT += [("contiguous", name) for name in ("five_axes", "no_keys", "no_queries")]
 
