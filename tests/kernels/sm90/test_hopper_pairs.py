@@ -186,6 +186,9 @@ LEARNED = {
     "of_entries_that_read_another": (
         sizes(130, 208), {}, lambda on: {"bias": tiles(on, 2, 2, 130, 208), "scores": learned_gate(on, 2, 130, 208)},
     ),
+    "with_a_mask_of_entries": (
+        sizes(130, 208), {}, lambda on: {"scores": learned_gate(on, 2, 130, 208), "mask": seen(on, 2, 1, 130, 208)},
+    ),
     "odd_lengths": (sizes(131, 77), {}, lambda on: {"bias": learned(on, 2, 131, 77)}),
     "far_keys": (sizes(300, 72), {"causal": True}, lambda on: {"bias": learned(on, 2, 300, 72)}),
     "masked": (
