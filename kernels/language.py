@@ -230,11 +230,6 @@ def _at_in_torch(tensor: Tensor, index: tuple[Any, ...], wide: torch.dtype) -> T
     return element.to(wide) if element.is_floating_point() else element
 
 
-def _itself(number: Any) -> Any:
-    """Torch's positions have 64 bits."""
-    return number
-
-
 def in_torch(function: Any, wide: torch.dtype) -> Callable[..., Any]:
     """A `jit` function as one of torch's tensors, its float32 being ``wide``.
 
@@ -255,7 +250,7 @@ def in_torch(function: Any, wide: torch.dtype) -> Callable[..., Any]:
         elif value is near_float:
             twins[name] = getattr(far_float, "fn", far_float)
         elif value is bounded:
-            twins[name] = _itself
+            twins[name] = lambda number: number  # torch's positions have 64 bits
         elif twin := next((twin for known, twin in _TWINS if known is value), None):
             twins[name] = _of_tensors(twin)
         elif hasattr(value, "fn"):

@@ -133,8 +133,7 @@ def register(implementation: str, plan_of: Callable[[str, Call], Any], keys: Seq
         call = call_of(q, k, v, others)
         gradients = plan_of(implementation, call).backward(q, k, v, out, lse, dout, dlse, call.aux, wanted)
         rest = [x for x in (gradients.sinks, *gradients.score_aux) if x is not None]
-        tensors = _wanted_tensors(others, want_sinks, want_score_aux)
-        return gradients.q, gradients.k, gradients.v, [*map(_laid_out_like, rest, tensors)]
+        return gradients.q, gradients.k, gradients.v, [*map(_laid_out_like, rest, _wanted_tensors(call.aux, wanted))]
 
     for name, schema, function, fake in (
         (f"{implementation}_forward", FORWARD, forward, _fake_forward),
@@ -157,15 +156,14 @@ def _fake_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     dq, dk, dv = (rows_like(x, x.shape[-1]).empty(x.dtype, x.device) for x in (q, k, v))
-    *others, want_sinks, want_score_aux = arguments
-    return dq, dk, dv, [*map(torch.empty_like, _wanted_tensors(others, want_sinks, want_score_aux))]
+    aux, wanted = aux_of(arguments[:NUM_AUX]), Wanted(arguments[-2], tuple(arguments[-1]))
+    return dq, dk, dv, [*map(torch.empty_like, _wanted_tensors(aux, wanted))]
 
 
-def _wanted_tensors(arguments: Sequence[Any], want_sinks: bool, want_score_aux: Sequence[bool]) -> list[Tensor]:
-    """The sinks and what score changes captured, of the arguments `AUX` and more: those that get gradients."""
-    aux = aux_of(arguments[:NUM_AUX])
-    wanted = itertools.compress((aux.sinks, *aux.score_aux), (want_sinks, *want_score_aux))
-    return [x for x in wanted if x is not None]
+def _wanted_tensors(aux: Aux, wanted: Wanted) -> list[Tensor]:
+    """The sinks and what score changes captured: those that get gradients, in the order of `unflatten`."""
+    tensors = itertools.compress((aux.sinks, *aux.score_aux), (wanted.sinks, *wanted.score_aux))
+    return [x for x in tensors if x is not None]
 
 
 def _laid_out_like(x: Tensor, tensor: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class PieceMemory:
 def new_piece_memory(tensors, STAGES: gl.constexpr, PIECES: gl.constexpr, OF_V: gl.constexpr, VARLEN: gl.constexpr):
     """Allocate it; STAGES are of the pieces."""
     COUNT: gl.constexpr = 2 if OF_V else 1
-    # A power of 2, so many that TMA overwrites a buffer only after the next tile's first piece is released.
+    # A power of 2, large enough that TMA overwrites a buffer only after the next tile's first piece is released.
     ROW_BUFFERS: gl.constexpr = 2 if PIECES >= STAGES else 4
     dtype: gl.constexpr = tensors.q.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WG_ROWS, WG_ROWS], dtype)

@@ -91,7 +91,7 @@ def with_pairs(mods, memory, n, group, TILE_K: gl.constexpr):
 
 
 @gluon.jit
-def left_by_mask(mods, rows, inner, seq, tile, MASKED: gl.constexpr, LAST: gl.constexpr):
+def left_by_mask(mods, pairs, rows, inner, seq, MASKED: gl.constexpr):
     """Which pairs of an inner tile of columns a rule and the limits leave, if MASKED and there is a rule.
 
     Called before the wait for S, so that what the rule reads of captured tensors arrives meanwhile.
@@ -99,22 +99,20 @@ def left_by_mask(mods, rows, inner, seq, tile, MASKED: gl.constexpr, LAST: gl.co
     seen = inner
     if MASKED and mods.MASK is not None:
         layout: gl.constexpr = accumulator(seq.INNER_TILE)
-        pairs = pairs_of(rows, inner * seq.INNER_TILE, seq, tile, layout, LAST)
-        seen = visible(rows, inner * seq.INNER_TILE, seq, layout, True) & (mods.unmasked(pairs) != 0)
+        seen = mods.restrict(visible(rows, inner * seq.INNER_TILE, seq, layout, True), pairs)
     return seen
 
 
 @gluon.jit
-def changed_scores(s, seen, scores, mods, rows, inner, seq, tile, MASKED: gl.constexpr, LAST: gl.constexpr):
-    """The scores of a product S with an inner tile of columns, perhaps the LAST; -inf where MASKED and hidden.
+def changed_scores(s, seen, scores, mods, pairs, rows, inner, seq, MASKED: gl.constexpr):
+    """The scores of a product S with an inner tile of columns; -inf where MASKED and hidden.
 
     seen: from `left_by_mask`.
     """
-    layout: gl.constexpr = accumulator(seq.INNER_TILE)
-    pairs = pairs_of(rows, inner * seq.INNER_TILE, seq, tile, layout, LAST)
     s = mods.change(scores.softcap(s), pairs)
     if MASKED:
         if mods.MASK is None:
+            layout: gl.constexpr = accumulator(seq.INNER_TILE)
             s = gl.where(visible(rows, inner * seq.INNER_TILE, seq, layout), s, float("-inf"))
         else:
             s = selected(s, seen, MINUS_INFINITY)
@@ -148,9 +146,10 @@ def step(
     out, out_tail, operand = start_pv(p, out, out_tail, tensors, memory, n - 1, TILE_K)
     bits = draw(mods.dropout, inner, seq, tile, group)
     rules = with_pairs(mods, memory, n, group, TILE_K)
-    seen = left_by_mask(rules, rows, inner, seq, tile, MASKED, MASKED)
+    pairs = pairs_of(rows, inner * TILE_K, seq, tile, accumulator(TILE_K), MASKED)
+    seen = left_by_mask(rules, pairs, rows, inner, seq, MASKED)
     s = warpgroup_mma_wait(PV_PRODUCTS, [pending])
-    s = changed_scores(s, seen, scores, rules, rows, inner, seq, tile, MASKED, MASKED)
+    s = changed_scores(s, seen, scores, rules, pairs, rows, inner, seq, MASKED)
     if RESCALE:
         softmax, p, rescale = softmax.update_rescaling(s, scores.scale)
     else:
@@ -177,13 +176,14 @@ def first_step(tensors, memory, seq, tile, rows, n, scores, mods, group):
     bits = draw(mods.dropout, inner, seq, tile, group)
     rules = with_pairs(mods, memory, n, group, TILE_K)
     ANY_MASK: gl.constexpr = seq.RIGHT or mods.MASK is not None or mods.SCORE is not None
-    seen = left_by_mask(rules, rows, inner, seq, tile, ANY_MASK, True)
+    pairs = pairs_of(rows, inner * TILE_K, seq, tile, accumulator(TILE_K), True)
+    seen = left_by_mask(rules, pairs, rows, inner, seq, ANY_MASK)
     s = warpgroup_mma_wait(0, [s])
     if memory.pairs.ARGUMENT is not None:
         # TMA loads the next tile into this buffer, from which warps may still be loading.
         fence_async_shared()
     memory.k.release(n)
-    s = changed_scores(s, seen, scores, rules, rows, inner, seq, tile, ANY_MASK, True)
+    s = changed_scores(s, seen, scores, rules, pairs, rows, inner, seq, ANY_MASK)
     if not ANY_MASK:  # noqa: SIM102 - known when compiled
         if (tile.whole_begin > inner) | seq.ends_partially(tile):
             s = gl.where(visible(rows, inner * TILE_K, seq, accumulator(TILE_K)), s, float("-inf"))

@@ -11,6 +11,7 @@ from ..call import Aux, Call, Wanted
 from ..launching import Launch, Launcher, num_sms
 from ..layouts import ALIGNMENT
 from ..mods import AXES
+from ..triton.mod_gradients import reduce_buffer
 from .launches import DTYPES, band_arguments, pair_operand, score_scales, tma_descriptor, with_batch
 from .lib.mma import WG_ROWS
 from .lib.mods import in_gluon
@@ -68,8 +69,7 @@ class PairGradients:
                 dropout_operand(self._options, aux, Tensor.data_ptr),
             )
             launcher(operands, self._launch, q, k, v, dout, memory, workspace, aux, target, number)
-            tensor = aux.score_aux[term.position]
-            found[term.position] = target.reshape(tensor.shape).to(tensor.dtype)
+            found[term.position] = reduce_buffer(term, target, self._shape, aux)
         return found
 
     def _launch(
@@ -77,10 +77,8 @@ class PairGradients:
         target: Tensor, number: int,
     ) -> Launch:  # fmt: skip
         call = Call(q, k, v, self._options, aux)
-        buffers = self._buffers
-        return pair_gradient_launch(
-            call, self._wanted, dout, target, number, buffers, memory, workspace, num_sms(q.device)
-        )
+        described = call, self._wanted, dout, target, number, self._buffers, memory, workspace, num_sms(q.device)
+        return pair_gradient_launch(*described)
 
 
 def pair_gradient_launch(

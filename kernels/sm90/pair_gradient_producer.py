@@ -17,7 +17,7 @@ from .lib.tile_map import TileMap
 class Tensors:
     """Tensors in global memory: TMA descriptors, numbers of each row of q, and the workspace. target: the gradient.
 
-    SAME_PAIRS: whether all batch entries and heads that share the gradient's tensor read the same of ``pairs``.
+    SAME_PAIRS: whether all batch entries and heads that share a tile of the gradient read one tile of ``pairs``.
     """
 
     q: tma.tensor_descriptor
@@ -154,6 +154,7 @@ def producer(tensors, memory, pair_map):
     of_pairs = 0
     index = gl.program_id(0)
     while index < num_tiles:
+        # Consumers find everything from the tile's index, which takes the place of a first row.
         memory.scheduler.push(turn, COMPUTE, pair_map.seq.tile(turn, turn, index), pair_map.seq)
         matrix, row, column = pair_map.place(index)
         first_batch, first_head, count = pair_map.entries(matrix, row, column)

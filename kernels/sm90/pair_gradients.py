@@ -51,9 +51,8 @@ def consumer(
         total = gl.zeros([WG_ROWS, TILE_K], gl.float32, layout)
         for number in range(count):
             batch, head = pair_map.entry(first_batch, first_head, number)
-            IS_NEXT: gl.constexpr = not tensors.SAME_PAIRS
-            is_first = (number == 0) | IS_NEXT
-            is_last = (number == count - 1) | IS_NEXT
+            is_first = (number == 0) | (not tensors.SAME_PAIRS)
+            is_last = (number == count - 1) | (not tensors.SAME_PAIRS)
             total += term(
                 CONSUMER, tensors, memory, seq, padded_len, scores, mods, rows, first_row, first_column,
                 batch, head, n, of_pairs, is_first, is_last, HEAD_DIM, TERM,
@@ -81,7 +80,7 @@ def term(
     """
     TILE_K: gl.constexpr = seq.INNER_TILE
     layout: gl.constexpr = accumulator(TILE_K)
-    # Else which pairs exist would be kept from step to step, in registers that there are not.
+    # Else LLVM keeps which pairs exist from step to step, and there are no registers for that.
     rows += opaque_zero(n)
     s = memory.qk.start(n, CONSUMER, HEAD_DIM, TILE_K)
     places = (batch * seq.heads + head).to(gl.int64) * padded_len + rows

@@ -43,7 +43,7 @@ def reduce_buffer(term: Term, buffer: Tensor, shape: tuple[int, int, int, int], 
     """The gradient of a captured tensor from the buffer that a pass has written."""
     tensor, name = aux.score_aux[term.position], term.computed_by
     if name == "pair":
-        return buffer.reshape(tensor.shape)
+        return buffer.reshape(tensor.shape).to(tensor.dtype)
     sums = sum_bands(buffer, *shape[2:]) if name == "distance" else buffer
     summed = [axis for axis, left in enumerate(AXES_LEFT[name]) if left not in term.axes]
     starts = aux.cu_seqlens_k if name == "column" else aux.cu_seqlens_q

@@ -64,7 +64,10 @@ def compared_positions(node: Node, text_of: Callable[[int], str]) -> str | None:
 
 
 def _moved_position(value: Any) -> tuple[Node, int | None, int] | None:
-    """A position, a number or None, and the sign with which that is added to it; None for another value."""
+    """A position, a number or None, and the sign with which that is added to it; None for another value.
+
+    `linear` would add numbers up, of which one may stand for another (`STAND_INS`).
+    """
     if _is_position(value):
         return value, None, 1
     if _is_operation(value, "add", "sub"):

@@ -107,8 +107,7 @@ def tile_congruent(x, y, number):
         near, further = in_eights(y)
         made = opaque(remainder(x - near, number)) == further % number
     elif along_columns(y, x):
-        near, further = in_eights(x)
-        made = opaque(remainder(y - near, number)) == further % number
+        made = tile_congruent(y, x, number)
     else:
         made = opaque(x % number) == opaque(y % number)
     return made
@@ -177,11 +176,11 @@ class Mods:
         return x
 
     @gluon.jit
-    def hide_unseen(self, x, seen, pairs, HIDDEN: gl.constexpr):
-        """The same, and HIDDEN where a pair is not ``seen``: one selection."""
+    def restrict(self, seen, pairs):
+        """Which of the pairs that are ``seen`` MASK leaves."""
         if self.MASK is not None:
             seen = seen & (self.unmasked(pairs) != 0)
-        return selected(x, seen, HIDDEN)
+        return seen
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Comparisons of the row and the column of a pair, which rules write in a form of their own."""
+"""Comparisons of the row and the column of a pair: what rules write for them, and which pairs they leave."""
 
 import pytest
 import torch

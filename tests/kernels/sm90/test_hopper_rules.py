@@ -53,7 +53,7 @@ def by_heads(b, h, q_idx, kv_idx):
 def by_distance(b, h, q_idx, kv_idx):
     """Comparisons of positions, each kind of them."""
     near = ((q_idx - kv_idx).abs() < 40) & (kv_idx - q_idx <= 11) & (q_idx > kv_idx - 9)
-    return near | ((q_idx - kv_idx) % 16 == 3 - 3) | (kv_idx % 7 == q_idx % 7) & (q_idx - kv_idx >= 60)
+    return near | ((q_idx - kv_idx) % 16 == 0) | (kv_idx % 7 == q_idx % 7) & (q_idx - kv_idx >= 60)
 
 
 def by_far_distance(b, h, q_idx, kv_idx):
