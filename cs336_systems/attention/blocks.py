@@ -40,9 +40,10 @@ Starts = tuple[Tensor, Tensor]
 class Blocks(NamedTuple):
     """The visible blocks, `BLOCK` rows by `BLOCK` columns, of a mask, a causal mask and a window together.
 
-    rows: (batch or 1, heads or 1, blocks of rows, 2 + blocks of columns) int32: for each block of rows how many blocks
-    of columns are partly and how many are wholly visible, then their numbers, the partly visible first, both from the
-    last to the first: with most causal masks each row then sees something, itself, in the first block that is visited.
+    rows: (batch or 1, heads or 1, blocks of rows, 2 + blocks of columns + 1) int32: for each block of rows how many
+    blocks of columns are partly and how many are wholly visible, then their numbers, the partly visible first, both
+    from the last to the first: with most causal masks each row then sees something, itself, in the first block that is
+    visited. The last element of the i-th list is the block of rows that sees the i-th most blocks.
     columns: the same with rows and columns exchanged, and from the first to the last. The rest is what they were found
     for; batch and heads are None where the mask does not tell entries or heads apart. Packed sequences are entries of
     the batch, with q_len and k_len the bounds of their lengths; starts is None without them.
@@ -131,7 +132,7 @@ def _find(
     if device.type == "meta":
         raise ValueError("device must be one whose tensors have values, to find blocks from; got meta")
     of_rows, of_columns = -(-q_len // BLOCK), -(-k_len // BLOCK)
-    shapes = ((batch or 1, heads or 1, own, 2 + other) for own, other in ((of_rows, of_columns), (of_columns, of_rows)))
+    shapes = ((batch or 1, heads or 1, own, 3 + other) for own, other in ((of_rows, of_columns), (of_columns, of_rows)))
     rows, columns = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)
     band, of_lengths = options.band(*lengths, packed=starts is not None), torch.tensor(of_entries)
     at_once = max(1, BLOCKS_AT_ONCE // max(of_rows * of_columns, BLOCK * max(of_rows, of_columns)))
@@ -247,8 +248,13 @@ def _told_apart(
 
 
 def _listed(kinds: Tensor, step: int) -> Tensor:
-    count = kinds.shape[-1]
-    of_kinds = (kinds.int() + (3 - PARTIAL)) % 3 * count  # partly visible, wholly visible, hidden
-    order = (of_kinds + step * torch.arange(count, dtype=torch.int32, device=kinds.device)).argsort(dim=-1)
-    counts = [(kinds == kind).sum(-1, keepdim=True) for kind in (PARTIAL, WHOLE)]
-    return torch.cat([*counts, order], -1).int()
+    after = (kinds.int() + (3 - PARTIAL)) % 3  # partly visible, wholly visible, hidden
+    partial, whole = ((kinds == kind).sum(-1) for kind in (PARTIAL, WHOLE))
+    most_first = _sorted(-partial - whole, step)[..., None]
+    return torch.cat([partial[..., None], whole[..., None], _sorted(after, step), most_first], -1).int()
+
+
+def _sorted(keys: Tensor, step: int) -> Tensor:
+    """The places of keys in ascending order; of equal ones the first comes first, with a step of -1 the last."""
+    count = keys.shape[-1]
+    return (keys * count + step * torch.arange(count, device=keys.device)).argsort(dim=-1)

@@ -65,9 +65,9 @@ class BlockMask:
         """1 for each block that has a visible pair, 0 for the others."""
         assert self.mask.blocks is not None
         lists = self.mask.blocks.rows
-        visible = lists[..., :2].sum(-1, keepdim=True)
-        listed = torch.arange(lists.shape[-1] - 2, device=lists.device) < visible
-        dense = torch.zeros_like(lists[..., 2:]).scatter_(-1, lists[..., 2:].long(), listed.to(lists.dtype))
+        visible, order = lists[..., :2].sum(-1, keepdim=True), lists[..., 2:-1]
+        listed = torch.arange(order.shape[-1], device=lists.device) < visible
+        dense = torch.zeros_like(order).scatter_(-1, order.long(), listed.to(lists.dtype))
         return dense.expand(*self.shape[:2], -1, -1)
 
     def sparsity(self) -> float:

@@ -72,7 +72,7 @@ def features(dtype: torch.dtype) -> dict[str, tuple[dict[str, Any], dict[str, An
     bias, slopes, table = made(1, HEADS, LENGTH, LENGTH, dtype=dtype), made(1, HEADS), made(1, HEADS, 2 * LENGTH - 1)
     of_keys = made(2, 1, 1, LENGTH)
     starts = {name: made(6, dtype=torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")}
-    lists = {name: made(1, 1, 4, 6, dtype=torch.int32) for name in ("block_rows", "block_columns")}
+    lists = {name: made(1, 1, 4, 7, dtype=torch.int32) for name in ("block_rows", "block_columns")}
     sinks, seed, dropout = made(HEADS), made(1, dtype=torch.int64), {"dropout_p": 0.1}
     top_left = {"window_right": 0, "bottom_right": False}
     return {

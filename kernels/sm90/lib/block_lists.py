@@ -32,6 +32,12 @@ class BlockLists:
         return entry
 
     @gluon.jit
+    def longest(self, batch, head, place):
+        """The block of outer rows whose list is the ``place``-th longest of a head's."""
+        last_element = (place + 1) * self.block_stride - 1
+        return gl.load(self.entry(batch, head, 0) + last_element)
+
+    @gluon.jit
     def count(self, entry, INNER_TILE: gl.constexpr):
         """The inner tiles of wholly visible blocks, and those of all visible ones, at least one."""
         STEPS: gl.constexpr = BLOCK_SIZE // INNER_TILE

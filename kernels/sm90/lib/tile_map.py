@@ -38,7 +38,8 @@ class TileMap:
     """The tiles of a launch in the order in which CTAs claim them.
 
     Heads come in sections whose inner tensors fit into the L2 cache. A section's longest tiles come first, with
-    LAST_FIRST the last ones, and the short ones fill the gaps at its end. With BATCH_INNER the entries of a batch
+    LAST_FIRST the last ones, and the short ones fill the gaps at its end. With lists of blocks the last two sections
+    are one, which has its tiles in the order that `BlockLists.longest` says. With BATCH_INNER the entries of a batch
     follow each other, head by head: what they share of a tensor of pairs then comes from the L2 cache.
 
     Outer row i sees the inner rows from i + left (if LEFT) to i + right (if RIGHT). With packed sequences, lengths are
@@ -89,6 +90,9 @@ class TileMap:
         tiles = self.tiles_per_head()
         # The last section takes the remaining heads too: alone they would have tiles for few CTAs.
         last = self.batch_heads // self.section - 1
+        BY_LENGTH: gl.constexpr = self.blocks.LISTED and not self.varlen.VARLEN
+        if BY_LENGTH:
+            last = gl.maximum(last - 1, 0)
         section = gl.minimum(index // (self.section * tiles), last)
         first = section * self.section
         within = index - first * tiles
@@ -97,18 +101,24 @@ class TileMap:
             width = self.batch_heads - first
         outer_tile = within // width
         batch_head = first + within % width
+        batch, head = batch_head // self.heads, batch_head % self.heads
+        if self.BATCH_INNER:
+            entries = self.batch_heads // self.heads
+            batch, head = batch_head % entries, batch_head // entries
+        place = outer_tile
         if self.LAST_FIRST:
             outer_tile = tiles - 1 - outer_tile
+        if BY_LENGTH:
+            TILES: gl.constexpr = BLOCK_SIZE // self.OUTER_TILE
+            if (section == last) & (tiles % TILES == 0):
+                # In the backward heads are those of k, and the lists perhaps another head's: any order has all tiles.
+                outer_tile = self.blocks.longest(batch, head, place // TILES) * TILES + outer_tile % TILES
         seq = self
         if self.varlen.VARLEN:
             varlen, outer_tile, outer_len, inner_len = self.varlen.locate(
                 outer_tile, self.outer_len, self.inner_len, self.OUTER_TILE
             )
             seq = self.for_sequence(varlen, outer_len, inner_len)
-        batch, head = batch_head // self.heads, batch_head % self.heads
-        if self.BATCH_INNER:
-            entries = self.batch_heads // self.heads
-            batch, head = batch_head % entries, batch_head // entries
         return seq.tile(batch, head, outer_tile * self.OUTER_TILE), seq
 
     @gluon.jit

@@ -86,6 +86,16 @@ def test_lists_hold_the_blocks_that_are_seen(name, call):
         listed(blocks.columns, kinds.mT, kind, 1)
 
 
+@pytest.mark.parametrize("name", MASKS)
+def test_lists_say_which_are_longest(name):
+    blocks = blocks_of(MASKS[name](CPU), **SIZES)
+    for lists, step in ((blocks.rows, -1), (blocks.columns, 1)):
+        for own in lists.flatten(0, 1):
+            lengths = own[:, :2].sum(-1).tolist()
+            expected = sorted(range(len(own)), key=lambda block: (-lengths[block], step * block))
+            assert own[:, -1].tolist() == expected
+
+
 def test_lists_of_many_blocks_are_in_order():
     count = 300
     rows, columns = blocks_of(causal(), q_len=count * BLOCK, k_len=count * BLOCK, device=CPU)[:2]

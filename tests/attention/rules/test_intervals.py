@@ -95,9 +95,9 @@ def expected_kinds(seen):
 
 def kinds_of(lists):
     """The kinds that lists say."""
-    found = torch.zeros(*lists.shape[:-1], lists.shape[-1] - 2, dtype=torch.int64)
+    found = torch.zeros(*lists.shape[:-1], lists.shape[-1] - 3, dtype=torch.int64)
     for place in torch.cartesian_prod(*map(torch.arange, lists.shape[:-1])).tolist():
-        partly, wholly, *order = lists[tuple(place)].tolist()
+        partly, wholly, *order, _ = lists[tuple(place)].tolist()
         found[(*place, order[:partly])] = PARTIAL
         found[(*place, order[partly : partly + wholly])] = WHOLE
     return found

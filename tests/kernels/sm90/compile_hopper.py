@@ -59,7 +59,7 @@ def rules_of(name: str | None, length: int) -> tuple[dict[str, Any], dict[str, A
         return {"dropout_p": 0.1}, {"seed": empty(1, dtype=torch.int64)}
     ids, lists = (
         empty(2, length, dtype=torch.int32),
-        empty(2, 1, length // BLOCK, 2 + length // BLOCK, dtype=torch.int32),
+        empty(2, 1, length // BLOCK, 3 + length // BLOCK, dtype=torch.int32),
     )
     if name.startswith("document"):
         mask = variants.document(ids)

@@ -219,6 +219,16 @@ def test_results_are_within_the_budget(kernels, name):  # noqa: F811
     check_features(kernels, CASES[name])
 
 
+@each_kernel
+@pytest.mark.parametrize("name", ["documents_seen_late_64", "shifted_documents_64", "earlier_blocks_128"])
+def test_lists_with_many_sections_of_heads(kernels, name, monkeypatch):  # noqa: F811
+    """The last two claim the tiles with the longest lists first, if a head has as many halves of blocks as tiles."""
+    from cs336_systems.kernels.sm90 import launches
+
+    monkeypatch.setattr(launches, "SECTION_BYTES", 1)
+    check_features(kernels, CASES[name])
+
+
 def learned(device, *shape):
     return numbers(device, *shape).requires_grad_()
 
