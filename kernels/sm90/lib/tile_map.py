@@ -101,24 +101,24 @@ class TileMap:
             width = self.batch_heads - first
         outer_tile = within // width
         batch_head = first + within % width
-        batch, head = batch_head // self.heads, batch_head % self.heads
-        if self.BATCH_INNER:
-            entries = self.batch_heads // self.heads
-            batch, head = batch_head % entries, batch_head // entries
         place = outer_tile
         if self.LAST_FIRST:
             outer_tile = tiles - 1 - outer_tile
-        if BY_LENGTH:
-            TILES: gl.constexpr = BLOCK_SIZE // self.OUTER_TILE
-            if (section == last) & (tiles % TILES == 0):
-                # In the backward heads are those of k, and the lists perhaps another head's: any order has all tiles.
-                outer_tile = self.blocks.longest(batch, head, place // TILES) * TILES + outer_tile % TILES
         seq = self
         if self.varlen.VARLEN:
             varlen, outer_tile, outer_len, inner_len = self.varlen.locate(
                 outer_tile, self.outer_len, self.inner_len, self.OUTER_TILE
             )
             seq = self.for_sequence(varlen, outer_len, inner_len)
+        batch, head = batch_head // self.heads, batch_head % self.heads
+        if self.BATCH_INNER:
+            entries = self.batch_heads // self.heads
+            batch, head = batch_head % entries, batch_head // entries
+        if BY_LENGTH:
+            TILES: gl.constexpr = BLOCK_SIZE // self.OUTER_TILE
+            if (section == last) & (tiles % TILES == 0):
+                # In the backward heads are those of k, and the lists perhaps another head's: any order has all tiles.
+                outer_tile = self.blocks.longest(batch, head, place // TILES) * TILES + outer_tile % TILES
         return seq.tile(batch, head, outer_tile * self.OUTER_TILE), seq
 
     @gluon.jit
