@@ -13,7 +13,8 @@ BLOCK_SIZE = gl.constexpr(BLOCK)
 class BlockLists:
     """A list for each block of outer rows: how many inner blocks are partly and how many wholly visible, their numbers.
 
-    lists: int32, with strides by batch entry, head and block; nothing of this is used unless LISTED.
+    lists: int32, with strides by batch entry, head and block, the last of which is a list's length: its last element
+    is for `longest`. Nothing of this is used unless LISTED.
     """
 
     lists: gl.tensor
