@@ -8,7 +8,7 @@ import torch
 from cs336_systems.kernels.call import Wanted
 from cs336_systems.kernels.sm90 import backend
 
-from .test_hopper_backend import call_of, calls  # noqa: F401 - a fixture
+from .test_hopper_launches import call_of, calls  # noqa: F401 - a fixture
 
 
 @pytest.mark.parametrize(("d", "dv"), [(512, 400), (264, 264)])
