@@ -40,10 +40,10 @@ Starts = tuple[Tensor, Tensor]
 class Blocks(NamedTuple):
     """The visible blocks, `BLOCK` rows by `BLOCK` columns, of a mask, a causal mask and a window together.
 
-    rows: (batch or 1, heads or 1, blocks of rows, 2 + blocks of columns + 1) int32: for each block of rows how many
+    rows: (batch or 1, heads or 1, blocks of rows, blocks of columns + 3) int32: for each block of rows how many
     blocks of columns are partly and how many are wholly visible, then their numbers, the partly visible first, both
     from the last to the first: with most causal masks each row then sees something, itself, in the first block that is
-    visited. The last element of the i-th list is the block of rows that sees the i-th most blocks.
+    visited. The last element of the i-th list is the number of the block of rows with the i-th longest list.
     columns: the same with rows and columns exchanged, and from the first to the last. The rest is what they were found
     for; batch and heads are None where the mask does not tell entries or heads apart. Packed sequences are entries of
     the batch, with q_len and k_len the bounds of their lengths; starts is None without them.
@@ -132,7 +132,7 @@ def _find(
     if device.type == "meta":
         raise ValueError("device must be one whose tensors have values, to find blocks from; got meta")
     of_rows, of_columns = -(-q_len // BLOCK), -(-k_len // BLOCK)
-    shapes = ((batch or 1, heads or 1, own, 3 + other) for own, other in ((of_rows, of_columns), (of_columns, of_rows)))
+    shapes = ((batch or 1, heads or 1, own, other + 3) for own, other in ((of_rows, of_columns), (of_columns, of_rows)))
     rows, columns = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)
     band, of_lengths = options.band(*lengths, packed=starts is not None), torch.tensor(of_entries)
     at_once = max(1, BLOCKS_AT_ONCE // max(of_rows * of_columns, BLOCK * max(of_rows, of_columns)))

@@ -1,4 +1,4 @@
-"""Providers that are compared, each alone in its failures, and what becomes of exceptions and of rows on disk."""
+"""Comparisons in which a provider fails and the others go on, outcomes of exceptions, and rows kept on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose attention has functions of their own, compiled: one graph for all lengths, and what compiles anew."""
+"""Compiled models that pass attention a mask_mod or score_mod: one graph for all lengths, and what recompiles."""
 
 from __future__ import annotations
 
