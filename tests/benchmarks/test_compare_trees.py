@@ -81,7 +81,8 @@ def test_two_checkouts_side_by_side(quick, tmp_path, monkeypatch, capsys):
 def test_a_process_that_ends_is_a_failure_and_starts_again(quick):
     options = parse([str(ROOT), *SMALL])
     right = (quick / "package.py").read_text()
-    (quick / "package.py").write_text("raise SystemExit(7)")
+    # Of another size than what is right: Python runs cached bytecode if a file has the same size and second of change.
+    (quick / "package.py").write_text("raise SystemExit(7)\n" * 2)
     with contextlib.closing(Tree(f"{ROOT}:{quick}")) as tree:
         with pytest.raises(TreeError, match="prepare: its process ended with 7"):
             tree.ask("prepare", CASE, options)
