@@ -212,7 +212,7 @@ def is_elsewhere(device: torch.device) -> bool:
 def output_like(x: Tensor, width: int) -> Callable[[Tensor], Tensor]:
     """What allocates (*x.shape[:-1], width) with axes in memory in the order of x's, for tensors with x's metadata."""
     layout, dtype, device = rows_like(x, width), x.dtype, x.device
-    alike = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta")
-    if width == x.shape[-1] and torch.empty_like(alike).stride() == layout.strides:
+    # Of x itself: on the meta device empty_like imports sympy, which takes a second or two.
+    if width == x.shape[-1] and torch.empty_like(x).stride() == layout.strides:
         return torch.empty_like  # takes less host time
     return lambda x: torch.empty_strided(layout.shape, layout.strides, dtype=dtype, device=device)

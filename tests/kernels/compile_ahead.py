@@ -1,5 +1,6 @@
 """Compile the kernels of a backward in the background for a GPU that is not there, then all that forward and backward
-launch, and print as JSON the names of what was compiled at either time, and of launchers built in the background.
+launch, and print as JSON the names of what was compiled at either time, and of launchers built in the background. Also
+whether sympy was imported, which takes as long as to compile a kernel.
 
 A separate program, because kernels defined under TRITON_INTERPRET cannot be compiled:
 
@@ -106,6 +107,7 @@ def main(arguments: Iterable[str]) -> None:
         backend.plan_backward(call, out, out, call.return_lse, call.wanted)(q, k, v, out, lse, out, dlse, aux)
     late = compiled[len(ahead) + len(of_forward) :]
     row = {"ahead": sorted(ahead), "of_forward": sorted(of_forward), "late": late, "launchers": launchers}
+    row["sympy"] = "sympy" in sys.modules
     print(json.dumps([row]))
 
 

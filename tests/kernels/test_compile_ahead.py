@@ -189,4 +189,5 @@ def test_what_was_compiled_is_what_is_launched(compiled_by, family, case, kernel
     assert row["ahead"] == kernels
     assert "forward_kernel" in row["of_forward"]
     assert row["late"] == []
+    assert not row["sympy"]
     assert row["launchers"] == (kernels if triton.__version__.startswith("3.6.") else [])

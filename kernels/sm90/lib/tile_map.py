@@ -8,8 +8,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .block_lists import BLOCK_SIZE, BlockLists
+from .named_barriers import WARP
 from .struct import struct
 from .varlen import Varlen, tma_coords
+
+LONG = gl.constexpr(32768)
+"""Rows from which on a section has few heads, and a tile takes long."""
 
 
 @struct
@@ -38,9 +42,11 @@ class TileMap:
     """The tiles of a launch in the order in which CTAs claim them.
 
     Heads come in sections whose inner tensors fit into the L2 cache. A section's longest tiles come first, with
-    LAST_FIRST the last ones, and the short ones fill the gaps at its end. With lists of blocks the last two sections
-    are one, which has its tiles in the order that `BlockLists.longest` says. With BATCH_INNER the entries of a batch
-    follow each other, head by head: what they share of a tensor of pairs then comes from the L2 cache.
+    LAST_FIRST the last ones, and the short ones fill the gaps at its end. With lists of blocks, and with fewer packed
+    sequences than a warp has threads, the last two sections are one, whose tiles are in the order that
+    `BlockLists.longest` or `Varlen.longest_first` says; with lists of LONG rows the last three. With BATCH_INNER the
+    entries of a batch follow each other, head by head: what they share of a tensor of pairs then comes from the L2
+    cache.
 
     Outer row i sees the inner rows from i + left (if LEFT) to i + right (if RIGHT). With packed sequences, lengths are
     those of the tensors and limits those of equally long sequences; `tile_at` also returns the tile map of the tile's
@@ -90,8 +96,10 @@ class TileMap:
         tiles = self.tiles_per_head()
         # The last section takes the remaining heads too: alone they would have tiles for few CTAs.
         last = self.batch_heads // self.section - 1
-        BY_LENGTH: gl.constexpr = self.blocks.LISTED and not self.varlen.VARLEN
-        if BY_LENGTH:
+        BY_LIST: gl.constexpr = self.blocks.LISTED and not self.varlen.VARLEN
+        if BY_LIST:
+            last = gl.maximum(last - 1 - (self.outer_len >= LONG).to(gl.int32), 0)
+        elif self.varlen.VARLEN:
             last = gl.maximum(last - 1, 0)
         section = gl.minimum(index // (self.section * tiles), last)
         first = section * self.section
@@ -106,6 +114,8 @@ class TileMap:
             outer_tile = tiles - 1 - outer_tile
         seq = self
         if self.varlen.VARLEN:
+            if (section == last) & (self.varlen.num_sequences < WARP):
+                outer_tile = self.varlen.longest_first(place, tiles, self.OUTER_TILE, self.LAST_FIRST)
             varlen, outer_tile, outer_len, inner_len = self.varlen.locate(
                 outer_tile, self.outer_len, self.inner_len, self.OUTER_TILE
             )
@@ -114,7 +124,7 @@ class TileMap:
         if self.BATCH_INNER:
             entries = self.batch_heads // self.heads
             batch, head = batch_head % entries, batch_head // entries
-        if BY_LENGTH:
+        if BY_LIST:
             TILES: gl.constexpr = BLOCK_SIZE // self.OUTER_TILE
             if (section == last) & (tiles % TILES == 0):
                 # In the backward heads are those of k, and the lists perhaps another head's: any order has all tiles.

@@ -61,6 +61,27 @@ class Varlen:
         return self.at(index, outer.first, inner.first), outer_tile, outer.length, inner_length
 
     @gluon.jit
+    def longest_first(self, place, tiles, OUTER_TILE: gl.constexpr, LAST_FIRST: gl.constexpr):
+        """The tile of a head at a place of an order, of fewer than WARP sequences: the longest sequence first.
+
+        Of each sequence the tiles from the first to the last, or with LAST_FIRST from the last to the first.
+        """
+        lanes = gl.arange(0, WARP, gl.BlockedLayout([1], [WARP], [1], [0]))
+        first = slots_of(self.cu_outer, lanes, self.num_sequences, tiles, OUTER_TILE)
+        sizes = slots_of(self.cu_outer, lanes + 1, self.num_sequences, tiles, OUTER_TILE) - first
+        # In one number, so that one reduction finds a sequence and its size. Sizes are negative where cu_seqlens are
+        # out of order.
+        left = gl.maximum(sizes, 0) * WARP + lanes
+        longest = gl.max(left, 0)
+        while (place >= longest // WARP) & (longest >= WARP):
+            place -= longest // WARP
+            left = gl.where(left == longest, 0, left)
+            longest = gl.max(left, 0)
+        if LAST_FIRST:
+            place = longest // WARP - 1 - place
+        return gl.maximum(gl.sum(gl.where(lanes == longest % WARP, first, 0), 0) + place, 0)
+
+    @gluon.jit
     def nearest(self, rows, length, most):
         """The nearest of the first ``length`` rows; of packed sequences, of no more than ``most``."""
         if self.VARLEN:
@@ -71,6 +92,14 @@ class Varlen:
     def padded_inner_start(self):
         """The sequence's first inner row in buffers that are padded."""
         return (self.inner_start // PADDING + self.index) * PADDING
+
+
+@gluon.jit
+def slots_of(starts, sequences, num_sequences, tiles, TILE: gl.constexpr):
+    """The first tile of each sequence, see `slot_of`; ``tiles`` for those after the rows after the last one."""
+    first = gl.load(starts + sequences, mask=sequences <= num_sequences, other=0).to(gl.int32)
+    slots = gl.where(sequences == 0, 0, gl.maximum(first, 0) // TILE + sequences)
+    return gl.where(sequences > num_sequences, tiles, slots)
 
 
 @gluon.jit

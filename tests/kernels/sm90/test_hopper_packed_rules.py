@@ -135,6 +135,21 @@ def test_bounds_and_lists_that_do_not_hold_leave_the_next_call_as_it_is(kernels,
     assert all(torch.equal(expected[name], again[name]) for name in ("out", "lse", "dk", "dv"))
 
 
+@each_kernel
+@pytest.mark.parametrize(("d", "count"), [(64, 31), (64, 40), (128, 5), (256, 12)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_tiles_of_many_sequences_and_sections_of_heads(kernels, d, count, causal, monkeypatch):  # noqa: F811
+    """Of up to 31 the longest is claimed first in the last sections."""
+    from cs336_systems.kernels.sm90 import launches
+
+    monkeypatch.setattr(launches, "SECTION_BYTES", 1)
+    backend, device = kernels
+    lengths = [(number * 67 % 150, number * 53 % 140) for number in range(count)]
+    inputs = make_packed(lengths, heads=HEADS, d=d, beyond=5, dtype=torch.bfloat16, device=device)
+    actual = results(*packed_call(inputs, lengths, (150, 140), {"causal": causal}, {}), backend)
+    assert_packed_within_budget(actual, inputs, lengths, causal=causal)
+
+
 def learned(device, *shape):
     return numbers(device, *shape).requires_grad_()
 
