@@ -4,7 +4,8 @@
 
 Each process starts with torch and this project imported, and calls a provider once, forward and backward. The first
 process finds empty caches of compiled code; the second finds what the first left. Imports that a provider does when it
-is called count, as users wait for them too; FlexAttention's block mask is made before.
+is called count, as users wait for them too; those of torch's first backward, whatever it is of, do not. FlexAttention's
+block mask is made before.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ def first_call(case: FirstCall, options: argparse.Namespace) -> Row:
     if refusal:
         return Outcome(Status.UNSUPPORTED, refusal).columns
     bound = Bound(provider, case, random_tensors(case, device, options.seed), device)
+    # torch imports sympy in the first backward of a process that is given a gradient, whatever it is of.
+    torch.zeros(1, requires_grad=True).clone().backward(torch.zeros(1))
     synchronize(device)
     begin = time.perf_counter()
     try:
@@ -124,7 +127,8 @@ PROGRAM = Program(
     notes=(
         "medians of {rounds} processes whose caches of compiled code were empty, and of as many that found what these "
         "had compiled",
-        "a process has imported torch and this project; what a provider imports when it is called counts",
+        "a process has imported torch and this project, and called a backward of torch; what a provider imports when "
+        "it is called counts",
     ),
     packages=PEER_DISTRIBUTIONS,
     isolated=False,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,38 @@ def test_a_launch_waits_for_its_kernel_alone(fails):
     assert kernel.events == (["compiling", "launched"] if fails else ["compiling", "compiled", "built", "launched"])
     assert "compiled" not in other.events
     other.may_compile.set()
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_no_garbage_is_collected_while_one_of_several_threads_compiles(enabled):
+    was_enabled = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        kernel, other = Kernel(), Kernel(fails=True)
+        compile_ahead([(kernel, launch()), (other, launch())], CPU)
+        while not (kernel.events and other.events):
+            time.sleep(0.001)
+        other.may_compile.set()
+        wait(launching._in_background[other])
+        assert not gc.isenabled()
+        kernel.may_compile.set()
+        wait(launching._in_background[kernel])
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")
+def test_a_process_that_forks_while_a_thread_compiles_collects_garbage():
+    kernel = Kernel()
+    compile_ahead([(kernel, launch())], CPU)
+    while not kernel.events:
+        time.sleep(0.001)
+    process = os.fork()
+    if process == 0:
+        os._exit(not gc.isenabled())
+    kernel.may_compile.set()
+    assert os.waitpid(process, 0)[1] == 0
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
