@@ -213,7 +213,8 @@ def _forget_other_threads() -> None:
     _compiling.clear()
 
 
-os.register_at_fork(after_in_child=_forget_other_threads)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_other_threads)
 
 
 def _alignment(operand: Any) -> Any:

@@ -106,9 +106,13 @@ def main(arguments: Iterable[str]) -> None:
         dlse = torch.ones_like(lse) if call.return_lse else None
         backend.plan_backward(call, out, out, call.return_lse, call.wanted)(q, k, v, out, lse, out, dlse, aux)
     late = compiled[len(ahead) + len(of_forward) :]
-    row: dict[str, Any] = {"ahead": sorted(ahead), "of_forward": sorted(of_forward), "late": late}
-    row["launchers"] = launchers
-    row["sympy"] = "sympy" in sys.modules
+    row = {
+        "ahead": sorted(ahead),
+        "of_forward": sorted(of_forward),
+        "late": late,
+        "launchers": launchers,
+        "sympy": "sympy" in sys.modules,
+    }
     print(json.dumps([row]))
 
 

@@ -87,6 +87,11 @@ def test_kernels_are_hashed_in_their_order_before_other_threads_compile_them(mon
     assert events[-1] is kernels[0]
 
 
+def wait_for_all():
+    """Wait until no thread compiles what other tests began."""
+    wait([future for futures in launching._in_background.values() for future in futures])
+
+
 def launch():
     return Launch((1, 1), ("x",), (), {}, {})
 
@@ -108,6 +113,7 @@ def test_a_launch_waits_for_its_kernel_alone(fails):
 
 @pytest.mark.parametrize("enabled", [False, True])
 def test_no_garbage_is_collected_while_one_of_several_threads_compiles(enabled):
+    wait_for_all()
     was_enabled = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
@@ -127,6 +133,7 @@ def test_no_garbage_is_collected_while_one_of_several_threads_compiles(enabled):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")
 def test_a_process_that_forks_while_a_thread_compiles_collects_garbage():
+    wait_for_all()
     kernel = Kernel()
     compile_ahead([(kernel, launch())], CPU)
     while not kernel.events:
@@ -136,6 +143,8 @@ def test_a_process_that_forks_while_a_thread_compiles_collects_garbage():
         os._exit(not gc.isenabled())
     kernel.may_compile.set()
     assert os.waitpid(process, 0)[1] == 0
+    wait_for_all()
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
