@@ -36,7 +36,7 @@ from benchmarks.harness import Case, Comparison, Context, Program, Row, run, tim
 from benchmarks.results import outcome_of
 from benchmarks.tables import markdown
 from cs336_systems.attention import attention_with_cache
-from cs336_systems.profiling.memory import collection_paused
+from cs336_systems.kernels.garbage import collection_paused
 from cs336_systems.profiling.timing import call_milliseconds, measure_ms, synchronize
 from cs336_systems.transformer import PRESETS, Decoder, Transformer, TransformerConfig, preset
 

@@ -34,9 +34,9 @@ from benchmarks.comparison import time_columns
 from benchmarks.harness import Case, Context, Row
 from benchmarks.tables import markdown
 from cs336_systems.attention import FlashAttentionFunction, TiledAttentionFunction
+from cs336_systems.kernels.garbage import collection_paused
 from cs336_systems.profiling.environment import device_name
 from cs336_systems.profiling.flops import attention_flops, implausible_rate, teraflops_per_second
-from cs336_systems.profiling.memory import collection_paused
 from cs336_systems.profiling.timing import RoundTimes, call_milliseconds
 from cs336_systems.profiling.torch_names import COMPILER
 from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs

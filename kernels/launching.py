@@ -7,13 +7,9 @@ a plan holds a `Launcher`, which keeps the compiled binary and those integers; a
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import gc
-import os
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
@@ -21,6 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
+from .garbage import collection_paused
 from .layouts import rows_like
 from .torch_names import current_device
 from .versions import build_launcher, compile_options, driver, find_key, hash_of_triton, names_of, runner_of
@@ -49,7 +46,7 @@ class Launch(NamedTuple):
     def compile(self, kernel: Any, device: torch.device) -> None:
         """Compile a kernel for a device, and its launcher, without a launch; the tensors need no data."""
         options = self.constants | self.compile_options
-        with torch.cuda.device(device), without_collections():
+        with torch.cuda.device(device):
             build_launcher(kernel.warmup(*self.tensors, *self.arguments, grid=self.grid, **options))
 
     @property
@@ -114,8 +111,8 @@ class Launcher:
             run(*arguments)
 
     def _first(self, operands: tuple[Any, ...], launch: Launch) -> None:
-        wait([*start_compiler(), *_in_background.get(self._kernel, ())])
-        with without_collections():
+        with collection_paused():
+            wait([*start_compiler(), *_in_background.get(self._kernel, ())])
             compiled = launch.of(self._kernel)
         if INTERPRETED:
             return
@@ -183,38 +180,6 @@ def start_compiler() -> list[Future[Any]]:
 @functools.cache
 def _compilers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(2, "triton-compile")
-
-
-_compiling: list[bool] = []
-"""For each thread that compiles, whether garbage was collected before the first of them began."""
-_compiling_lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def without_collections() -> Iterator[None]:
-    """Search for no reference cycles meanwhile, in any thread: it takes a quarter of Triton's front end's time."""
-    with _compiling_lock:
-        _compiling.append(_compiling[0] if _compiling else gc.isenabled())
-        gc.disable()
-    try:
-        yield
-    finally:
-        with _compiling_lock:
-            if _compiling.pop() and not _compiling:
-                gc.enable()
-
-
-def _forget_other_threads() -> None:
-    """In a forked process: the threads that compiled are not there."""
-    global _compiling_lock
-    _compiling_lock = threading.Lock()
-    if _compiling and _compiling[0]:
-        gc.enable()
-    _compiling.clear()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget_other_threads)
 
 
 def _alignment(operand: Any) -> Any:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..kernels.garbage import collection_paused
 
 ALLOCATOR = "cuda allocator"
 SAVED_TENSORS = "saved tensors"
@@ -87,21 +88,6 @@ def _saved_bytes(forward: Callable[[], Tensor], inputs: Iterable[Tensor]) -> int
     for tensor in inputs:
         storages.pop(tensor.untyped_storage().data_ptr(), None)
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
-
-
-@contextmanager
-def collection_paused() -> Iterator[None]:
-    """Disables Python's garbage collector inside the block.
-
-    A collection frees tensors in reference cycles, which makes memory figures too small, and takes measurable time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def release_memory(device: torch.device | str) -> None:

@@ -16,7 +16,7 @@ from time import perf_counter
 
 import torch
 
-from .memory import collection_paused
+from ..kernels.garbage import collection_paused
 from .timing import Clock, RoundTimes, call_milliseconds, synchronize
 
 Phase = Callable[[], object]

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from .memory import collection_paused, without_frames
+from ..kernels.garbage import collection_paused
+from .memory import without_frames
 
 PRECISION = 0.02
 """A median is precise if its confidence interval is within this share of it, above and below."""

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.cuda import _memory_viz
 
+from cs336_systems.kernels.garbage import collection_paused
 from cs336_systems.profiling import MemoryRecorder, MemoryUsage, measure_memory
-from cs336_systems.profiling.memory import ALLOCATOR, collection_paused
+from cs336_systems.profiling.memory import ALLOCATOR
 from cs336_systems.profiling.recording import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, TRACKED_TENSORS
 from cs336_systems.profiling.regions import SCORES, SOFTMAX
 from cs336_systems.training.optimizer import adamw
