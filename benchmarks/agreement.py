@@ -20,10 +20,10 @@ if not __package__:
 
 import pandas as pd
 
-from benchmarks import flags
-from benchmarks.intervals import pooled
-from benchmarks.results import CSV
-from benchmarks.tables import markdown
+from benchmarks.lib import flags
+from benchmarks.lib.intervals import pooled
+from benchmarks.lib.results import CSV
+from benchmarks.lib.tables import markdown
 
 _OF_A_ROW = ("case", "provider", "pass", "which", "tree")
 _OTHER = " of the second"

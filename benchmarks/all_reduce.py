@@ -23,13 +23,14 @@ if not __package__:
 import pandas as pd
 import torch
 
-from benchmarks import all_reduce_process, flags, harness
-from benchmarks.all_reduce_process import BACKENDS, AllReduceCase
-from benchmarks.harness import Context, Outcome, Row, Status
-from benchmarks.host_memory import available_bytes
-from benchmarks.process_groups import require_group_device, run_group, too_few_gpus, unsupported
-from benchmarks.steps import most_steps_of
-from benchmarks.tables import figures, markdown, matrix, plot_lines, sections, with_columns, with_time
+from benchmarks.lib import flags, harness
+from benchmarks.lib.harness import Context, Outcome, Row, Status
+from benchmarks.lib.host_memory import available_bytes
+from benchmarks.lib.process_groups import require_group_device, run_group, too_few_gpus, unsupported
+from benchmarks.lib.steps import most_steps_of
+from benchmarks.lib.tables import figures, markdown, matrix, plot_lines, sections, with_columns, with_time
+from benchmarks.parts import all_reduce_process
+from benchmarks.parts.all_reduce_process import BACKENDS, AllReduceCase
 from cs336_systems.parallel.layout import DDP
 
 _FIGURES = ["median_ms", "std_ms", "min_ms", "max_ms", "algorithm_gb_s", "bus_gb_s"]

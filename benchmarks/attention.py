@@ -25,17 +25,17 @@ if not __package__:
 
 import torch
 
-from benchmarks import flags, harness
-from benchmarks.attention_measure import measure
-from benchmarks.attention_providers import (
+from benchmarks.lib import flags, harness
+from benchmarks.lib.tables import number
+from benchmarks.parts.attention_measure import measure
+from benchmarks.parts.attention_providers import (
     PEER_DISTRIBUTIONS,
     Problem,
     all_providers,
     chosen_providers,
     reasons_missing,
 )
-from benchmarks.attention_report import METRICS, benchmark, plots, run_perf_report, tables
-from benchmarks.tables import number
+from benchmarks.parts.attention_report import METRICS, benchmark, plots, run_perf_report, tables
 from cs336_systems.profiling.torch_names import COMPILER
 
 _TOKENS = "--tokens 16384 --channels 2048 --dtypes bf16"

@@ -29,12 +29,12 @@ if not __package__:
 import torch
 from torch import nn
 
-from benchmarks import flags, harness, models
-from benchmarks.breakdown_nsys import add_reports, commands
-from benchmarks.breakdown_tables import plots, profiled_columns, tables
-from benchmarks.harness import Context, Row
-from benchmarks.models import BLOCKS, FORWARD_BACKWARD, WHOLE, ModelCase
-from benchmarks.steps import TrainingStep, make_step, step_columns
+from benchmarks.lib import flags, harness, models
+from benchmarks.lib.harness import Context, Row
+from benchmarks.lib.models import BLOCKS, FORWARD_BACKWARD, WHOLE, ModelCase
+from benchmarks.lib.steps import TrainingStep, make_step, step_columns
+from benchmarks.parts.breakdown_nsys import add_reports, commands
+from benchmarks.parts.breakdown_tables import plots, profiled_columns, tables
 from cs336_systems.profiling import ModuleRanges, read_trace, record_trace, region_of_module
 from cs336_systems.profiling.regions import OPTIMIZER
 from cs336_systems.profiling.steps import time_steps

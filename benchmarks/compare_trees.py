@@ -35,14 +35,14 @@ if not __package__:
 
 import pandas as pd
 
-from benchmarks import flags
-from benchmarks.harness import Case, Comparison, Context, Program, Row, Status, Sweep, run, timing_method
-from benchmarks.tables import matrix, number
-from benchmarks.tree_worker import model_sizes
+from benchmarks.lib import flags
+from benchmarks.lib.harness import Case, Comparison, Context, Program, Row, Status, Sweep, run, timing_method
+from benchmarks.lib.tables import matrix, number
+from benchmarks.parts.tree_worker import model_sizes
 from cs336_systems.profiling.flops import Pass, attention_flops, teraflops_per_second
 from cs336_systems.transformer import TransformerConfig
 
-WORKER = Path(__file__).with_name("tree_worker.py")
+WORKER = Path(__file__).parent / "parts" / "tree_worker.py"
 DECODE, STEP = "decode", "step"
 
 

@@ -24,14 +24,15 @@ if not __package__:
 
 import torch
 
-from benchmarks import data_parallel_process, flags, harness, models
-from benchmarks.data_parallel_modes import BUCKETED, MODES, NONE, group_mode
-from benchmarks.data_parallel_process import DataParallelCase
-from benchmarks.data_parallel_tables import plots, tables
-from benchmarks.harness import Context, Row
-from benchmarks.process_groups import require_group_device, run_group, too_few_gpus, unsupported
-from benchmarks.results import mebibytes
-from benchmarks.steps import most_steps_of
+from benchmarks.lib import flags, harness, models
+from benchmarks.lib.harness import Context, Row
+from benchmarks.lib.process_groups import require_group_device, run_group, too_few_gpus, unsupported
+from benchmarks.lib.results import mebibytes
+from benchmarks.lib.steps import most_steps_of
+from benchmarks.parts import data_parallel_process
+from benchmarks.parts.data_parallel_modes import BUCKETED, MODES, NONE, group_mode
+from benchmarks.parts.data_parallel_process import DataParallelCase
+from benchmarks.parts.data_parallel_tables import plots, tables
 from cs336_systems.transformer import PRESETS
 
 DTYPES = ("float32", "bfloat16")

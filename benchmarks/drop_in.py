@@ -28,12 +28,12 @@ if not __package__:
 import pandas as pd
 import torch
 
-from benchmarks import flags, harness
-from benchmarks.attention_providers import PEER_DISTRIBUTIONS, add_peers
-from benchmarks.comparison import Comparison, Context, plausible_difference, timing_method
-from benchmarks.harness import Case, Row
-from benchmarks.intervals import figures_with_intervals
-from benchmarks.tables import bullets, markdown, number, sections
+from benchmarks.lib import flags, harness
+from benchmarks.lib.comparison import Comparison, Context, plausible_difference, timing_method
+from benchmarks.lib.harness import Case, Row
+from benchmarks.lib.intervals import figures_with_intervals
+from benchmarks.lib.tables import bullets, markdown, number, sections
+from benchmarks.parts.attention_providers import PEER_DISTRIBUTIONS, add_peers
 from cs336_systems.profiling.timing import call_milliseconds, measure_ms
 from cs336_systems.profiling.torch_names import COMPILER
 

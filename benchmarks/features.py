@@ -33,15 +33,15 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from benchmarks import flags, harness
-from benchmarks.attention_providers import PEER_DISTRIBUTIONS, add_peers, reasons_missing
-from benchmarks.comparison import plausible_difference, relative_difference, timing_method
-from benchmarks.feature_cases import FEATURES, Feature, Sizes
-from benchmarks.feature_providers import OURS, PEERS, bind
-from benchmarks.harness import Case, Comparison, Context, Row
-from benchmarks.intervals import figures_with_intervals
-from benchmarks.isolation import map_isolated
-from benchmarks.tables import markdown, number
+from benchmarks.lib import flags, harness
+from benchmarks.lib.comparison import plausible_difference, relative_difference, timing_method
+from benchmarks.lib.harness import Case, Comparison, Context, Row
+from benchmarks.lib.intervals import figures_with_intervals
+from benchmarks.lib.isolation import map_isolated
+from benchmarks.lib.tables import markdown, number
+from benchmarks.parts.attention_providers import PEER_DISTRIBUTIONS, add_peers, reasons_missing
+from benchmarks.parts.feature_cases import FEATURES, Feature, Sizes
+from benchmarks.parts.feature_providers import OURS, PEERS, bind
 from cs336_systems.profiling.report import ABSENT
 from cs336_systems.profiling.timing import call_milliseconds, measure_ms, synchronize
 from cs336_systems.profiling.torch_names import COMPILER, without_donated_buffers

@@ -29,13 +29,13 @@ if not __package__:
 import pandas as pd
 import torch
 
-from benchmarks import flags
-from benchmarks.attention_measure import Bound, outcome_of_provider, random_tensors
-from benchmarks.attention_providers import PEER_DISTRIBUTIONS, Problem, add_peers, all_providers
-from benchmarks.harness import Context, Outcome, Program, Row, Status, run
-from benchmarks.isolation import run_isolated
-from benchmarks.results import error
-from benchmarks.tables import figures, markdown
+from benchmarks.lib import flags
+from benchmarks.lib.harness import Context, Outcome, Program, Row, Status, run
+from benchmarks.lib.isolation import run_isolated
+from benchmarks.lib.results import error
+from benchmarks.lib.tables import figures, markdown
+from benchmarks.parts.attention_measure import Bound, outcome_of_provider, random_tensors
+from benchmarks.parts.attention_providers import PEER_DISTRIBUTIONS, Problem, add_peers, all_providers
 from cs336_systems.profiling.timing import synchronize
 
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")

@@ -30,11 +30,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks import flags
-from benchmarks.comparison import relative_difference
-from benchmarks.harness import Case, Comparison, Context, Program, Row, run, timing_method
-from benchmarks.results import outcome_of
-from benchmarks.tables import markdown
+from benchmarks.lib import flags
+from benchmarks.lib.comparison import relative_difference
+from benchmarks.lib.harness import Case, Comparison, Context, Program, Row, run, timing_method
+from benchmarks.lib.results import outcome_of
+from benchmarks.lib.tables import markdown
 from cs336_systems.attention import attention_with_cache
 from cs336_systems.kernels.garbage import collection_paused
 from cs336_systems.profiling.timing import call_milliseconds, measure_ms, synchronize

@@ -25,11 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import flags
-from benchmarks.harness import Case, Comparison, Context, Program, Row, run
-from benchmarks.intervals import figures_with_intervals
-from benchmarks.results import outcome_of
-from benchmarks.tables import markdown
+from benchmarks.lib import flags
+from benchmarks.lib.harness import Case, Comparison, Context, Program, Row, run
+from benchmarks.lib.intervals import figures_with_intervals
+from benchmarks.lib.results import outcome_of
+from benchmarks.lib.tables import markdown
 from cs336_systems.attention import attention
 from cs336_systems.profiling.timing import TimingMethod, host_milliseconds
 from cs336_systems.profiling.torch_names import without_donated_buffers

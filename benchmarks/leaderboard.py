@@ -29,10 +29,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import flags, harness
-from benchmarks.comparison import time_columns
-from benchmarks.harness import Case, Context, Row
-from benchmarks.tables import markdown
+from benchmarks.lib import flags, harness
+from benchmarks.lib.comparison import time_columns
+from benchmarks.lib.harness import Case, Context, Row
+from benchmarks.lib.tables import markdown
 from cs336_systems.attention import FlashAttentionFunction, TiledAttentionFunction
 from cs336_systems.kernels.garbage import collection_paused
 from cs336_systems.profiling.environment import device_name

@@ -27,13 +27,13 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from benchmarks import flags, harness, models
-from benchmarks.harness import Context, Row
-from benchmarks.memory_tables import LARGEST, PEAK, draw_timeline, plots, size_columns, tables
-from benchmarks.models import FORWARD, FORWARD_BACKWARD, STEP, ModelCase
-from benchmarks.results import mebibytes
-from benchmarks.steps import TrainingStep, make_step
-from benchmarks.tables import markdown, sections
+from benchmarks.lib import flags, harness, models
+from benchmarks.lib.harness import Context, Row
+from benchmarks.lib.models import FORWARD, FORWARD_BACKWARD, STEP, ModelCase
+from benchmarks.lib.results import mebibytes
+from benchmarks.lib.steps import TrainingStep, make_step
+from benchmarks.lib.tables import markdown, sections
+from benchmarks.parts.memory_tables import LARGEST, PEAK, draw_timeline, plots, size_columns, tables
 from cs336_systems.profiling import MemoryRecorder, activation_bytes, measure_memory, saved_tensors
 from cs336_systems.profiling.memory import MIB
 from cs336_systems.profiling.saved import SavedTensor

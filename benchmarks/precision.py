@@ -29,11 +29,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import flags, harness
-from benchmarks.comparison import Comparison
-from benchmarks.harness import Case, Context, Row
-from benchmarks.results import outcome_of
-from benchmarks.tables import markdown, plot_lines, sections, with_columns
+from benchmarks.lib import flags, harness
+from benchmarks.lib.comparison import Comparison
+from benchmarks.lib.harness import Case, Context, Row
+from benchmarks.lib.results import outcome_of
+from benchmarks.lib.tables import markdown, plot_lines, sections, with_columns
 from cs336_systems.attention import Implementation, attention
 from cs336_systems.profiling import ACCUMULATIONS, tensor_dtypes
 from cs336_systems.profiling.report import ABSENT

@@ -33,12 +33,12 @@ from typing import Any
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import flags
-from benchmarks.harness import default_folder
-from benchmarks.isolation import termination_as_interruption
-from benchmarks.page import LOG, OUTCOME, write_pages
-from benchmarks.report_presets import OF_SEVERAL_PROCESSES, PRESETS, Part, parts_of
-from benchmarks.results import JOURNAL
+from benchmarks.lib import flags
+from benchmarks.lib.harness import default_folder
+from benchmarks.lib.isolation import termination_as_interruption
+from benchmarks.lib.results import JOURNAL
+from benchmarks.parts.page import LOG, OUTCOME, write_pages
+from benchmarks.parts.report_presets import OF_SEVERAL_PROCESSES, PRESETS, Part, parts_of
 from cs336_systems.files import write_text
 
 PROGRAMS = Path(__file__).resolve().parent

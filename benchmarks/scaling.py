@@ -23,12 +23,13 @@ if not __package__:
 import pandas as pd
 import torch
 
-from benchmarks import flags, harness, models, scaling_process
-from benchmarks.harness import Context, Outcome, Row, Status
-from benchmarks.models import varying
-from benchmarks.process_groups import require_group_device, run_group, too_few_gpus, unsupported
-from benchmarks.scaling_process import COMPILE, LONGEST, SCALES, STEP, STRONG, WEAK, ScalingCase
-from benchmarks.tables import bullets, markdown, sections, with_columns
+from benchmarks.lib import flags, harness, models
+from benchmarks.lib.harness import Context, Outcome, Row, Status
+from benchmarks.lib.models import varying
+from benchmarks.lib.process_groups import require_group_device, run_group, too_few_gpus, unsupported
+from benchmarks.lib.tables import bullets, markdown, sections, with_columns
+from benchmarks.parts import scaling_process
+from benchmarks.parts.scaling_process import COMPILE, LONGEST, SCALES, STEP, STRONG, WEAK, ScalingCase
 from cs336_systems.parallel import MODES
 from cs336_systems.parallel.layout import NONE, WITH_CONTEXT
 from cs336_systems.profiling.memory import MIB

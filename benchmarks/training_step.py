@@ -20,11 +20,12 @@ if not __package__:
 
 import pandas as pd
 
-from benchmarks import flags, harness, models, transformer
-from benchmarks.attention_providers import KERNELS, KERNELS_LABEL
-from benchmarks.intervals import figures_with_intervals, marks, quotient
-from benchmarks.models import AXES, LLAMA, TORCH, varying
-from benchmarks.tables import bullets, markdown, number, plot_lines, sections, with_columns
+from benchmarks import transformer
+from benchmarks.lib import flags, harness, models
+from benchmarks.lib.intervals import figures_with_intervals, marks, quotient
+from benchmarks.lib.models import AXES, LLAMA, TORCH, varying
+from benchmarks.lib.tables import bullets, markdown, number, plot_lines, sections, with_columns
+from benchmarks.parts.attention_providers import KERNELS, KERNELS_LABEL
 
 COMPARED = (LLAMA, TORCH)
 """The providers that others are compared with."""

@@ -23,13 +23,13 @@ if not __package__:
 import pandas as pd
 from torch import Tensor
 
-from benchmarks import flags, harness, models
-from benchmarks.harness import Context, Row
-from benchmarks.intervals import marks, quotient, with_interval
-from benchmarks.models import AXES, FORWARD, FORWARD_BACKWARD, NOT_COMPILED, PHASES, ModelCase, paired, varying
-from benchmarks.results import mebibytes
-from benchmarks.steps import finite_loss, make_step, most_steps_of, step_columns
-from benchmarks.tables import markdown, plot_bars, plot_lines, sections, with_columns
+from benchmarks.lib import flags, harness, models
+from benchmarks.lib.harness import Context, Row
+from benchmarks.lib.intervals import marks, quotient, with_interval
+from benchmarks.lib.models import AXES, FORWARD, FORWARD_BACKWARD, NOT_COMPILED, PHASES, ModelCase, paired, varying
+from benchmarks.lib.results import mebibytes
+from benchmarks.lib.steps import finite_loss, make_step, most_steps_of, step_columns
+from benchmarks.lib.tables import markdown, plot_bars, plot_lines, sections, with_columns
 from cs336_systems.profiling.environment import device_name
 from cs336_systems.profiling.flops import device_peak, implausible_rate, teraflops_per_second
 from cs336_systems.profiling.steps import StepTimes, time_steps

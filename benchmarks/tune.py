@@ -32,12 +32,12 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from benchmarks import flags, harness
-from benchmarks.harness import Comparison, Context, Program, Row, run_excluding
-from benchmarks.isolation import map_isolated, run_isolated
-from benchmarks.results import error
-from benchmarks.tables import markdown
-from benchmarks.tune_candidates import KERNELS, TableRow, TileConfig, candidates, tiles
+from benchmarks.lib import flags, harness
+from benchmarks.lib.harness import Comparison, Context, Program, Row, run_excluding
+from benchmarks.lib.isolation import map_isolated, run_isolated
+from benchmarks.lib.results import error
+from benchmarks.lib.tables import markdown
+from benchmarks.parts.tune_candidates import KERNELS, TableRow, TileConfig, candidates, tiles
 from cs336_systems.attention import attention, variants
 from cs336_systems.profiling.timing import TimingMethod, measure_ms
 from cs336_systems.testing import Shapes, assert_within_budget, evaluate, make_inputs

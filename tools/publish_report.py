@@ -22,8 +22,8 @@ from pathlib import Path
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.page import ANSWERS, LOG, write_pages
-from benchmarks.results import CSV, JOURNAL, JSON, LOCK, SETTINGS
+from benchmarks.lib.results import CSV, JOURNAL, JSON, LOCK, SETTINGS
+from benchmarks.parts.page import ANSWERS, LOG, write_pages
 
 ROWS = "rows.tar.xz"
 _NOT_PACKED = (LOCK, LOG, JSON)

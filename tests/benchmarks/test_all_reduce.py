@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import all_reduce, all_reduce_process
-from benchmarks.all_reduce_process import AllReduceCase, bandwidth_columns, check_sums, make_ready, values
+from benchmarks import all_reduce
+from benchmarks.parts import all_reduce_process
+from benchmarks.parts.all_reduce_process import AllReduceCase, bandwidth_columns, check_sums, make_ready, values
 from cs336_systems.parallel import Layout
 from cs336_systems.profiling import RoundTimes
 

@@ -13,8 +13,8 @@ import torch
 
 from benchmarks import attention
 from benchmarks.attention import parse, problems
-from benchmarks.attention_providers import Problem, all_providers
-from benchmarks.attention_report import benchmark, draw_rooflines, intensity, plots, tables
+from benchmarks.parts.attention_providers import Problem, all_providers
+from benchmarks.parts.attention_report import benchmark, draw_rooflines, intensity, plots, tables
 
 from .small_models import CPU, measure_here, run_here
 from .test_attention_measure import FAST, PROBLEM, SMALL, earlier

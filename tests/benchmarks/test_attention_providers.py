@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.attention_measure import Bound, random_tensors
-from benchmarks.attention_providers import (
+from benchmarks.parts.attention_measure import Bound, random_tensors
+from benchmarks.parts.attention_providers import (
     Problem,
     Provider,
     _bind_flex,

@@ -11,11 +11,11 @@ import torch
 
 from benchmarks import breakdown
 from benchmarks.breakdown import call_of, make_parser, measure, ranges_of
-from benchmarks.breakdown_tables import attention_columns, details, kernel_columns, share_column, short_name
-from benchmarks.breakdown_tables import tables as tables_of
-from benchmarks.flags import parse
-from benchmarks.models import PHASES_OF
-from benchmarks.steps import make_model, make_step
+from benchmarks.lib.flags import parse
+from benchmarks.lib.models import PHASES_OF
+from benchmarks.lib.steps import make_model, make_step
+from benchmarks.parts.breakdown_tables import attention_columns, details, kernel_columns, share_column, short_name
+from benchmarks.parts.breakdown_tables import tables as tables_of
 from cs336_systems.profiling.kernel_classes import CLASSES
 from cs336_systems.transformer import preset
 

@@ -12,10 +12,11 @@ import pandas as pd
 import pytest
 import torch
 
-from benchmarks import breakdown, models
-from benchmarks.breakdown_nsys import case_of, commands
-from benchmarks.flags import parse
-from benchmarks.page import write_pages
+from benchmarks import breakdown
+from benchmarks.lib import models
+from benchmarks.lib.flags import parse
+from benchmarks.parts.breakdown_nsys import case_of, commands
+from benchmarks.parts.page import write_pages
 
 from ..profiling.nsys_exports import Export
 from .small_models import CASE, FLAGS, changed, run_here

@@ -11,8 +11,9 @@ import pandas as pd
 import pytest
 import torch
 
-from benchmarks import compare_trees, tree_worker
+from benchmarks import compare_trees
 from benchmarks.compare_trees import Tree, TreeCase, TreeError, cases_of, parse, tables
+from benchmarks.parts import tree_worker
 
 from .small_models import measure_here
 

@@ -11,11 +11,12 @@ import pandas as pd
 import pytest
 import torch
 
-from benchmarks import data_parallel, data_parallel_process
-from benchmarks.data_parallel_modes import MODES, STAGES, make_training, shares_of
-from benchmarks.data_parallel_process import PHASES, DataParallelCase, make_phases, measure
-from benchmarks.data_parallel_tables import complete, plots, tables, with_one_process, wrong_losses
-from benchmarks.harness import Row
+from benchmarks import data_parallel
+from benchmarks.lib.harness import Row
+from benchmarks.parts import data_parallel_process
+from benchmarks.parts.data_parallel_modes import MODES, STAGES, make_training, shares_of
+from benchmarks.parts.data_parallel_process import PHASES, DataParallelCase, make_phases, measure
+from benchmarks.parts.data_parallel_tables import complete, plots, tables, with_one_process, wrong_losses
 from cs336_systems.parallel import Layout
 
 from ..course.conftest import group_of_one

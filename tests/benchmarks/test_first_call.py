@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import first_call
 from benchmarks.first_call import CACHES, FirstCall, empty_caches, measure
-from benchmarks.isolation import Finished
+from benchmarks.lib.isolation import Finished
 
 from .small_models import context
 

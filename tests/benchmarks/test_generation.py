@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from benchmarks import generation
-from benchmarks.comparison import Context
 from benchmarks.generation import GenerationCase, cases_of, measure, parse, tables, weight_bytes
+from benchmarks.lib.comparison import Context
 from cs336_systems.transformer import Transformer, TransformerConfig
 
 from .small_models import run_here

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks import leaderboard
-from benchmarks.harness import Context
 from benchmarks.leaderboard import Problem, measure
+from benchmarks.lib.harness import Context
 
 from .small_models import context, measured, run_here
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from benchmarks import memory
-from benchmarks.flags import parse
+from benchmarks.lib.flags import parse
 from benchmarks.memory import MemoryCase, make_parser, measure, memory_cases
-from benchmarks.memory_tables import checkpointed, complete, tables
+from benchmarks.parts.memory_tables import checkpointed, complete, tables
 
 from .small_models import CONFIG, FLAGS, changed, measured, run_here
 

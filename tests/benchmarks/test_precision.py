@@ -6,7 +6,8 @@ import pandas as pd
 import pytest
 import torch
 
-from benchmarks import harness, precision
+from benchmarks import precision
+from benchmarks.lib import harness
 from benchmarks.precision import PrecisionCase, error_columns, make_parser, measure, precision_cases, tables
 from cs336_systems.attention import attention
 from cs336_systems.testing import Finding

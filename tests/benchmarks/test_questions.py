@@ -5,9 +5,9 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from benchmarks.questions import QUESTIONS
-from benchmarks.report_presets import PRESETS, parts_of
-from benchmarks.tables import lines
+from benchmarks.lib.tables import lines
+from benchmarks.parts.questions import QUESTIONS
+from benchmarks.parts.report_presets import PRESETS, parts_of
 
 from .small_models import changed
 

@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 
 from benchmarks import report
-from benchmarks.page import write_pages
-from benchmarks.tables import environment_lines
+from benchmarks.lib.tables import environment_lines
+from benchmarks.parts.page import write_pages
 from cs336_systems.profiling.environment import collect_environment
 
 PIXEL = bytes.fromhex("89504e470d0a1a0a0000000d49484452")

@@ -10,10 +10,11 @@ import pandas as pd
 import pytest
 import torch
 
-from benchmarks import scaling, scaling_process
-from benchmarks.models import rate_columns
+from benchmarks import scaling
+from benchmarks.lib.models import rate_columns
+from benchmarks.parts import scaling_process
+from benchmarks.parts.scaling_process import LONGEST, STEP, STRONG, WEAK, ScalingCase
 from benchmarks.scaling import drive, impossible, search, tables, with_efficiency, wrong_losses
-from benchmarks.scaling_process import LONGEST, STEP, STRONG, WEAK, ScalingCase
 from cs336_systems.parallel import Layout
 from cs336_systems.profiling import RoundTimes
 from cs336_systems.profiling.steps import AllocatorStats, StepTimes

@@ -8,8 +8,9 @@ import pandas as pd
 import pytest
 import torch
 
-from benchmarks import steps, transformer
-from benchmarks.models import PHASES, step_flops
+from benchmarks import transformer
+from benchmarks.lib import steps
+from benchmarks.lib.models import PHASES, step_flops
 from benchmarks.transformer import measure, plots, rates_of, step_lines, tables
 from cs336_systems.profiling import RoundTimes
 from cs336_systems.profiling.steps import AllocatorStats, StepTimes

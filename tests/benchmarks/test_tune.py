@@ -9,11 +9,12 @@ import pandas as pd
 import pytest
 import torch
 
-from benchmarks import harness, tune
-from benchmarks.comparison import Context
-from benchmarks.isolation import Finished
+from benchmarks import tune
+from benchmarks.lib import harness
+from benchmarks.lib.comparison import Context
+from benchmarks.lib.isolation import Finished
+from benchmarks.parts.tune_candidates import TableRow, candidates, tiles
 from benchmarks.tune import RAGGED, check, measure, parse, rows_of, scores, table_of, tables, time_candidates
-from benchmarks.tune_candidates import TableRow, candidates, tiles
 from cs336_systems.kernels.launching import INTERPRETED
 from cs336_systems.profiling.timing import TimingMethod
 

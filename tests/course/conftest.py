@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.process_groups import free_ports
+from benchmarks.lib.process_groups import free_ports
 from cs336_systems.parallel import start
 
 from ..parallel.conftest import place

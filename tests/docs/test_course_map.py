@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.questions import QUESTIONS
-from benchmarks.report_presets import parts_of
+from benchmarks.parts.questions import QUESTIONS
+from benchmarks.parts.report_presets import parts_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/measuring/course.md").read_text()
@@ -57,7 +57,7 @@ def test_parts_exist_and_commands_have_their_flags():
 
 
 def test_tables_exist():
-    sources = "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
+    sources = "".join(path.read_text() for path in (ROOT / "benchmarks").rglob("*.py"))
     titles = {title for row in ROWS for title in re.findall(r"\*([^*]+)\*", re.sub(r"`[^`]+`", "", row[3]))}
     assert len(titles) > 15
     assert [title for title in titles if title not in sources] == []

@@ -50,7 +50,7 @@ def test_flags_presets_and_statuses_of_the_report_are_named_and_exist():
     named = {name for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)}
     statuses = {report.OK, report.FAILED, report.TIMED_OUT, report.INTERRUPTED, report.NOT_STARTED}
     questions = {
-        question.name: question.title for question in importlib.import_module("benchmarks.questions").QUESTIONS
+        question.name: question.title for question in importlib.import_module("benchmarks.parts.questions").QUESTIONS
     }
     assert named == {*report.PRESETS, *statuses, *questions}
     assert all(f"| `{name}` | {title} |" in page for name, title in questions.items())

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import all_reduce, breakdown, data_parallel, memory, precision, scaling, training_step, transformer
-from benchmarks.data_parallel_modes import MODES as PARALLEL_MODES
-from benchmarks.data_parallel_modes import STAGES
-from benchmarks.models import COMPILE, MODES, PROVIDERS
+from benchmarks.lib.models import COMPILE, MODES, PROVIDERS
+from benchmarks.parts.data_parallel_modes import MODES as PARALLEL_MODES
+from benchmarks.parts.data_parallel_modes import STAGES
 from cs336_systems.profiling import ACCUMULATIONS, regions
 from cs336_systems.profiling.kernel_classes import CLASSES
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.process_groups import free_ports
+from benchmarks.lib.process_groups import free_ports
 from cs336_systems.parallel import MODES
 from cs336_systems.training import __main__ as command
 

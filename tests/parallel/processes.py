@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import multiprocessing
 
-from benchmarks.process_groups import free_ports
+from benchmarks.lib.process_groups import free_ports
 from cs336_systems.parallel import Layout, start
 
 MOST_GROUPS = 12

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.process_groups import free_ports
+from benchmarks.lib.process_groups import free_ports
 from cs336_systems.training import Trainer, load_run
 from cs336_systems.training import checkpoint as checkpoint_module
 from cs336_systems.training.__main__ import begin

@@ -1,0 +1,1 @@
+"""Parts of single benchmark programs, which their names begin with."""
