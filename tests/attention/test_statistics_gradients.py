@@ -10,7 +10,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cs336_systems.attention import score_statistics, tiled, tiled_statistics
+from cs336_systems.attention import score_statistics, tiled
+from cs336_systems.attention.statistics import tiled as tiled_statistics
 from cs336_systems.attention.variants import document
 from cs336_systems.kernels.call import NO_AUX, Options, Wanted
 from cs336_systems.testing import Shapes

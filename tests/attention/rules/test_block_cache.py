@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cs336_systems.attention import attention, blocks
-from cs336_systems.attention.block_cache import ContentCache, content_of
+from cs336_systems.attention import attention
+from cs336_systems.attention.blocks import lists
+from cs336_systems.attention.blocks.content_cache import ContentCache, content_of
 from cs336_systems.attention.mods import mask_mod
 from cs336_systems.attention.variants import block_local, document, prefix, visible_where
 
@@ -18,9 +19,9 @@ from ..helpers import blocks_of
 
 @pytest.fixture(autouse=True)
 def _nothing_found():
-    blocks.cache.clear()
+    lists.cache.clear()
     yield
-    blocks.cache.clear()
+    lists.cache.clear()
 
 
 def ids():

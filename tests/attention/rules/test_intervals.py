@@ -7,7 +7,8 @@ import torch
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cs336_systems.attention.blocks import PAIRS_AT_ONCE, PARTIAL, WHOLE
+from cs336_systems.attention.blocks import PARTIAL, WHOLE, lists
+from cs336_systems.attention.blocks.lists import PAIRS_AT_ONCE
 from cs336_systems.attention.mods import mask_mod
 from cs336_systems.attention.variants import block_local, causal, document, prefix, prefix_tree, tree_layout
 from cs336_systems.kernels.call import BLOCK
@@ -189,10 +190,8 @@ def test_pairs_of_undecided_blocks_are_a_few_at_a_time():
 
 
 def test_many_entries_and_heads_are_computed_together(monkeypatch):
-    from cs336_systems.attention import blocks
-
-    calls, whole, lengths = [], blocks.bounds_of, torch.randint(0, 1000, (8, 32))
-    monkeypatch.setattr(blocks, "bounds_of", lambda *given: (calls.append(given), whole(*given))[1])
+    calls, whole, lengths = [], lists.bounds_of, torch.randint(0, 1000, (8, 32))
+    monkeypatch.setattr(lists, "bounds_of", lambda *given: (calls.append(given), whole(*given))[1])
     mask = mask_mod(lambda b, h, q, k: k < lengths[b, h])
     found = blocks_of(mask, 500, 1000, batch=8, heads=32).rows
     assert len(calls) <= 4
@@ -211,10 +210,8 @@ def test_many_entries_and_heads_are_computed_together(monkeypatch):
 )
 def test_bounds_decide_what_whole_blocks_say(monkeypatch, mask):
     """So few pairs are looked at: those of blocks that are partly visible."""
-    from cs336_systems.attention import blocks
-
-    looked, whole = [], blocks.seen_pairs
-    monkeypatch.setattr(blocks, "seen_pairs", lambda o, pairs, *rest: (looked.append(pairs), whole(o, pairs, *rest))[1])
-    lists = blocks_of(mask, 1024, 1024, heads=3).rows
+    looked, whole = [], lists.seen_pairs
+    monkeypatch.setattr(lists, "seen_pairs", lambda o, pairs, *rest: (looked.append(pairs), whole(o, pairs, *rest))[1])
+    found = blocks_of(mask, 1024, 1024, heads=3).rows
     exact = sum(pairs.row.shape[0] for pairs in looked if isinstance(pairs.row, torch.Tensor) and pairs.row.ndim == 3)
-    assert exact == int(lists[..., 0].sum())
+    assert exact == int(found[..., 0].sum())

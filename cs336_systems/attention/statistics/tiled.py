@@ -15,12 +15,12 @@ from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from ..kernels.call import Aux, Options, Wanted
-from ..kernels.layouts import rows_like
-from . import tiled
-from .pairs import Pairs, changed_scores, scores_and_slopes
-from .precision import without_autocast
-from .tiled import GROUPED, PRODUCTS, SUMS_OF_KEYS, SUMS_OF_QUERIES, UNGROUPED, before_any_key, hidden, tiles_seen
+from ...kernels.call import Aux, Options, Wanted
+from ...kernels.layouts import rows_like
+from .. import tiled
+from ..pairs import Pairs, changed_scores, scores_and_slopes
+from ..precision import without_autocast
+from ..tiled import GROUPED, PRODUCTS, SUMS_OF_KEYS, SUMS_OF_QUERIES, UNGROUPED, before_any_key, hidden, tiles_seen
 
 ROWS = "... (kv group) row -> ... kv group row 1"
 """One number a row of q, for each column of its scores."""

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.call import Band, Options
-from .pairs import Pairs, seen_pairs
+from ...kernels.call import Band, Options
+from ..pairs import Pairs, seen_pairs
 
 _LARGEST = 2**29
 """Integers up to here are added: their sums fit 32 bits."""

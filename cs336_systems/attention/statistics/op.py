@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.call import Aux, AuxLayout, Call, Wanted, plan_caches
-from ..kernels.layouts import one_a_row, rows_like
-from . import dispatch, tiled_statistics
-from .derivatives import TWICE
-from .op import (
+from ...kernels.call import Aux, AuxLayout, Call, Wanted, plan_caches
+from ...kernels.layouts import one_a_row, rows_like
+from .. import dispatch
+from ..derivatives import TWICE
+from ..op import (
     AUX,
     NAMESPACE,
     NUM_AUX,
@@ -29,7 +29,8 @@ from .op import (
     option_arguments,
     unflatten,
 )
-from .plan import remember
+from ..plan import remember
+from . import tiled
 
 FORWARD = f"(Tensor q, Tensor k, {AUX}, {OPTIONS}, str backend) -> (Tensor, Tensor, Tensor)"
 BACKWARD = (
@@ -55,7 +56,7 @@ def _forward(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Ten
     *others, backend = arguments
     call = call_of(q, k, k, others)
     if backend == "tiled":
-        return tiled_statistics.forward(q, k, call.options, call.aux)
+        return tiled.forward(q, k, call.options, call.aux)
     key = call.key
     plan = _plans.get(key)
     if plan is None:
@@ -72,8 +73,8 @@ def _backward(
     call = call_of(q, k, k, others)
     if backend != "tiled":
         # Of scores in the millions, rounded otherwise, the probabilities exp(score - lse) would be wrong.
-        lse, _, entropy = tiled_statistics.forward(q, k, call.options, call.aux)
-    gradients = tiled_statistics.backward(q, k, lse, entropy, dlse, dentropy, call.options, call.aux, wanted)
+        lse, _, entropy = tiled.forward(q, k, call.options, call.aux)
+    gradients = tiled.backward(q, k, lse, entropy, dlse, dentropy, call.options, call.aux, wanted)
     return gradients.q, gradients.k, [x for x in (gradients.sinks, *gradients.score_aux) if x is not None]
 
 

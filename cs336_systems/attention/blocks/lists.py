@@ -8,14 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.call import BLOCK, Band, Options
-from ..kernels.rules import Mask, leaves
-from .block_cache import ContentCache, content_of, usable_in
-from .captured import check_captured, size_along
-from .intervals import bounds_of
-from .pairs import Pairs, seen_pairs
-from .sizes import Sizes
-from .validation import (
+from ...kernels.call import BLOCK, Band, Options
+from ...kernels.rules import Mask, leaves
+from ..captured import check_captured, size_along
+from ..pairs import Pairs, seen_pairs
+from ..sizes import Sizes
+from ..validation import (
     Window,
     check_causal,
     check_starts,
@@ -24,6 +22,8 @@ from .validation import (
     lengths_of,
     window_sides,
 )
+from .content_cache import ContentCache, content_of, usable_in
+from .intervals import bounds_of
 
 HIDDEN, PARTIAL, WHOLE = 0, 1, 2
 """Of a block: no pair is visible, some are, all are."""

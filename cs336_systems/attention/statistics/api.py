@@ -12,20 +12,20 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from typing_extensions import Never, Unpack
 
-from ..kernels.call import Call
-from ..kernels.torch_names import in_forward_mode
-from . import dispatch, op
-from .backends import Backend
-from .call import Arguments, make_call
-from .hints import refuse_unknown
-from .mods import MaskMod, ScoreMod, as_mask, as_scores
-from .naive import visible_scores, with_sinks
-from .precision import autocast_inputs, without_autocast
-from .rules import Mask, Scores
-from .sizes import Packed
-from .statistics_op import statistics
-from .validation import Implementation, Window
-from .varlen import as_heads, packed_sequences
+from ...kernels.call import Call
+from ...kernels.torch_names import in_forward_mode
+from .. import dispatch, op
+from ..backends import Backend
+from ..call import Arguments, make_call
+from ..hints import refuse_unknown
+from ..mods import MaskMod, ScoreMod, as_mask, as_scores
+from ..naive import visible_scores, with_sinks
+from ..precision import autocast_inputs, without_autocast
+from ..rules import Mask, Scores
+from ..sizes import Packed
+from ..validation import Implementation, Window
+from ..varlen import as_heads, packed_sequences
+from .op import statistics
 
 
 class ScoreStatistics(NamedTuple):
