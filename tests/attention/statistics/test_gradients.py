@@ -17,10 +17,10 @@ from cs336_systems.kernels.call import NO_AUX, Options, Wanted
 from cs336_systems.testing import Shapes
 from cs336_systems.testing.evaluation import leaves_of
 
-from .features import Maker
-from .helpers import COMPILES, DOUBLE, FLOAT, Record, detached, each_implementation, flat, one_graph, sizes_of, slow
-from .test_features import GROUPED
-from .test_statistics import FEATURES, inputs_of, without_dropout
+from ..features import Maker
+from ..helpers import COMPILES, DOUBLE, FLOAT, Record, detached, each_implementation, flat, one_graph, sizes_of, slow
+from ..test_features import GROUPED
+from .test_values import FEATURES, inputs_of, without_dropout
 
 
 class TestGradients:

@@ -10,8 +10,8 @@ import torch
 from cs336_systems.attention import score_statistics
 from cs336_systems.testing import Shapes
 
-from .helpers import FLOAT, FLOATS, each_dtype, each_implementation
-from .test_statistics import inputs_of
+from ..helpers import FLOAT, FLOATS, each_dtype, each_implementation
+from .test_values import inputs_of
 
 
 @each_implementation

@@ -15,9 +15,9 @@ from cs336_systems.kernels.triton.tiles import TileConfig, pin
 from cs336_systems.testing import Shapes, make_inputs, poisoned_memory
 from cs336_systems.testing.evaluation import in_dtype, leaves_of, rounding_on
 
-from .features import Maker
-from .helpers import DOUBLE, FLOAT, FLOATS, HALF, each_dtype, named, sizes_of, slow
-from .test_features import ALONE, GROUPED, TOGETHER
+from ..features import Maker
+from ..helpers import DOUBLE, FLOAT, FLOATS, HALF, each_dtype, named, sizes_of, slow
+from ..test_features import ALONE, GROUPED, TOGETHER
 
 NAMES = ("lse", "max_scores", "entropy")
 

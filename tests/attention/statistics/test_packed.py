@@ -12,9 +12,9 @@ from cs336_systems.attention import attention_varlen, score_statistics, score_st
 from cs336_systems.attention.variants import document
 from cs336_systems.testing import make_packed
 
-from .helpers import FLOAT, each_implementation, named, packed_arguments
-from .test_statistics import check
-from .test_varlen import CASES, HEADS, LENGTHS, maker
+from ..helpers import FLOAT, each_implementation, named, packed_arguments
+from ..test_varlen import CASES, HEADS, LENGTHS, maker
+from .test_values import check
 
 
 @each_implementation
