@@ -26,15 +26,15 @@ if not __package__:
 import torch
 
 from benchmarks.lib import flags, harness
-from benchmarks.lib.tables import number
-from benchmarks.parts.attention_measure import measure
-from benchmarks.parts.attention_providers import (
+from benchmarks.lib.attention_providers import (
     PEER_DISTRIBUTIONS,
     Problem,
     all_providers,
     chosen_providers,
     reasons_missing,
 )
+from benchmarks.lib.tables import number
+from benchmarks.parts.attention_measure import measure
 from benchmarks.parts.attention_report import METRICS, benchmark, plots, run_perf_report, tables
 from cs336_systems.profiling.torch_names import COMPILER
 

@@ -29,11 +29,11 @@ import pandas as pd
 import torch
 
 from benchmarks.lib import flags, harness
+from benchmarks.lib.attention_providers import PEER_DISTRIBUTIONS, add_peers
 from benchmarks.lib.comparison import Comparison, Context, plausible_difference, timing_method
 from benchmarks.lib.harness import Case, Row
 from benchmarks.lib.intervals import figures_with_intervals
 from benchmarks.lib.tables import bullets, markdown, number, sections
-from benchmarks.parts.attention_providers import PEER_DISTRIBUTIONS, add_peers
 from cs336_systems.profiling.timing import call_milliseconds, measure_ms
 from cs336_systems.profiling.torch_names import COMPILER
 

@@ -34,12 +34,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.lib import flags, harness
+from benchmarks.lib.attention_providers import PEER_DISTRIBUTIONS, add_peers, reasons_missing
 from benchmarks.lib.comparison import plausible_difference, relative_difference, timing_method
 from benchmarks.lib.harness import Case, Comparison, Context, Row
 from benchmarks.lib.intervals import figures_with_intervals
 from benchmarks.lib.isolation import map_isolated
 from benchmarks.lib.tables import markdown, number
-from benchmarks.parts.attention_providers import PEER_DISTRIBUTIONS, add_peers, reasons_missing
 from benchmarks.parts.feature_cases import FEATURES, Feature, Sizes
 from benchmarks.parts.feature_providers import OURS, PEERS, bind
 from cs336_systems.profiling.report import ABSENT

@@ -30,12 +30,12 @@ import pandas as pd
 import torch
 
 from benchmarks.lib import flags
+from benchmarks.lib.attention_providers import PEER_DISTRIBUTIONS, Problem, add_peers, all_providers
 from benchmarks.lib.harness import Context, Outcome, Program, Row, Status, run
 from benchmarks.lib.isolation import run_isolated
 from benchmarks.lib.results import error
 from benchmarks.lib.tables import figures, markdown
 from benchmarks.parts.attention_measure import Bound, outcome_of_provider, random_tensors
-from benchmarks.parts.attention_providers import PEER_DISTRIBUTIONS, Problem, add_peers, all_providers
 from cs336_systems.profiling.timing import synchronize
 
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")

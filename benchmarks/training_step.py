@@ -22,10 +22,10 @@ import pandas as pd
 
 from benchmarks import transformer
 from benchmarks.lib import flags, harness, models
+from benchmarks.lib.attention_providers import KERNELS, KERNELS_LABEL
 from benchmarks.lib.intervals import figures_with_intervals, marks, quotient
 from benchmarks.lib.models import AXES, LLAMA, TORCH, varying
 from benchmarks.lib.tables import bullets, markdown, number, plot_lines, sections, with_columns
-from benchmarks.parts.attention_providers import KERNELS, KERNELS_LABEL
 
 COMPARED = (LLAMA, TORCH)
 """The providers that others are compared with."""

@@ -19,8 +19,8 @@ _was_enabled = False
 def collection_paused() -> Iterator[None]:
     """Disable Python's garbage collector inside the block, in all threads.
 
-    A collection takes measurable time, a quarter of that of Triton's front end, and frees tensors in reference cycles,
-    which makes memory figures too small. Blocks may overlap: the end of the last one restores what the first one found.
+    A collection takes measurable time, also while Triton compiles, and frees tensors in reference cycles, which makes
+    memory figures too small. Blocks may overlap: the end of the last one restores what the first one found.
     """
     global _was_enabled
     block = object()
@@ -44,7 +44,7 @@ def _end(blocks: list[object]) -> None:
 
 
 def _end_those_of_other_threads() -> None:
-    """In a forked process, which has the thread alone that forked."""
+    """In a forked process, whose only thread is the one that forked."""
     global _lock
     _lock = threading.Lock()  # another thread may have held it
     _end([block for block, thread in _threads.items() if thread != threading.get_ident()])

@@ -1,1 +1,1 @@
-"""What the benchmark programs share: flags, cases and rows, timing in rounds, child processes, tables."""
+"""What the benchmark programs share: flags, cases and rows, implementations of attention, timing, processes, tables."""

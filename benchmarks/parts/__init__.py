@@ -1,1 +1,1 @@
-"""Parts of single benchmark programs, which their names begin with."""
+"""Parts of one program each, such as its tables, its child processes, and the pages and questions of report.py."""

@@ -13,6 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.lib.attention_providers import (
+    BASELINE,
+    Attend,
+    Problem,
+    Provider,
+    add_peers,
+    all_providers,
+    chosen_providers,
+    reference_name,
+)
 from benchmarks.lib.comparison import (
     Comparison,
     Context,
@@ -25,16 +35,6 @@ from benchmarks.lib.comparison import (
 from benchmarks.lib.flags import DTYPES
 from benchmarks.lib.host_memory import available_bytes
 from benchmarks.lib.results import Outcome, Row, Status, mebibytes, outcome_of
-from benchmarks.parts.attention_providers import (
-    BASELINE,
-    Attend,
-    Problem,
-    Provider,
-    add_peers,
-    all_providers,
-    chosen_providers,
-    reference_name,
-)
 from cs336_systems.profiling.environment import device_name
 from cs336_systems.profiling.flops import Pass, teraflops_per_second
 from cs336_systems.profiling.memory import GIB, measure_memory

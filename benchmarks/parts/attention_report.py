@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import pandas as pd
 import torch
 
+from benchmarks.lib.attention_providers import GROUPS, KERNELS, KERNELS_LABEL, all_providers
 from benchmarks.lib.flags import DTYPES, PASSES
 from benchmarks.lib.results import Row
 from benchmarks.lib.tables import line_style, markdown, matrix, new_figure, number
-from benchmarks.parts.attention_providers import GROUPS, KERNELS, KERNELS_LABEL, all_providers
 from cs336_systems.profiling.flops import attention_bytes, attention_memory, device_peak
 from cs336_systems.profiling.memory import MIB
 

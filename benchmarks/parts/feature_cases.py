@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.parts.attention_providers import Mask
+from benchmarks.lib.attention_providers import Mask
 from cs336_systems.attention import variants
 from cs336_systems.attention.mods import mask_mod
 

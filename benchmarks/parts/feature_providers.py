@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.parts.attention_providers import block_mask, output_alone
+from benchmarks.lib.attention_providers import block_mask, output_alone
 from benchmarks.parts.feature_cases import Feature, Sizes
 from cs336_systems.attention import attention, attention_varlen
 

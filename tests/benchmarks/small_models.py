@@ -9,11 +9,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.lib import harness
+from benchmarks.lib import attention_providers, harness
 from benchmarks.lib.comparison import Context
 from benchmarks.lib.isolation import Finished
 from benchmarks.lib.models import ModelCase
-from benchmarks.parts import attention_providers
 from cs336_systems.transformer import TransformerConfig
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import attention
 from benchmarks.attention import parse, problems
-from benchmarks.parts.attention_providers import Problem, all_providers
+from benchmarks.lib.attention_providers import Problem, all_providers
 from benchmarks.parts.attention_report import benchmark, draw_rooflines, intensity, plots, tables
 
 from .small_models import CPU, measure_here, run_here

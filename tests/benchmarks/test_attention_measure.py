@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.attention import parse
+from benchmarks.lib.attention_providers import Problem, Provider
 from benchmarks.lib.comparison import Context, doubts, plausible_difference, relative_difference
 from benchmarks.lib.flags import PASSES
 from benchmarks.lib.results import Row, Status
 from benchmarks.parts import attention_measure
 from benchmarks.parts.attention_measure import Bound, CaseRun, random_tensors, series_outcome
-from benchmarks.parts.attention_providers import Problem, Provider
 
 from .small_models import CPU
 

@@ -16,9 +16,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks import features
 from benchmarks.features import PLAIN, FeatureCase, cases_of, first_call, measure, parse, tables
+from benchmarks.lib.attention_providers import add_peers, block_mask
 from benchmarks.lib.comparison import Context, relative_difference
 from benchmarks.parts import feature_providers
-from benchmarks.parts.attention_providers import add_peers, block_mask
 from benchmarks.parts.feature_cases import FEATURES, Feature, Sizes, sequence_lengths
 from benchmarks.parts.feature_providers import PEERS, bind
 from cs336_systems.profiling.torch_names import without_donated_buffers

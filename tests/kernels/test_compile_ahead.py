@@ -107,9 +107,14 @@ def test_a_launch_waits_for_its_kernel_alone(fails):
 
 def test_no_garbage_is_collected_while_a_launch_compiles():
     enabled: list[bool] = []
+
+    class Events(list[Any]):
+        def append(self, event):
+            enabled.append(gc.isenabled())
+
     kernel = Kernel()
+    kernel.events = Events()
     kernel.may_compile.set()
-    kernel.events = type("Events", (), {"append": lambda self, event: enabled.append(gc.isenabled())})()
     compile_ahead([(kernel, launch())], CPU)
     wait(launching._in_background[kernel])
     Launcher(kernel)((16,), launch)

@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.parts.attention_measure import Bound, random_tensors
-from benchmarks.parts.attention_providers import (
+from benchmarks.lib.attention_providers import (
     Problem,
     Provider,
     _bind_flex,
@@ -23,6 +22,7 @@ from benchmarks.parts.attention_providers import (
     peer_providers,
     reference_name,
 )
+from benchmarks.parts.attention_measure import Bound, random_tensors
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 PROBLEM = Problem("float32", "causal", batch=2, heads=4, kv_heads=4, head_dim=16, length=32)
