@@ -18,7 +18,7 @@ from ..call import NO_AUX, Aux, Call, Gradients, Options, Wanted
 from ..layouts import ALIGNMENT, has_tma_strides, one_a_row
 from ..torch_names import raw_stream
 from .other_gradients import OtherGradients
-from .tiles import BACKWARD, HEAD_DIMS, WIDE, BackwardConfig, ForwardConfig, backward_head_dim, split_head_dim
+from .tiles import HEAD_DIMS, WIDE, BackwardConfig, ForwardConfig, backward_config, split_head_dim
 
 CAPABILITY = (9, 0)
 
@@ -94,7 +94,7 @@ def unsupported_backward(call: Call) -> str | None:
     for name, is_given in (("packed sequences", call.is_packed), ("listed blocks", is_listed)):
         if is_given:
             return f"adds up dQ of {name} in no fixed order, which deterministic=True needs"
-    if not BACKWARD[backward_head_dim(call.head_dim, call.v_head_dim)].has_turns:
+    if not backward_config(call.head_dim, call.v_head_dim, pair_itemsize=0).has_turns:
         # Consumer warp groups add dQ to global memory, in no order.
         return "adds up dQ of head dimensions of q and v above 128 in no fixed order, which deterministic=True needs"
     return None

@@ -257,8 +257,8 @@ def epilogue(tensors, seq, tile, first_key, first_column, dv_buffer, dk_buffer, 
 
 
 @gluon.jit
-def store_tail(desc, seq, tile, first_key, buffer, x, HEAD_DIM: gl.constexpr):
-    """Store 64 rows of a gradient's tail by TMA. `epilogue` waits for it."""
+def store_tail(desc, seq, tile, first_key, buffer, x, first_column):
+    """Store 64 rows of a gradient's tail by TMA, from a column on. `epilogue` waits for it."""
     as_matrix(buffer, x.shape[0], x.shape[1]).store(x)
     fence_async_shared()
-    async_store(desc, seq.outer_coords(tile.batch, tile.head, first_key, HEAD_DIM), buffer)
+    async_store(desc, seq.outer_coords(tile.batch, tile.head, first_key, first_column), buffer)

@@ -48,8 +48,9 @@ def mainloop(
 
     dq: where the warp group adds to the first head's dQ, if it does that itself; else None.
     """
+    COLUMNS: gl.constexpr = HEAD_DIM + memory.K_TAIL
     if dq is not None and seq.varlen.VARLEN:
-        dq += seq.padded_inner_start().to(gl.int64) * HEAD_DIM
+        dq += seq.padded_inner_start().to(gl.int64) * COLUMNS
     ENDS: gl.constexpr = masked_ends(seq.LEFT, seq.RIGHT, seq.MASKED, seq.blocks.LISTED)
     BEFORE: gl.constexpr = ENDS[0]
     AFTER: gl.constexpr = ENDS[1]
@@ -81,5 +82,5 @@ def mainloop(
                 )  # fmt: skip
                 n += 1
         if dq is not None:
-            dq += gl.to_tensor(padded_len).to(gl.int64) * HEAD_DIM
+            dq += gl.to_tensor(padded_len).to(gl.int64) * COLUMNS
     return dk, dv, n

@@ -36,6 +36,7 @@ class PieceMemory:
     scores: gl.shared_memory_descriptor
     PIECES: gl.constexpr
     OF_V: gl.constexpr
+    K_TAIL: gl.constexpr
 
     @gluon.jit
     def drain(self, n):
@@ -67,7 +68,7 @@ def new_piece_memory(tensors, STAGES: gl.constexpr, PIECES: gl.constexpr, OF_V: 
         pieces = new_pipeline(tensors.dout, STAGES, named_barriers.PIECE_EMPTY)
         whole = new_pipeline(tensors.q, 1, named_barriers.Q_EMPTY)
     scores = gl.allocate_shared_memory(dtype, [COUNT, WG_ROWS, WG_ROWS], layout)
-    return PieceMemory(scheduler, k, v, k_empty, v_empty, pieces, whole, lse2, delta, scores, PIECES, OF_V)
+    return PieceMemory(scheduler, k, v, k_empty, v_empty, pieces, whole, lse2, delta, scores, PIECES, OF_V, 0)
 
 
 @gluon.jit

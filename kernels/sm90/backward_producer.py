@@ -118,13 +118,14 @@ def new_memory(
     dout = new_pipeline(tensors.dout, STAGES, named_barriers.DOUT_EMPTY)
     lse2 = new_buffers(tensors.lse2, STAGES)
     delta = new_buffers(tensors.delta, STAGES)
-    ONE_DS: gl.constexpr = tensors.K_TAIL > 0 and tensors.q.block_shape[-1] > WG_ROWS
+    ONE_DS: gl.constexpr = tensors.K_TAIL > 0 and tensors.q.block_shape[-1] > WG_ROWS and not SHARED_KEYS
     ds = gl.allocate_shared_memory(dtype, [1 if ONE_DS else 2, KEYS, TILE_Q], layout)
     q_tail, k_tail, dout_tail, v_tail = q.buffers, k, dout.buffers, v
+    if tensors.K_TAIL > 0:
+        q_tail, k_tail = new_buffers(tensors.q_tail, STAGES), new_buffers(tensors.k_tail, 1)
     if SHARED_KEYS:
         p_or_dq = gl.allocate_shared_memory(dtype, [2, KEYS, TILE_Q], layout)
     elif tensors.K_TAIL > 0:
-        q_tail, k_tail = new_buffers(tensors.q_tail, STAGES), new_buffers(tensors.k_tail, 1)
         # An even number, for `first_dq_buffer`.
         p_or_dq = new_buffers(dq, 6 if ONE_DS else 4)
     else:

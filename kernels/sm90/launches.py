@@ -236,9 +236,10 @@ def backward_launch(
         *((k, config.tile_k, head_dim), (v, ROWS, head_dim)),
     )
     dk, dv = (None if x is None else with_batch(x)[0] for x in (dk, dv))
+    of_dk, of_dv = (tail // 2 if shares_keys else tail for tail in (k_tail, v_tail))
     tails = (
-        *((q, config.tile_q, k_tail), (k, config.tile_k, k_tail), (dk, ROWS, k_tail)),
-        *((dout, config.tile_q, v_tail), (v, ROWS, v_tail), (dv, ROWS, v_tail)),
+        *((q, config.tile_q, k_tail), (k, config.tile_k, k_tail), (dk, ROWS, of_dk)),
+        *((dout, config.tile_q, v_tail), (v, ROWS, v_tail), (dv, ROWS, of_dv)),
     )
     constants = {
         "HEAD_DIM": head_dim, "K_TAIL": k_tail, "V_TAIL": v_tail, "TILE_Q": config.tile_q, "TILE_K": config.tile_k,

@@ -164,6 +164,8 @@ BACKWARD = {
     # Shared memory holds k, v, a tile of q, and three pieces of dout, which take the producer more registers.
     512: BackwardConfig(64, 64, 128, 3, 232, 40, 168, piece=64),
 }
+BACKWARD_WIDE_SPLIT = BackwardConfig(64, 64, 64, 2, 240, 24, 168, k_tail=64, v_tail=64)
+"""Where v too has more than 128 of 192 columns."""
 BACKWARD_OF_V = BackwardConfig(64, 64, 128, 4, 240, 24, 168, piece=128)
 """Of the launch for dV where there are pieces: there are named barriers for four."""
 BACKWARD_PAIRS = {
@@ -196,10 +198,10 @@ def padded_head_dim(head_dim: int) -> int:
 
 def backward_head_dim(head_dim: int, v_head_dim: int) -> int:
     """Columns of q and k that a backward computes, in one tile and perhaps a tail."""
-    columns, k_tail, v_tail = split_head_dim(head_dim, v_head_dim) or (0, 0, 0)
+    columns, k_tail, _ = split_head_dim(head_dim, v_head_dim) or (0, 0, 0)
     if columns == 64 and k_tail > 0:
         return 96
-    return columns + k_tail if (k_tail, v_tail) == (64, 0) else padded_head_dim(head_dim)
+    return columns + k_tail if k_tail == 64 else padded_head_dim(head_dim)
 
 
 def forward_config(
@@ -224,6 +226,8 @@ def forward_config(
 def backward_config(head_dim: int, v_head_dim: int, *, pair_itemsize: int) -> BackwardConfig:
     """The configuration of a backward call of these head dimensions."""
     columns = backward_head_dim(head_dim, v_head_dim)
+    if columns == 192 and v_head_dim > 128:
+        return BACKWARD_WIDE_SPLIT
     config = BACKWARD_PAIRS[pair_itemsize].get(columns, BACKWARD[columns])
     return config._replace(v_tail=0) if v_head_dim <= columns - config.k_tail else config
 

@@ -119,6 +119,8 @@ def cases_of(name, dim):
     others = [unmasked, causal | {"softcap": 5.0}, packed]
     if name == "backward" and dim == 192:
         others.append(causal | {"band": "window", "deterministic": True, "dtype": "float16"})
+        wide = [causal, packed, causal | {"softcap": 5.0}, causal | {"rules": "document_listed"}]
+        others += [case | {"v_head_dim": 192} for case in wide]
     elif name == "backward" and dim == 96:
         others.append(window | {"deterministic": True, "dtype": "float16"})
         others.append(causal | {"v_head_dim": 64})

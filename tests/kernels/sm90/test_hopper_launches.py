@@ -104,6 +104,7 @@ def test_a_launch_computes_256_columns_of_a_wider_output(calls):
         (128, 128, (128, 0, 0)),
         (192, 128, (128, 64, 0)),
         (136, 72, (128, 64, 0)),
+        (136, 136, (128, 64, 64)),
         (256, 256, (256, 0, 0)),
     ],
 )
@@ -117,7 +118,8 @@ def test_backward_launches(calls, monkeypatch, num_sms, d, dv, tiles_of, with_dl
     assert gradients[3:] == (None, ())
     (_, prepare, _), (_, main, launch), (_, finish, _) = calls
     assert [name for name, *_ in calls] == ["prepare_kernel", "backward_kernel", "finish_kernel"]
-    turns = prepare[7] if d < 256 else None
+    shares_keys = dv > 128
+    turns = None if shares_keys else prepare[7]
     starts = [x.data_ptr() for x in (call.aux.cu_seqlens_q, call.aux.cu_seqlens_k)] if is_packed else [None] * 2
     assert (prepare[3] is not None) == with_dlse
     assert main[:9] == (*[x.data_ptr() for x in (call.q,)], prepare[1], call.k.data_ptr(), call.v.data_ptr(),
@@ -128,7 +130,7 @@ def test_backward_launches(calls, monkeypatch, num_sms, d, dv, tiles_of, with_dl
     assert main[13:16] == ((main[1], main[3], main[7]) if tiles_of[2] else (None,) * 3)
     assert main[-6:] == (*starts, None, None, None, None)
     assert finish == (prepare[6], prepare[7], gradients.q.data_ptr(), starts[0])
-    keys = 64 if d == 256 else 128
+    keys = 64 if shares_keys else 128
     tiles = 2 * (300 // keys + 5 + 1) if is_packed else 4 * -(-300 // keys)
     row_programs = 4 * (200 // 128 + 5 + 1) * 2 if is_packed else 8 * 256 // 64
     assert [launch.grid[0] for *_, launch in calls] == [row_programs, min(num_sms, tiles), row_programs]

@@ -11,7 +11,6 @@ from cs336_systems.kernels.call import NO_AUX, Aux, Call, Options
 from cs336_systems.kernels.sm90.backward_rows import finish_kernel, prepare_kernel
 from cs336_systems.kernels.sm90.launches import backward_tiles
 from cs336_systems.kernels.sm90.row_launches import RowBuffers, finish_launch, prepare_launch, row_buffers
-from cs336_systems.kernels.sm90.tiles import BACKWARD
 from cs336_systems.testing import starts_of
 
 HEADS, TILE, PADDING = 3, 64, 128
@@ -52,7 +51,7 @@ def copied_rows(is_packed):
 @pytest.mark.parametrize("with_dlse", [False, True])
 @pytest.mark.parametrize(
     ("d", "dv", "is_packed"),
-    [*((d, d, False) for d in (64, 40, 96, 400)), (192, 128, False), (136, 72, True), (64, 64, True)],
+    [*((d, d, False) for d in (64, 40, 96, 160, 400)), (192, 128, False), (136, 72, True), (64, 64, True)],
 )
 def test_prepare(flash_device, d, dv, is_packed, with_dlse):
     call, out, dout, buffers, memory = call_of(flash_device, d=d, dv=dv, is_packed=is_packed)
@@ -86,13 +85,13 @@ def fragments(tile):
 
 @pytest.mark.parametrize(
     ("d", "dv", "is_packed"),
-    [*((d, d, False) for d in (64, 40, 96, 400, 256)), (192, 128, False), (136, 72, True), (64, 64, True)],
+    [*((d, d, False) for d in (64, 40, 96, 160, 400, 256)), (192, 128, False), (136, 72, True), (64, 64, True)],
 )
 def test_finish(flash_device, d, dv, is_packed):
     call, _, _, buffers, memory = call_of(flash_device, d=d, dv=dv, is_packed=is_packed)
     dq = torch.empty_like(call.q)
     sums = torch.randn(buffers.batch_heads, buffers.rows, buffers.head_dim)
-    columns = BACKWARD[buffers.head_dim].dq_columns
+    columns = backward_tiles(call).dq_columns
     tiles = [half for tile in sums.view(-1, TILE, buffers.head_dim) for half in tile.split(columns, 1)]
     _, _, dq_sums, turns = buffers.views(memory)
     dq_sums.copy_(torch.cat([fragments(tile) for tile in tiles]))
@@ -101,7 +100,7 @@ def test_finish(flash_device, d, dv, is_packed):
     finish_launch(call, dq, buffers, memory).of(finish_kernel)
     if backward_tiles(call).has_turns:
         # Of 64 or 128 rows that nobody visited there are no sums.
-        span = BACKWARD[buffers.head_dim].tile_q // TILE
+        span = backward_tiles(call).tile_q // TILE
         visited = (turns.view(-1, span)[:, 0] > 0).cpu()
         sums.view(len(visited), -1)[~visited] = 0.0
     by_head = sums.view(*dq.shape[:-2], buffers.rows, -1)[..., :d] * 0.5
