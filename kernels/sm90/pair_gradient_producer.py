@@ -15,8 +15,9 @@ from .lib.tile_map import TileMap
 
 @struct
 class Tensors:
-    """Tensors in global memory: TMA descriptors, numbers of each row of q, and the workspace. target: the gradient.
+    """Tensors in global memory: TMA descriptors, numbers of each row of q, and the workspace.
 
+    target: the gradient, not used for distances; sums: a pointer, used for them alone (`pair_gradient_kernel`).
     SAME_PAIRS: whether all batch entries and heads that share a tile of the gradient read one tile of ``pairs``.
     """
 
@@ -25,6 +26,7 @@ class Tensors:
     k: tma.tensor_descriptor
     v: tma.tensor_descriptor
     target: tma.tensor_descriptor
+    sums: gl.tensor
     pairs: PairTensor
     lse2: gl.tensor
     delta: gl.tensor
@@ -74,7 +76,8 @@ def new_operands(of_rows, of_keys, STAGES: gl.constexpr):
 class SharedMemory:
     """What warps share.
 
-    pairs: a tile for each consumer, in a single stage; not used without a `PairTensor`. sums: a tile for each consumer.
+    pairs: a tile for each consumer, in a single stage; not used without a `PairTensor`. sums: a tile for each consumer,
+    not used for distances.
     """
 
     scheduler: TileScheduler
@@ -85,7 +88,7 @@ class SharedMemory:
 
 
 @gluon.jit
-def new_memory(tensors, QK_STAGES: gl.constexpr, STAGES: gl.constexpr):
+def new_memory(tensors, QK_STAGES: gl.constexpr, STAGES: gl.constexpr, DISTANCES: gl.constexpr):
     """Allocate it."""
     scheduler = new_scheduler(2, False)
     qk = new_operands(tensors.q, tensors.k, QK_STAGES)
@@ -93,14 +96,18 @@ def new_memory(tensors, QK_STAGES: gl.constexpr, STAGES: gl.constexpr):
     pairs = qk.rows
     if tensors.pairs.ARGUMENT is not None:
         pairs = Pipeline(new_buffers(tensors.pairs.desc, 2), new_barriers(1, 1), new_barriers(1, 2), 1)
-    return SharedMemory(scheduler, qk, gradients, pairs, new_buffers(tensors.target, 2))
+    sums = qk.keys
+    if not DISTANCES:
+        sums = new_buffers(tensors.target, 2)
+    return SharedMemory(scheduler, qk, gradients, pairs, sums)
 
 
 @struct
 class PairMap:
     """The tiles of the gradient, and the batch entries and heads that share each: ``shared_heads`` is 1 or all.
 
-    seq: rows and keys, with limits.
+    seq: rows and keys, with limits. DISTANCES: tiles are square, and a CTA computes the sum of those of a band, from
+    the upper left to the lower right, in which an element has the same column - row in all of them.
     """
 
     seq: TileMap
@@ -108,21 +115,41 @@ class PairMap:
     heads_per_kv: gl.tensor
     shared_batches: gl.tensor
     shared_heads: gl.tensor
+    DISTANCES: gl.constexpr
+
+    @gluon.jit
+    def tiles(self):
+        """The tiles of a matrix along its rows, and along its keys."""
+        return self.seq.tiles_per_head(), gl.cdiv(self.seq.inner_len, self.seq.INNER_TILE)
 
     @gluon.jit
     def num_tiles(self):
-        """The tiles of all matrices."""
-        return self.matrices * self.seq.tiles_per_head() * gl.cdiv(self.seq.inner_len, self.seq.INNER_TILE)
+        """The tiles of all matrices, or their bands."""
+        of_rows, of_keys = self.tiles()
+        if self.DISTANCES:
+            count = self.matrices * (of_rows + of_keys - 1)
+        else:
+            count = self.matrices * of_rows * of_keys
+        return count
 
     @gluon.jit
     def place(self, index):
-        """The matrix of a tile's index, and its first row and key."""
-        of_keys = gl.cdiv(self.seq.inner_len, self.seq.INNER_TILE)
-        row_tile = index // of_keys
-        of_rows = self.seq.tiles_per_head()
-        return (
-            row_tile // of_rows, row_tile % of_rows * self.seq.OUTER_TILE, index % of_keys * self.seq.INNER_TILE,
-        )  # fmt: skip
+        """The matrix of a tile's index, and its first row and key; of a band's index, those of its first tile."""
+        of_rows, of_keys = self.tiles()
+        if self.DISTANCES:
+            # The longest bands, those in the middle, come first: the others fill the gaps at the end.
+            order = index // self.matrices
+            matrix = index % self.matrices
+            aside = gl.where(order % 2 == 1, -((order + 1) // 2), order // 2)
+            ahead = (of_rows + of_keys - 1) // 2 + aside - (of_rows - 1)
+            row_tile = gl.maximum(-ahead, 0)
+            key_tile = gl.maximum(ahead, 0)
+        else:
+            row_tile = index // of_keys
+            matrix = row_tile // of_rows
+            row_tile = row_tile % of_rows
+            key_tile = index % of_keys
+        return matrix, row_tile * self.seq.OUTER_TILE, key_tile * self.seq.INNER_TILE
 
     @gluon.jit
     def entries(self, matrix, row, column):
@@ -141,6 +168,15 @@ class PairMap:
         number = gl.to_tensor(number)
         return first_batch + number // self.shared_heads, first_head + number % self.shared_heads
 
+    @gluon.jit
+    def length(self, row, column):
+        """The tiles of the band that begins with this tile, or 1."""
+        length = 1
+        if self.DISTANCES:
+            of_rows, of_keys = self.tiles()
+            length = gl.minimum(of_rows - row // self.seq.OUTER_TILE, of_keys - column // self.seq.INNER_TILE)
+        return length
+
 
 @gluon.jit
 def producer(tensors, memory, pair_map):
@@ -156,23 +192,27 @@ def producer(tensors, memory, pair_map):
     while index < num_tiles:
         # Consumers find everything from the tile's index, which takes the place of a first row.
         memory.scheduler.push(turn, COMPUTE, pair_map.seq.tile(turn, turn, index), pair_map.seq)
-        matrix, row, column = pair_map.place(index)
-        first_batch, first_head, count = pair_map.entries(matrix, row, column)
+        matrix, first_row, first_column = pair_map.place(index)
+        first_batch, first_head, count = pair_map.entries(matrix, first_row, first_column)
+        length = pair_map.length(first_row, first_column)
         for number in range(count):
             batch, head = pair_map.entry(first_batch, first_head, number)
             kv_head = head // pair_map.heads_per_kv
-            memory.qk.load(tensors.q, tensors.k, batch, head, kv_head, row, column, n)
-            if PAIRS:  # noqa: SIM102 - known when compiled
-                if (number == 0) | (not tensors.SAME_PAIRS):
-                    memory.pairs.wait_empty(of_pairs)
-                    full = memory.pairs.full_barrier(of_pairs)
-                    mbarrier.expect(full, BYTES)
-                    for group in gl.static_range(2):
-                        tile = memory.pairs.buffers.index(group)
-                        tensors.pairs.load(batch, head, row + group * WG_ROWS, column, full, tile)
-                    of_pairs += 1
-            memory.gradients.load(tensors.dout, tensors.v, batch, head, kv_head, row, column, n)
-            n += 1
+            for along in range(length):
+                row = first_row + along * ROWS
+                column = first_column + along * ROWS
+                memory.qk.load(tensors.q, tensors.k, batch, head, kv_head, row, column, n)
+                if PAIRS:  # noqa: SIM102 - known when compiled
+                    if (number == 0) | (not tensors.SAME_PAIRS):
+                        memory.pairs.wait_empty(of_pairs)
+                        full = memory.pairs.full_barrier(of_pairs)
+                        mbarrier.expect(full, BYTES)
+                        for group in gl.static_range(2):
+                            tile = memory.pairs.buffers.index(group)
+                            tensors.pairs.load(batch, head, row + group * WG_ROWS, column, full, tile)
+                        of_pairs += 1
+                memory.gradients.load(tensors.dout, tensors.v, batch, head, kv_head, row, column, n)
+                n += 1
         turn += 1
         index = claim_tile(tensors.workspace, num_tiles, False)
     memory.scheduler.push(turn, STOP, pair_map.seq.tile(turn, turn, turn), pair_map.seq)

@@ -1,15 +1,17 @@
-"""The gradient of a tensor that score changes read at each pair, such as a bias.
+"""The gradient of a tensor that score changes read at each pair, such as a bias, or at each distance.
 
 A CTA computes tiles of it, of 128 rows of q, one after another; two consumer warp groups have 64 of the rows each. For
 each batch entry and head that share the tensor they compute S = q kᵀ and dP = dout vᵀ again, and add dS, times the
 derivative by the element, to a sum in registers. A producer warp claims tiles and loads what the products read.
+
+For distances (column - row) a CTA adds up the tiles of a band, see `PairMap`, and in the end their diagonals.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 
-from ..versions import async_store
+from ..versions import async_store, barrier
 from .backward_consumer import probabilities
 from .forward_mainloop import pairs_of, visible
 from .lib.block_lists import new_block_lists
@@ -46,6 +48,7 @@ def consumer(
     while command != STOP:
         matrix, first_row, first_column = pair_map.place(index)
         first_batch, first_head, count = pair_map.entries(matrix, first_row, first_column)
+        length = pair_map.length(first_row, first_column)
         first_row += CONSUMER * WG_ROWS
         rows = first_row + gl.arange(0, WG_ROWS, layout=gl.SliceLayout(1, layout))
         total = gl.zeros([WG_ROWS, TILE_K], gl.float32, layout)
@@ -53,17 +56,22 @@ def consumer(
             batch, head = pair_map.entry(first_batch, first_head, number)
             is_first = (number == 0) | (not tensors.SAME_PAIRS)
             is_last = (number == count - 1) | (not tensors.SAME_PAIRS)
-            total += term(
-                CONSUMER, tensors, memory, seq, padded_len, scores, mods, rows, first_row, first_column,
-                batch, head, n, of_pairs, is_first, is_last, HEAD_DIM, TERM,
-            )  # fmt: skip
-            of_pairs += is_last.to(gl.int32)
-            n += 1
-        tma.store_wait(0)
-        buffer = memory.sums.index(CONSUMER)
-        as_matrix(buffer, WG_ROWS, TILE_K).store(total.to(buffer.dtype))
-        fence_async_shared()
-        async_store(tensors.target, [first_batch, first_head, first_row, first_column], buffer)
+            for along in range(length):
+                further = along * seq.OUTER_TILE
+                total += term(
+                    CONSUMER, tensors, memory, seq, padded_len, scores, mods, rows + further, first_row + further,
+                    first_column + further, batch, head, n, of_pairs, is_first, is_last, HEAD_DIM, TERM,
+                )  # fmt: skip
+                of_pairs += is_last.to(gl.int32)
+                n += 1
+        if pair_map.DISTANCES:
+            store_diagonals(CONSUMER, tensors, pair_map, matrix, first_row, first_column, total)
+        else:
+            tma.store_wait(0)
+            buffer = memory.sums.index(CONSUMER)
+            as_matrix(buffer, WG_ROWS, TILE_K).store(total.to(buffer.dtype))
+            fence_async_shared()
+            async_store(tensors.target, [first_batch, first_head, first_row, first_column], buffer)
         turn += 1
         command, _, _, index = memory.scheduler.pop(turn, 4)
     tma.store_wait(0)
@@ -109,6 +117,38 @@ def term(
     return p * (dp - delta[:, None]) * terms[TERM]
 
 
+@gluon.jit
+def store_diagonals(
+    CONSUMER: gl.constexpr, tensors, pair_map, matrix, first_row, first_column, total,
+):  # fmt: skip
+    """Sum 64 rows of a band's tile along its diagonals, and store the sum for each column - row of the tile.
+
+    Threads hold parts of rows. They exchange them through global memory, where no more than this CTA's L1 and the L2
+    cache see them; there is no shared memory left.
+    """
+    COLUMNS: gl.constexpr = pair_map.seq.INNER_TILE
+    layout: gl.constexpr = total.type.layout
+    rows = gl.arange(0, WG_ROWS, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    of_rows, of_keys = pair_map.tiles()
+    bands = of_rows + of_keys - 1
+    numbers = gl.to_tensor(pair_map.matrices * bands).to(gl.int64) * (4 * COLUMNS)
+    scratch = tensors.sums + numbers + (2 * gl.program_id(0) + CONSUMER) * (WG_ROWS * COLUMNS)
+    # No thread reads what it holds any more.
+    barrier()
+    gl.store(scratch + rows[:, None] * COLUMNS + columns[None, :], total)
+    barrier()
+    places = gl.arange(0, 2 * COLUMNS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    sums = gl.zeros([2 * COLUMNS], gl.float32, places.type.layout)
+    for row in range(WG_ROWS):
+        column = places - COLUMNS + CONSUMER * WG_ROWS + row
+        exists = (column >= 0) & (column < COLUMNS)
+        sums += gl.load(scratch + row * COLUMNS + column, mask=exists, other=0.0)
+    band = first_column // COLUMNS - first_row // COLUMNS + of_rows - 1
+    matrix += CONSUMER * pair_map.matrices
+    gl.store(tensors.sums + (matrix.to(gl.int64) * bands + band) * (2 * COLUMNS) + places, sums)
+
+
 @gluon.jit(do_not_specialize=DYNAMIC)
 def pair_gradient_kernel(
     q, dout, k, v, target, lse2, delta, workspace, captured, pairs, dropout,
@@ -117,6 +157,7 @@ def pair_gradient_kernel(
     HEAD_DIM: gl.constexpr, TILE_K: gl.constexpr, QK_STAGES: gl.constexpr, STAGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     MASK: gl.constexpr, SCORE: gl.constexpr, PAIR_ARGUMENT: gl.constexpr, SAME_PAIRS: gl.constexpr, TERM: gl.constexpr,
+    DISTANCES: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid: as many CTAs as the GPU runs at once, or fewer.
@@ -125,19 +166,27 @@ def pair_gradient_kernel(
     (q_len, k_len); ``shared_batches`` batch entries and ``shared_heads`` heads, 1 or all, share each. lse2, delta and
     scales: as of `backward_kernel`; workspace: see `lib.scheduler`. TERM: which of the derivatives that SCORE computes;
     captured, natural, MASK, SCORE: see `Mods`; pairs, PAIR_ARGUMENT: see `lib.pair_tiles`; SAME_PAIRS: see `Tensors`.
+
+    With DISTANCES target is a pointer to (2, matrices, bands, 2 * TILE_K) float32 numbers, which the two consumers
+    write: for each band of square tiles, the lower left one first, and each column - row of a tile, from -TILE_K on,
+    the sum over 64 rows of its tiles. Behind them are 128 * TILE_K numbers for each CTA, see `store_diagonals`.
     """
     varlen = new_varlen(None, None, unused, unused, unused, False)
     seq = TileMap(
         unused, heads, q_len, k_len, left, right, unused, varlen, new_block_lists(None, unused),
         2 * WG_ROWS, TILE_K, LEFT, RIGHT, False, False, False, False, False,
     )  # fmt: skip
-    pair_map = PairMap(seq, matrices, heads_per_kv, shared_batches, shared_heads)
+    pair_map = PairMap(seq, matrices, heads_per_kv, shared_batches, shared_heads, DISTANCES)
     scores = ScoreScale(exponent_scale, softcap_scale, SOFTCAP)
     mods = Mods(captured, natural, new_dropout(dropout, heads, 1, unused), MASK, SCORE)
+    sums = lse2
+    if DISTANCES:
+        sums = target
+        target = q
     tensors = Tensors(
-        q, dout, k, v, target, new_pair_tensor(pairs, PAIR_ARGUMENT, q), lse2, delta, workspace, SAME_PAIRS
+        q, dout, k, v, target, sums, new_pair_tensor(pairs, PAIR_ARGUMENT, q), lse2, delta, workspace, SAME_PAIRS
     )  # fmt: skip
-    memory = new_memory(tensors, QK_STAGES, STAGES)
+    memory = new_memory(tensors, QK_STAGES, STAGES, DISTANCES)
     fence_async_shared()
     gl.warp_specialize([
         (consumer, (0, tensors, memory, pair_map, padded_len, scores, mods, HEAD_DIM, TERM)),

@@ -32,11 +32,16 @@ def empty_buffer(term: Term, shape: tuple[int, int, int, int], lengths: tuple[in
         return torch.empty(full, dtype=tensor.dtype, device=tensor.device)
     batch, heads, q_len, k_len = shape
     if term.computed_by == "distance":
-        bands = -(-q_len // size) - (-k_len // size) - 1
+        bands = num_bands(q_len, k_len, size)
         return torch.empty(batch, heads, bands, 2, size, dtype=torch.float32, device=tensor.device)
     batch = batch if aux.cu_seqlens_q is None else 1
     length = lengths[term.computed_by == "column"]
     return torch.empty(batch, heads, length, dtype=torch.float32, device=tensor.device)
+
+
+def num_bands(q_len: int, k_len: int, size: int) -> int:
+    """The diagonals of a matrix of square tiles."""
+    return -(-q_len // size) - (-k_len // size) - 1
 
 
 def reduce_buffer(term: Term, buffer: Tensor, shape: tuple[int, int, int, int], aux: Aux) -> Tensor:

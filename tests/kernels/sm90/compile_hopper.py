@@ -27,7 +27,7 @@ from cs336_systems.kernels.inspection import Report, compile_for, rows_of
 from cs336_systems.kernels.sm90 import launches, row_launches
 from cs336_systems.kernels.sm90.backward import backward_kernel
 from cs336_systems.kernels.sm90.forward import forward_kernel
-from cs336_systems.kernels.sm90.pair_gradient_launch import pair_gradient_launch
+from cs336_systems.kernels.sm90.pair_gradient_launch import PairGradients, pair_gradient_launch
 from cs336_systems.kernels.sm90.pair_gradients import pair_gradient_kernel
 
 BANDS = {"none": (None, None), "causal": (None, 0), "window": (100, 0)}
@@ -117,7 +117,8 @@ def compile_one(
         exponentials = 64 * launch.constants["TILE_K"] // 128
     elif name == "pair_gradient":
         buffers, memory = row_launches.row_buffers(call), empty(row_launches.row_buffers(call).elements)
-        target, wanted = torch.empty_like(call.aux.score_aux[0]), Wanted(score_aux=(True,))
+        wanted = Wanted(score_aux=(True,))
+        [target] = PairGradients(call, buffers, wanted).new_targets(call.aux).values()
         launch = pair_gradient_launch(call, wanted, call.q, target, 0, buffers, memory, workspace, SMS)
         exponentials = 64 * launch.constants["TILE_K"] // 128
     else:

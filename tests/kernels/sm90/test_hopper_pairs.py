@@ -165,6 +165,10 @@ def learned_gate(device, *shape):
     return score_mod(lambda s, b, h, q, k: s * gate[h, q, k].sigmoid() + (q - k).abs() * 0.01)
 
 
+def distance_gate(gate, origin):
+    return score_mod(lambda s, b, h, q, k: s * gate[h, k - q + origin].sigmoid())
+
+
 LEARNED = {
     "entries_and_heads": (sizes(130, 208), {"causal": True}, lambda on: {"bias": learned(on, 2, 2, 130, 208)}),
     "all_share_one": (
@@ -194,6 +198,32 @@ LEARNED = {
     "masked": (
         sizes(130, 208, heads=(4, 2)), {},
         lambda on: {"bias": learned(on, 4, 130, 208, dtype=torch.float32), "mask": seen(on, 2, 1, 130, 208)},
+    ),
+    "distances": (
+        sizes(300, 420, heads=(4, 2)), {"causal": True},
+        lambda on: {"scores": variants.relative_bias(learned(on, 4, 719, dtype=torch.float32), 299)},
+    ),
+    "distances_of_entries": (
+        sizes(420, 300, d=128), {},
+        lambda on: {"scores": variants.relative_bias(learned(on, 2, 2, 800), 450), "dropout_p": 0.3, "seed": 1},
+    ),
+    "distances_that_all_share": (
+        sizes(257, 131, d=80, heads=(4, 1)), {"causal": "top_left"},
+        lambda on: {"scores": variants.relative_bias(learned(on, 1, 387), 256), "mask": seen(on, 2, 1, 257, 131)},
+    ),
+    "distances_in_a_window": (
+        sizes(600, d=96), {"window": (150, 20), "softcap": 4.0},
+        lambda on: {"scores": variants.relative_bias(learned(on, 2, 1199, dtype=torch.float16))},
+    ),
+    "distances_and_pairs": (
+        sizes(260, 136, d=128), {},
+        lambda on: {
+            "bias": learned(on, 2, 1, 260, 136, dtype=torch.float32),
+            "scores": variants.relative_bias(learned(on, 2, 395), 259),
+        },
+    ),
+    "distances_that_gate": (
+        sizes(200, 300), {}, lambda on: {"scores": distance_gate(learned(on, 2, 499, dtype=torch.float32), 199)},
     ),
 }  # fmt: skip
 
