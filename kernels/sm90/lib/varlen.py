@@ -97,8 +97,7 @@ class Varlen:
 @gluon.jit
 def slots_of(starts, sequences, num_sequences, tiles, TILE: gl.constexpr):
     """The first tile of each sequence, see `slot_of`; ``tiles`` for those after the rows after the last one."""
-    first = gl.load(starts + sequences, mask=sequences <= num_sequences, other=0).to(gl.int32)
-    slots = gl.where(sequences == 0, 0, gl.maximum(first, 0) // TILE + sequences)
+    slots = slot_of(starts, gl.minimum(sequences, num_sequences), TILE)
     return gl.where(sequences > num_sequences, tiles, slots)
 
 
@@ -114,10 +113,8 @@ def sequence_of(starts, tile, num_sequences, TILE: gl.constexpr):
     beyond = sequence + num_sequences + 1
     while beyond - sequence > 1:
         step = gl.cdiv(beyond - sequence, WARP)
-        asked = sequence + lanes * step
-        first = gl.load(starts + asked, mask=asked < beyond, other=0).to(gl.int32)
-        earlier = (asked < beyond) & (gl.maximum(first, 0) // TILE + asked <= tile)
-        sequence = gl.max(gl.where(earlier, asked, sequence), 0)
+        asked = gl.minimum(sequence + lanes * step, beyond - 1)
+        sequence = gl.max(gl.where(slot_of(starts, asked, TILE) <= tile, asked, sequence), 0)
         beyond = gl.minimum(beyond, sequence + step)
     return sequence
 
