@@ -26,7 +26,7 @@ except ImportError:  # Triton has no wheel for this platform: the functions run 
     triton = tl = None
 
 __all__ = [
-    "NUMBERS", "at", "bounded", "compared", "congruent", "difference", "far_float", "floor_divide", "in_torch",
+    "NUMBERS", "apart", "at", "bounded", "compared", "congruent", "difference", "far_float", "floor_divide", "in_torch",
     "inside", "interpreting", "jit", "less", "near_float", "remainder", "sigmoid", "tanh", "tl", "written",
 ]  # fmt: skip
 
@@ -85,6 +85,15 @@ def at(view, index):
     if element.dtype.is_floating():
         element = element.to(tl.float32)
     return element
+
+
+@jit
+def apart(column, row, origin):
+    """The index at which a table of distances is read, of which ``origin`` is that of distance 0.
+
+    Kernels for Hopper have `sm90.lib.mods.tile_apart` in its place, where tiles are whole.
+    """
+    return column - row + origin
 
 
 @jit

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .language import (
+    apart,
     at,
     bounded,
     compared,
@@ -43,6 +44,7 @@ PLACES = {"mask": AXES, "score": (SCORE, *AXES)}
 """The first parameters of a rule's functions, by its kind."""
 
 LANGUAGE = {
+    "apart": apart,
     "as_float": near_float,
     "at": at,
     "bounded": bounded,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -150,7 +151,7 @@ def is_divisible(call: Call, config: ForwardConfig | BackwardConfig) -> bool:
     """Whether all rows of the tiles or listed blocks that a CTA loops over exist: rules then need no clamps.
 
     In a backward whose rules load a number for each pair they are clamped all the same: else LLVM keeps addresses from
-    step to step, in registers that there are not.
+    step to step, in registers that there are not. Of tables of distances it has few.
     """
     if not call.has_rules or call.is_packed:
         return False
@@ -166,15 +167,17 @@ def is_divisible(call: Call, config: ForwardConfig | BackwardConfig) -> bool:
 def common_constants(call: Call, config: ForwardConfig | BackwardConfig) -> dict[str, Any]:
     """What both kernels are compiled for: a call's mask and soft cap, and registers."""
     left, right = call.band
+    divisible = is_divisible(call, config)
+    into = functools.partial(in_gluon, whole_tiles=divisible)
     return {
         "LEFT": left is not None,
         "RIGHT": right is not None,
         "BOTTOM_RIGHT": call.is_packed and call.options.bottom_right,
         "SOFTCAP": call.options.softcap is not None,
-        **bound_mods(call).code(backward=isinstance(config, BackwardConfig), into=in_gluon),
+        **bound_mods(call).code(backward=isinstance(config, BackwardConfig), into=into),
         "PAIR_ARGUMENT": None if (pairs := pair_tensor(call)) is None else pairs.argument,
         "BATCH_INNER": entries_share_pairs(call),
-        "INNER_DIVISIBLE": is_divisible(call, config),
+        "INNER_DIVISIBLE": divisible,
         "PRODUCER_REGISTERS": config.producer_registers,
         "CONSUMER_REGISTERS": config.consumer_registers,
     }

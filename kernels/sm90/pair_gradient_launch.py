@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -19,7 +20,7 @@ from .lib.mma import WG_ROWS
 from .lib.mods import in_gluon
 from .pair_gradients import pair_gradient_kernel
 from .row_launches import RowBuffers
-from .rule_arguments import bound_mods, pair_itemsize, pair_tensor
+from .rule_arguments import bound_mods, loads_pairs, pair_itemsize, pair_tensor
 from .tiles import padded_head_dim
 
 ROWS = WG_ROWS.value
@@ -130,6 +131,9 @@ def pair_gradient_launch(
     operand = pair_operand(call, ROWS, keys)
     of_pairs = shared if operand is None else operand.shape[:2]
     same_pairs = not of_distances and all(1 in sizes for sizes in zip(shared, of_pairs, strict=True))
+    # Where tensors have an element for each pair, rules clamp: see `launches.is_divisible`.
+    divisible = of_distances and k_len % keys == 0 and not loads_pairs(call, by_tma=True)
+    into = functools.partial(in_gluon, whole_tiles=divisible)
     tiles = triton.cdiv(q_len, 2 * ROWS) * triton.cdiv(k_len, keys)
     tiles = of_batch * of_heads * (num_bands(q_len, k_len, keys) if of_distances else tiles)
     return Launch(
@@ -147,9 +151,9 @@ def pair_gradient_launch(
         {
             "HEAD_DIM": head_dim, "TILE_K": keys, "QK_STAGES": qk_stages, "STAGES": stages,
             "LEFT": left is not None, "RIGHT": right is not None,
-            "SOFTCAP": call.options.softcap is not None, **mods.code(backward=True, into=in_gluon),
+            "SOFTCAP": call.options.softcap is not None, **mods.code(backward=True, into=into),
             "PAIR_ARGUMENT": None if pairs is None else pairs.argument,
-            "SAME_PAIRS": same_pairs, "TERM": number, "DISTANCES": of_distances,
+            "SAME_PAIRS": same_pairs, "TERM": number, "DISTANCES": of_distances, "INNER_DIVISIBLE": divisible,
             "PRODUCER_REGISTERS": 24, "CONSUMER_REGISTERS": 240,
         },
         {"num_warps": 4, "maxnreg": 168},

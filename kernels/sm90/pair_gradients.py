@@ -157,7 +157,7 @@ def pair_gradient_kernel(
     HEAD_DIM: gl.constexpr, TILE_K: gl.constexpr, QK_STAGES: gl.constexpr, STAGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     MASK: gl.constexpr, SCORE: gl.constexpr, PAIR_ARGUMENT: gl.constexpr, SAME_PAIRS: gl.constexpr, TERM: gl.constexpr,
-    DISTANCES: gl.constexpr,
+    DISTANCES: gl.constexpr, INNER_DIVISIBLE: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid: as many CTAs as the GPU runs at once, or fewer.
@@ -174,7 +174,7 @@ def pair_gradient_kernel(
     varlen = new_varlen(None, None, unused, unused, unused, False)
     seq = TileMap(
         unused, heads, q_len, k_len, left, right, unused, varlen, new_block_lists(None, unused),
-        2 * WG_ROWS, TILE_K, LEFT, RIGHT, False, False, False, False, False,
+        2 * WG_ROWS, TILE_K, LEFT, RIGHT, False, False, INNER_DIVISIBLE, False, False,
     )  # fmt: skip
     pair_map = PairMap(seq, matrices, heads_per_kv, shared_batches, shared_heads, DISTANCES)
     scores = ScoreScale(exponent_scale, softcap_scale, SOFTCAP)

@@ -12,7 +12,7 @@ from .. import rules
 from ..bound_mods import BoundMods, View, axes_with_elements, tensors_read
 from ..call import BLOCK, Aux, Call, Wanted
 from ..layouts import ALIGNMENT, has_tma_strides
-from ..mods import AXES, DISTANCE, code_of
+from ..mods import AXES, code_of
 
 NOTHING_WANTED = Wanted()
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.bool)
@@ -81,12 +81,13 @@ def pair_itemsize(call: Call) -> int:
 
 
 def loads_pairs(call: Call, *, by_tma: bool) -> bool:
-    """Whether rules load a number for each pair from a tensor: any but the `pair_tensor`, if that comes ``by_tma``."""
+    """Whether rules load a number for each pair from a tensor: any but the `pair_tensor`, if that comes ``by_tma``.
+
+    A table of distances is none.
+    """
     pairs = pair_tensor(call) if by_tma else None
     in_tiles = None if pairs is None else pairs.captured(call.aux)
-    return any(
-        x is not in_tiles and (not axes or DISTANCE in axes or {*AXES[2:]} <= {*axes}) for axes, x in tensors_read(call)
-    )
+    return any(x is not in_tiles and (not axes or {*AXES[2:]} <= {*axes}) for axes, x in tensors_read(call))
 
 
 def pair_tensor(call: Call) -> PairArgument | None:

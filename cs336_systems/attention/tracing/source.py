@@ -117,7 +117,7 @@ class _Writer:
         if slot.axes is not None:
             texts = list(slot.axes)
             if slot.origin is not None:
-                texts[-1] = f"column - row + {self.origin(slot)}"
+                texts[-1] = f"apart(column, row, {self.origin(slot)})"
         else:
             assert not isinstance(slot.tensor, Table)  # it has axes
             texts = []

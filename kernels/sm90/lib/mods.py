@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...language import compared, congruent, difference, less, remainder
+from ...language import apart, compared, congruent, difference, less, remainder
 from .dropout import Dropout
 from .struct import struct
 
@@ -15,28 +15,32 @@ ZERO, MINUS_INFINITY = gl.constexpr("0f00000000"), gl.constexpr("0fFF800000")
 """float32 numbers as PTX writes them."""
 
 
-def in_gluon(function):
-    """A `jit` function of `cs336_systems.kernels.language`, and those that it calls, as one that these kernels call."""
-    return _twin(function.fn)
+def in_gluon(function, *, whole_tiles):
+    """A `jit` function of `cs336_systems.kernels.language`, and those that it calls, as one that these kernels call.
+
+    whole_tiles: whether all positions along the columns of tiles exist, and so are not clamped.
+    """
+    return _twin(function.fn, whole_tiles)
 
 
 @functools.cache
-def _twin(python):
+def _twin(python, whole_tiles):
     scope = dict(python.__globals__)
     for name in python.__code__.co_names:
         value = scope.get(name)
         if value is tl:
             scope[name] = gl
-        elif twin := next((twin for known, twin in _twins() if known is value), None):
+        elif twin := next((twin for known, twin in _twins(whole_tiles) if known is value), None):
             scope[name] = twin
         elif hasattr(value, "fn"):
-            scope[name] = in_gluon(value)
+            scope[name] = in_gluon(value, whole_tiles=whole_tiles)
     return gluon.jit(types.FunctionType(python.__code__, scope, python.__name__))
 
 
-def _twins():
+def _twins(whole_tiles):
     """What these kernels have in place of functions of the language."""
-    return (compared, opaque), (congruent, tile_congruent), (difference, tile_difference), (less, tile_less)
+    known = (compared, opaque), (congruent, tile_congruent), (difference, tile_difference), (less, tile_less)
+    return (*known, (apart, tile_apart)) if whole_tiles else known
 
 
 @gluon.jit
@@ -72,6 +76,24 @@ def tile_difference(x, y):
         made = (x - further - y).to(gl.float32) + further.to(gl.float32)
     else:
         made = x.to(gl.float32) - y.to(gl.float32)
+    return made
+
+
+@gluon.jit
+def tile_apart(column, row, origin):
+    """column - row + origin with 64 bits, of positions that are not clamped along the columns of a tile.
+
+    As in `tile_less`, few integers are computed. How much further the others are is known when compiled, and becomes a
+    part of the instructions that load.
+    """
+    if along_columns(column, row):
+        near, further = in_eights(row)
+        made = (column + origin - near).to(gl.int64) - further
+    elif along_columns(row, column):
+        near, further = in_eights(column)
+        made = (near - (row - origin)).to(gl.int64) + further
+    else:
+        made = (column - row + origin).to(gl.int64)
     return made
 
 

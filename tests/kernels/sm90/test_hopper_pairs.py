@@ -203,6 +203,14 @@ LEARNED = {
         sizes(300, 420, heads=(4, 2)), {"causal": True},
         lambda on: {"scores": variants.relative_bias(learned(on, 4, 719, dtype=torch.float32), 299)},
     ),
+    "distances_in_whole_tiles": (
+        sizes(256, 384, heads=(4, 2)), {"causal": True},
+        lambda on: {"scores": variants.relative_bias(learned(on, 4, 700, dtype=torch.float32), 300)},
+    ),
+    "distances_in_whole_tiles_128": (
+        sizes(384, 256, d=128), {},
+        lambda on: {"scores": variants.relative_bias(learned(on, 2, 639).flip(-1), 383), "window": (200, 100)},
+    ),
     "distances_of_entries": (
         sizes(420, 300, d=128), {},
         lambda on: {"scores": variants.relative_bias(learned(on, 2, 2, 800), 450), "dropout_p": 0.3, "seed": 1},
