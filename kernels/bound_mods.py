@@ -48,7 +48,7 @@ class Term(NamedTuple):
 
     @property
     def computed_by(self) -> str:
-        """What computes it: "row", the dQ pass; "column", the dK and dV pass; "pair" or "distance", its own pass."""
+        """The portable pass that computes it: "row", that of dQ; "column", that of dK and dV; the others are alone."""
         if DISTANCE in self.axes:
             return "distance"
         if {"row", "column"} <= self.axes:

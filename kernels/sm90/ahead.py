@@ -32,6 +32,6 @@ def backward_launches(call: Call, wanted: Wanted, num_sms: int) -> Iterator[tupl
     yield prepare_kernel, prepare_launch(call, out, out, lse, dlse, buffers, memory)
     yield finish_kernel, finish_launch(call, q, buffers, memory)
     pairs = pair_gradients(call, buffers, wanted)
-    for number, target in pairs.new_targets(call.aux).items() if pairs else ():
+    for number, target in enumerate(pairs.new_targets(call.aux) if pairs else ()):
         launch = pair_gradient_launch(call, wanted, out, target, number, buffers, memory, workspace, num_sms)
         yield pair_gradient_kernel, launch

@@ -21,31 +21,28 @@ Others = tuple[Tensor | None, tuple[Tensor | None, ...]]
 
 
 def pair_gradients(call: Call, buffers: RowBuffers, wanted: Wanted) -> PairGradients | None:
-    """The gradients that the kernel for Hopper computes; None if there are none."""
+    """Those of captured tensors by the kernel for Hopper; None if none are wanted, or it cannot compute them."""
     if not any(wanted.score_aux) or call.is_packed or buffers.head_dim > MAX_PAIR_HEAD_DIM:
         return None
     from .pair_gradient_launch import PairGradients
 
-    found = PairGradients(call, buffers, wanted)
-    return found if found.positions else None
+    return PairGradients(call, buffers, wanted)
 
 
 class OtherGradients:
     """Those that are wanted of calls with this metadata.
 
-    Portable kernels compute those of captured tensors, but for what has an element for each pair of up to
-    `MAX_PAIR_HEAD_DIM` columns.
+    Portable kernels compute those of captured tensors where there are packed sequences or more than `MAX_PAIR_HEAD_DIM`
+    columns.
     """
 
     def __init__(self, call: Call, buffers: RowBuffers, wanted: Wanted) -> None:
         self._wanted, self._is_packed, self._q_len, self._buffers = wanted, call.is_packed, call.q_len, buffers
         self._pairs, self._captured = pair_gradients(call, buffers, wanted), None
-        of_pairs = self._pairs.positions if self._pairs else ()
-        rest = wanted._replace(score_aux=tuple([x and n not in of_pairs for n, x in enumerate(wanted.score_aux)]))
-        if any(rest.score_aux):
+        if any(wanted.score_aux) and self._pairs is None:
             from ..triton.captured_gradients import AfterBackward
 
-            self._captured = AfterBackward(call, rest)
+            self._captured = AfterBackward(call, wanted)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
@@ -53,9 +50,10 @@ class OtherGradients:
     ) -> Others:  # fmt: skip
         """After the backward, whose buffers ``memory`` holds."""
         found: tuple[Tensor | None, ...] = (None,) * len(aux.score_aux)
-        of_pairs = {} if self._pairs is None else self._pairs(q, k, v, dout, memory, workspace, aux)
+        if self._pairs is not None:
+            found = self._pairs(q, k, v, dout, memory, workspace, aux)
         if self._captured is None and not self._wanted.sinks:
-            return None, tuple(of_pairs.get(number) for number in range(len(found)))
+            return None, found
         if self._is_packed:  # each sequence is padded: its rows lie elsewhere
             delta = (out.float() * dout.float()).sum(-1)
             delta = delta if dlse is None else delta - dlse
@@ -65,4 +63,4 @@ class OtherGradients:
         of_sinks = sink_gradient(aux.sinks, lse, delta) if self._wanted.sinks and aux.sinks is not None else None
         if self._captured is not None:
             found = self._captured(q, k, v, out, lse, dout, dlse, delta, aux)
-        return of_sinks, tuple(of_pairs.get(number, x) for number, x in enumerate(found))
+        return of_sinks, found

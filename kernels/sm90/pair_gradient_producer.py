@@ -1,4 +1,4 @@
-"""Shared memory and tiles of the kernel for the gradient of what is read at each pair, and its producer warp."""
+"""Shared memory and tiles of the kernel for gradients of what score changes captured, and its producer warp."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,7 +17,7 @@ from .lib.tile_map import TileMap
 class Tensors:
     """Tensors in global memory: TMA descriptors, numbers of each row of q, and the workspace.
 
-    target: the gradient, not used for distances; sums: a pointer, used for them alone (`pair_gradient_kernel`).
+    target: the gradient of what has an element for each pair. sums: a pointer, used for what has not.
     SAME_PAIRS: whether all batch entries and heads that share a tile of the gradient read one tile of ``pairs``.
     """
 
@@ -77,7 +77,7 @@ class SharedMemory:
     """What warps share.
 
     pairs: a tile for each consumer, in a single stage; not used without a `PairTensor`. sums: a tile for each consumer,
-    not used for distances.
+    not used where CTAs walk.
     """
 
     scheduler: TileScheduler
@@ -88,7 +88,7 @@ class SharedMemory:
 
 
 @gluon.jit
-def new_memory(tensors, QK_STAGES: gl.constexpr, STAGES: gl.constexpr, DISTANCES: gl.constexpr):
+def new_memory(tensors, QK_STAGES: gl.constexpr, STAGES: gl.constexpr, WALK: gl.constexpr):
     """Allocate it."""
     scheduler = new_scheduler(2, False)
     qk = new_operands(tensors.q, tensors.k, QK_STAGES)
@@ -97,7 +97,7 @@ def new_memory(tensors, QK_STAGES: gl.constexpr, STAGES: gl.constexpr, DISTANCES
     if tensors.pairs.ARGUMENT is not None:
         pairs = Pipeline(new_buffers(tensors.pairs.desc, 2), new_barriers(1, 1), new_barriers(1, 2), 1)
     sums = qk.keys
-    if not DISTANCES:
+    if WALK is None:
         sums = new_buffers(tensors.target, 2)
     return SharedMemory(scheduler, qk, gradients, pairs, sums)
 
@@ -106,8 +106,9 @@ def new_memory(tensors, QK_STAGES: gl.constexpr, STAGES: gl.constexpr, DISTANCES
 class PairMap:
     """The tiles of the gradient, and the batch entries and heads that share each: ``shared_heads`` is 1 or all.
 
-    seq: rows and keys, with limits. DISTANCES: tiles are square, and a CTA computes the sum of those of a band, from
-    the upper left to the lower right, in which an element has the same column - row in all of them.
+    seq: rows and keys, with limits. WALK: None for what has an element for each pair; else "row", "column" or
+    "distance", and a CTA adds up all tiles of the same rows, of the same keys, or of a band from the upper left to the
+    lower right, in which an element has the same column - row in all of them. Tiles are square then.
     """
 
     seq: TileMap
@@ -115,7 +116,7 @@ class PairMap:
     heads_per_kv: gl.tensor
     shared_batches: gl.tensor
     shared_heads: gl.tensor
-    DISTANCES: gl.constexpr
+    WALK: gl.constexpr
 
     @gluon.jit
     def tiles(self):
@@ -124,32 +125,61 @@ class PairMap:
 
     @gluon.jit
     def num_tiles(self):
-        """The tiles of all matrices, or their bands."""
+        """The tiles of all matrices, or as many as CTAs begin a walk at."""
         of_rows, of_keys = self.tiles()
-        if self.DISTANCES:
+        count = self.matrices * of_rows * of_keys
+        if self.WALK == "row":
+            count = self.matrices * of_rows
+        elif self.WALK == "column":
+            count = self.matrices * of_keys
+        elif self.WALK == "distance":
             count = self.matrices * (of_rows + of_keys - 1)
-        else:
-            count = self.matrices * of_rows * of_keys
         return count
 
     @gluon.jit
     def place(self, index):
-        """The matrix of a tile's index, and its first row and key; of a band's index, those of its first tile."""
+        """The matrix of a tile's index, and its first row and key; of a walk's index, those of its first tile."""
         of_rows, of_keys = self.tiles()
-        if self.DISTANCES:
-            # The longest bands, those in the middle, come first: the others fill the gaps at the end.
-            order = index // self.matrices
-            matrix = index % self.matrices
-            aside = gl.where(order % 2 == 1, -((order + 1) // 2), order // 2)
-            ahead = (of_rows + of_keys - 1) // 2 + aside - (of_rows - 1)
-            row_tile = gl.maximum(-ahead, 0)
-            key_tile = gl.maximum(ahead, 0)
-        else:
+        if self.WALK is None:
             row_tile = index // of_keys
             matrix = row_tile // of_rows
             row_tile = row_tile % of_rows
             key_tile = index % of_keys
+        else:
+            # The longest walks come first: the others fill the gaps at the end.
+            order = index // self.matrices
+            matrix = index % self.matrices
+            if self.WALK == "row":
+                row_tile = of_rows - 1 - order
+                key_tile, _ = self.keys_of(row_tile * self.seq.OUTER_TILE)
+            elif self.WALK == "column":
+                key_tile = order
+                row_tile, _ = self.rows_of(key_tile * self.seq.INNER_TILE)
+            else:
+                # From the middle on.
+                aside = gl.where(order % 2 == 1, -((order + 1) // 2), order // 2)
+                ahead = (of_rows + of_keys - 1) // 2 + aside - (of_rows - 1)
+                row_tile = gl.maximum(-ahead, 0)
+                key_tile = gl.maximum(ahead, 0)
         return matrix, row_tile * self.seq.OUTER_TILE, key_tile * self.seq.INNER_TILE
+
+    @gluon.jit
+    def keys_of(self, row):
+        """The first tile of keys that any row of a tile sees, and the one after the last: at least one."""
+        tile = self.seq.tile(row, row, row)
+        return tile.begin, tile.end
+
+    @gluon.jit
+    def rows_of(self, column):
+        """The first tile of rows of which any sees a key of a tile, and the one after the last."""
+        begin = column * 0
+        end, _ = self.tiles()
+        if self.seq.RIGHT:
+            begin = gl.maximum(column - self.seq.right, 0) // self.seq.OUTER_TILE
+        if self.seq.LEFT:
+            after = gl.maximum(column + self.seq.INNER_TILE - self.seq.left, 0)
+            end = gl.minimum(end, gl.cdiv(after, self.seq.OUTER_TILE))
+        return begin, end
 
     @gluon.jit
     def entries(self, matrix, row, column):
@@ -170,12 +200,27 @@ class PairMap:
 
     @gluon.jit
     def length(self, row, column):
-        """The tiles of the band that begins with this tile, or 1."""
+        """The tiles of the walk that begins with this tile, or 1; none if limits hide them all."""
         length = 1
-        if self.DISTANCES:
+        if self.WALK == "row":
+            begin, end = self.keys_of(row)
+            length = end - begin
+        elif self.WALK == "column":
+            begin, end = self.rows_of(column)
+            length = gl.maximum(end - begin, 0)
+        elif self.WALK == "distance":
             of_rows, of_keys = self.tiles()
             length = gl.minimum(of_rows - row // self.seq.OUTER_TILE, of_keys - column // self.seq.INNER_TILE)
         return length
+
+    @gluon.jit
+    def step(self, row, column, number):
+        """The first row and key of a walk's tile of this number."""
+        if self.WALK == "row" or self.WALK == "distance":
+            column += number * self.seq.INNER_TILE
+        if self.WALK == "column" or self.WALK == "distance":
+            row += number * self.seq.OUTER_TILE
+        return row, column
 
 
 @gluon.jit
@@ -199,8 +244,7 @@ def producer(tensors, memory, pair_map):
             batch, head = pair_map.entry(first_batch, first_head, number)
             kv_head = head // pair_map.heads_per_kv
             for along in range(length):
-                row = first_row + along * ROWS
-                column = first_column + along * ROWS
+                row, column = pair_map.step(first_row, first_column, along)
                 memory.qk.load(tensors.q, tensors.k, batch, head, kv_head, row, column, n)
                 if PAIRS:  # noqa: SIM102 - known when compiled
                     if (number == 0) | (not tensors.SAME_PAIRS):

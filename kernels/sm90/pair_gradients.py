@@ -1,10 +1,11 @@
-"""The gradient of a tensor that score changes read at each pair, such as a bias, or at each distance.
+"""The gradient of a tensor that score changes read at each pair, such as a bias.
 
 A CTA computes tiles of it, of 128 rows of q, one after another; two consumer warp groups have 64 of the rows each. For
 each batch entry and head that share the tensor they compute S = q kᵀ and dP = dout vᵀ again, and add dS, times the
 derivative by the element, to a sum in registers. A producer warp claims tiles and loads what the products read.
 
-For distances (column - row) a CTA adds up the tiles of a band, see `PairMap`, and in the end their diagonals.
+For what differs along rows, keys or distances (column - row) alone a CTA walks from tile to tile (`PairMap`), adds up
+all of them in the same registers, and in the end their rows, columns or diagonals.
 """
 
 from triton.experimental import gluon
@@ -57,14 +58,21 @@ def consumer(
             is_first = (number == 0) | (not tensors.SAME_PAIRS)
             is_last = (number == count - 1) | (not tensors.SAME_PAIRS)
             for along in range(length):
-                further = along * seq.OUTER_TILE
+                row, column = pair_map.step(first_row, first_column, along)
                 total += term(
-                    CONSUMER, tensors, memory, seq, padded_len, scores, mods, rows + further, first_row + further,
-                    first_column + further, batch, head, n, of_pairs, is_first, is_last, HEAD_DIM, TERM,
+                    CONSUMER, tensors, memory, seq, padded_len, scores, mods, rows + (row - first_row), row, column,
+                    batch, head, n, of_pairs, is_first, is_last, HEAD_DIM, TERM,
                 )  # fmt: skip
                 of_pairs += is_last.to(gl.int32)
                 n += 1
-        if pair_map.DISTANCES:
+        if pair_map.WALK == "row":
+            of_matrix = tensors.sums + matrix.to(gl.int64) * seq.outer_len
+            gl.store(of_matrix + rows, gl.sum(total, 1), mask=rows < seq.outer_len)
+        elif pair_map.WALK == "column":
+            columns = first_column + gl.arange(0, TILE_K, layout=gl.SliceLayout(0, layout))
+            of_matrix = tensors.sums + (matrix + CONSUMER * pair_map.matrices).to(gl.int64) * seq.inner_len
+            gl.store(of_matrix + columns, gl.sum(total, 0), mask=columns < seq.inner_len)
+        elif pair_map.WALK == "distance":
             store_diagonals(CONSUMER, tensors, pair_map, matrix, first_row, first_column, total)
         else:
             tma.store_wait(0)
@@ -111,10 +119,11 @@ def term(
     dp = memory.gradients.start(n, CONSUMER, HEAD_DIM, TILE_K)
     p = probabilities(changed * scores.scale - lse2[:, None])
     seen = visible(rows, first_column, seq, layout)
-    p = gl.where(seen, rules.hide(p, here, ZERO), 0.0)
+    # Before dP arrives, so that the derivatives need no registers then.
+    p = gl.where(seen, rules.hide(p, here, ZERO), 0.0) * terms[TERM]
     dp = mods.dropout.scale(mods.dropout.drop(warpgroup_mma_wait(0, [dp]), bits, False))
     memory.gradients.rows.release(n)
-    return p * (dp - delta[:, None]) * terms[TERM]
+    return p * (dp - delta[:, None])
 
 
 @gluon.jit
@@ -138,8 +147,9 @@ def store_diagonals(
     barrier()
     gl.store(scratch + rows[:, None] * COLUMNS + columns[None, :], total)
     barrier()
-    places = gl.arange(0, 2 * COLUMNS, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    sums = gl.zeros([2 * COLUMNS], gl.float32, places.type.layout)
+    of_threads: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    places = gl.arange(0, 2 * COLUMNS, layout=of_threads)
+    sums = gl.zeros([2 * COLUMNS], gl.float32, of_threads)
     for row in range(WG_ROWS):
         column = places - COLUMNS + CONSUMER * WG_ROWS + row
         exists = (column >= 0) & (column < COLUMNS)
@@ -157,7 +167,7 @@ def pair_gradient_kernel(
     HEAD_DIM: gl.constexpr, TILE_K: gl.constexpr, QK_STAGES: gl.constexpr, STAGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, SOFTCAP: gl.constexpr,
     MASK: gl.constexpr, SCORE: gl.constexpr, PAIR_ARGUMENT: gl.constexpr, SAME_PAIRS: gl.constexpr, TERM: gl.constexpr,
-    DISTANCES: gl.constexpr, INNER_DIVISIBLE: gl.constexpr,
+    WALK: gl.constexpr, INNER_DIVISIBLE: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid: as many CTAs as the GPU runs at once, or fewer.
@@ -167,26 +177,27 @@ def pair_gradient_kernel(
     scales: as of `backward_kernel`; workspace: see `lib.scheduler`. TERM: which of the derivatives that SCORE computes;
     captured, natural, MASK, SCORE: see `Mods`; pairs, PAIR_ARGUMENT: see `lib.pair_tiles`; SAME_PAIRS: see `Tensors`.
 
-    With DISTANCES target is a pointer to (2, matrices, bands, 2 * TILE_K) float32 numbers, which the two consumers
-    write: for each band of square tiles, the lower left one first, and each column - row of a tile, from -TILE_K on,
-    the sum over 64 rows of its tiles. Behind them are 128 * TILE_K numbers for each CTA, see `store_diagonals`.
+    With a WALK (`PairMap`) target is a pointer to float32 numbers: (matrices, q_len) sums of rows; (2, matrices, k_len)
+    sums of columns, which the two consumers write; or (2, matrices, bands, 2 * TILE_K) sums of diagonals, for each
+    band, the lower left one first, and each column - row of a tile, from -TILE_K on. Behind these are 128 * TILE_K
+    numbers for each CTA, see `store_diagonals`.
     """
     varlen = new_varlen(None, None, unused, unused, unused, False)
     seq = TileMap(
         unused, heads, q_len, k_len, left, right, unused, varlen, new_block_lists(None, unused),
         2 * WG_ROWS, TILE_K, LEFT, RIGHT, False, False, INNER_DIVISIBLE, False, False,
     )  # fmt: skip
-    pair_map = PairMap(seq, matrices, heads_per_kv, shared_batches, shared_heads, DISTANCES)
+    pair_map = PairMap(seq, matrices, heads_per_kv, shared_batches, shared_heads, WALK)
     scores = ScoreScale(exponent_scale, softcap_scale, SOFTCAP)
     mods = Mods(captured, natural, new_dropout(dropout, heads, 1, unused), MASK, SCORE)
     sums = lse2
-    if DISTANCES:
+    if WALK is not None:
         sums = target
         target = q
     tensors = Tensors(
         q, dout, k, v, target, sums, new_pair_tensor(pairs, PAIR_ARGUMENT, q), lse2, delta, workspace, SAME_PAIRS
     )  # fmt: skip
-    memory = new_memory(tensors, QK_STAGES, STAGES, DISTANCES)
+    memory = new_memory(tensors, QK_STAGES, STAGES, WALK)
     fence_async_shared()
     gl.warp_specialize([
         (consumer, (0, tensors, memory, pair_map, padded_len, scores, mods, HEAD_DIM, TERM)),

@@ -118,7 +118,7 @@ def compile_one(
     elif name == "pair_gradient":
         buffers, memory = row_launches.row_buffers(call), empty(row_launches.row_buffers(call).elements)
         wanted = Wanted(score_aux=(True,))
-        [target] = PairGradients(call, buffers, wanted).new_targets(call.aux).values()
+        [target] = PairGradients(call, buffers, wanted).new_targets(call.aux)
         launch = pair_gradient_launch(call, wanted, call.q, target, 0, buffers, memory, workspace, SMS)
         exponentials = 64 * launch.constants["TILE_K"] // 128
     else:

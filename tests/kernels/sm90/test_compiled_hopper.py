@@ -144,7 +144,8 @@ def cases_of(name, dim):
     more_rules = [unmasked | {"rules": "alibi"}]
     more_rules += [causal | {"rules": kind} for kind in ("relative_bias", "sinks") if name == "forward"]
     pairs = [causal | {"rules": kind} for kind in ("bias", "float32_bias")]
-    pairs += [causal | {"rules": "relative_bias" if name == "pair_gradient" else "dense_mask"}]
+    walks = ("relative_bias", "alibi") if name == "pair_gradient" else ("dense_mask",)
+    pairs += [causal | {"rules": kind} for kind in walks]
     return {
         "plain": [causal],
         "others": others,

@@ -233,9 +233,9 @@ def learned(device, *shape):
     return numbers(device, *shape).requires_grad_()
 
 
-def temperatures(device, heads, length):
+def temperatures(device, heads, q_len, k_len=None):
     """A factor for each head, and products of numbers for rows of q and for keys."""
-    heat, of_rows, of_keys = learned(device, heads), learned(device, 2, length), learned(device, heads, length)
+    heat, of_rows, of_keys = learned(device, heads), learned(device, 2, q_len), learned(device, heads, k_len or q_len)
     return score_mod(lambda s, b, h, q, k: s * heat[h] + of_rows[b, q] * of_keys[h, k])
 
 
@@ -252,6 +252,14 @@ CAPTURED = {
         lambda on: {"alibi_slopes": learned(on, 2, 2), "window": (60, 20), "softcap": 3.0},
     ),
     "rows": (sizes(130, 70, d=80), {"causal": True}, lambda on: {"bias": learned(on, 2, 1, 130, 1)}),
+    "keys_80": (sizes(130, 300, d=80, heads=(4, 1)), {}, lambda on: {"bias": learned(on, 4, 1, 300)}),
+    "rows_that_see_nothing": (
+        sizes(520, 150, d=128), {"causal": "top_left"},
+        lambda on: {"window": (100, None), "scores": temperatures(on, 2, 520, 150)},
+    ),
+    "keys_that_none_sees": (
+        sizes(150, 520), {"causal": "top_left"}, lambda on: {"scores": temperatures(on, 2, 150, 520), "softcap": 4.0},
+    ),
     "pairs_264": (sizes(130, 70, d=264), {"causal": True}, lambda on: {"bias": learned(on, 2, 130, 70)}),
     "columns": (sizes(70, 130, d=256, heads=(4, 1)), {}, lambda on: {"bias": learned(on, 4, 1, 130)}),
     "listed": (
@@ -280,7 +288,7 @@ CAPTURED = {
 @pytest.mark.parametrize("kernels", WITH_PORTABLE, indirect=True)
 @pytest.mark.parametrize("name", CAPTURED)
 def test_gradients_of_what_score_changes_captured(kernels, name):  # noqa: F811
-    """By portable kernels, from what these kernels' backward leaves, but for what has an element for each pair."""
+    """By a kernel of their own, from what the backward leaves; above d 128 by portable ones."""
     check_features(kernels, CAPTURED[name], dtype=torch.float16, learned=True)
 
 
