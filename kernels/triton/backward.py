@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..lib.softmax import lowered
-from .lib.backward import add_terms, load_lse, probabilities, score_gradient, zeros_for
+from .lib.backward import add_terms, load_lse, of_entropies, probabilities, row_numbers, score_gradient, zeros_for
 from .lib.masks import block_list, block_ranges, key_ranges, query_ranges, tile_of
 from .lib.matmul import dot, dot_rows, load, rowsum_product, split, store
 from .lib.matrix import matrix
@@ -25,7 +25,8 @@ def dq_step(
 ):  # fmt: skip
     """Add one tile of keys to dQ, if WITH_DQ, and to the row sums of the gradient terms TERMS."""
     k_tile = load(keys, first_column, tl.program_id(1) * C.BLOCK_D, C.TILE_K, C.BLOCK_D, C.HEAD_DIM, MASKED)
-    v_tile = load(values, first_column, 0, C.TILE_K, C.BLOCK_DV, C.V_HEAD_DIM, MASKED)
+    if C.V_HEAD_DIM > 0:
+        v_tile = load(values, first_column, 0, C.TILE_K, C.BLOCK_DV, C.V_HEAD_DIM, MASKED)
     rows = first_row + tl.arange(0, C.TILE_Q)[:, None]
     columns = first_column + tl.arange(0, C.TILE_K)[None, :]
     s = dot_rows(
@@ -34,9 +35,12 @@ def dq_step(
     p, slope, terms = probabilities(
         s, rows, columns, lse[:, None], scales, head, MASKED, MASKED, MASK, SCORE, SHIFT, C
     )  # fmt: skip
-    dp = dot_rows(
-        dout_tile, douts, first_row, v_tile, values, first_column, C.TILE_Q, C.TILE_K, C.BLOCK_DV, C.V_HEAD_DIM
-    )  # fmt: skip
+    if C.V_HEAD_DIM > 0:
+        dp = dot_rows(
+            dout_tile, douts, first_row, v_tile, values, first_column, C.TILE_Q, C.TILE_K, C.BLOCK_DV, C.V_HEAD_DIM
+        )  # fmt: skip
+    else:
+        dp = of_entropies(p, dout_tile[:, None])
     if head.seed is not None:
         dp = tl.where(keep_mask(first_row, first_column, head, C.TILE_Q, C.TILE_K, False), dp, 0.0)
     ds = score_gradient(p, dp, delta[:, None], scales)
@@ -57,12 +61,15 @@ def prepare_rows(
     A gradient of the log-sum-exp reaches each score in proportion to its p. Also returns the rows, and the offset of
     the sequence ``seq`` in tensors with a number per row.
     """
-    row_delta = rowsum_product(outs, dout_tile, douts, first_row, C.TILE_Q, C.BLOCK_DV, C.V_HEAD_DIM)
-    row_delta *= pow2_scale(dout_stats, kv_head)
+    if C.V_HEAD_DIM > 0:
+        row_delta = rowsum_product(outs, dout_tile, douts, first_row, C.TILE_Q, C.BLOCK_DV, C.V_HEAD_DIM)
+        row_delta *= pow2_scale(dout_stats, kv_head)
+    else:
+        row_delta = tl.zeros([C.TILE_Q], tl.float32)
     rows = first_row + tl.arange(0, C.TILE_Q)
     offset = tl.cast(batch_head, tl.int64) * q_len + seq.first
     if dlse is not None:
-        row_delta -= tl.load(dlse + offset + rows, mask=rows < seq.length, other=0.0)
+        row_delta -= row_numbers(dlse + offset, rows, seq.length)
     tl.store(delta + offset + rows, row_delta, mask=rows < seq.length)
     row_lse = lowered(load_lse(lse + offset, rows, seq.length))
     # The other passes read it as the forward writes it: -inf for rows that see nothing.
@@ -84,8 +91,8 @@ def dq_kernel(
     """Grid: (batch-heads * tiles of query rows, slices of q's columns). Runs first: it stores delta and lowered_lse.
 
     ``lo_offsets``: from the high to the low halves of q, k, v and dout. ``term_sums``: a number per row for each of the
-    gradient terms TERMS. ``dq``: None if these sums alone are wanted. ``scale_log2``: scale * log2(e). The rest is as
-    in the forward.
+    gradient terms TERMS. ``dq``: None if these sums alone are wanted. ``scale_log2``: scale * log2(e). ``dout``: if v
+    has no columns, float32 gradients of the rows' entropies, see `of_entropies`. The rest is as in the forward.
     """
     SHIFT: tl.constexpr = 0 if q_stats is None else TOP
     batch_head, sequence, first_row = program_tile(
@@ -104,9 +111,14 @@ def dq_kernel(
     keys = matrix(k, kv_head, kv_sizes, k_strides, seq.k, lo_offsets[1], STRIDE_MULTIPLES[1])
     values = matrix(v, kv_head, kv_sizes, v_strides, seq.k, lo_offsets[2], STRIDE_MULTIPLES[2])
     queries = matrix(q, batch_head, q_sizes, q_strides, seq.q, lo_offsets[0], STRIDE_MULTIPLES[0])
-    douts = matrix(dout, batch_head, q_sizes, dout_strides, seq.q, lo_offsets[3], STRIDE_MULTIPLES[4])
-    outs = matrix(out, batch_head, q_sizes, out_strides, seq.q, (), STRIDE_MULTIPLES[3])
-    dout_tile = load(douts, first_row, 0, C.TILE_Q, C.BLOCK_DV, C.V_HEAD_DIM, True)
+    if C.V_HEAD_DIM > 0:
+        douts = matrix(dout, batch_head, q_sizes, dout_strides, seq.q, lo_offsets[3], STRIDE_MULTIPLES[4])
+        outs = matrix(out, batch_head, q_sizes, out_strides, seq.q, (), STRIDE_MULTIPLES[3])
+        dout_tile = load(douts, first_row, 0, C.TILE_Q, C.BLOCK_DV, C.V_HEAD_DIM, True)
+    else:
+        douts = dout + tl.cast(batch_head, tl.int64) * q_len + seq.q.first
+        outs = douts
+        dout_tile = row_numbers(douts, first_row + tl.arange(0, C.TILE_Q), seq.q.length)
     row_delta, row_lse, rows, row_offset = prepare_rows(
         outs, douts, dout_tile, dout_stats, dlse, lse, lowered_lse, delta, kv_head, batch_head, first_row, q_len, seq.q,
         C,
@@ -148,9 +160,10 @@ def dkdv_step(
     """
     across = first_row + tl.arange(0, C.TILE_Q)
     q_tile = load(queries, first_row, tl.program_id(1) * C.BLOCK_D, C.TILE_Q, C.BLOCK_D, C.HEAD_DIM, True)
-    dout_tile = load(douts, first_row, tl.program_id(1) * C.BLOCK_DV, C.TILE_Q, C.BLOCK_DV, C.V_HEAD_DIM, True)
+    if C.V_HEAD_DIM > 0:
+        dout_tile = load(douts, first_row, tl.program_id(1) * C.BLOCK_DV, C.TILE_Q, C.BLOCK_DV, C.V_HEAD_DIM, True)
     row_lse = load_lse(lse, across, queries.rows)
-    row_delta = tl.load(delta + across, mask=across < queries.rows, other=0.0)
+    row_delta = row_numbers(delta, across, queries.rows)
     rows = across[None, :]
     columns = first_column + tl.arange(0, C.TILE_K)[:, None]
     s = dot_rows(
@@ -163,11 +176,14 @@ def dkdv_step(
     if head.seed is not None:
         keep = keep_mask(first_row, first_column, head, C.TILE_Q, C.TILE_K, True)
         kept = tl.where(keep, p, 0.0)
-    if WITH_DKDV:
+    if WITH_DKDV and C.V_HEAD_DIM > 0:
         dv_tile = dot(split(kept, dout_tile), dout_tile, dv_tile)
-    dp = dot_rows(
-        v_tile, values, first_column, dout_tile, douts, first_row, C.TILE_K, C.TILE_Q, C.BLOCK_DV, C.V_HEAD_DIM
-    )  # fmt: skip
+    if C.V_HEAD_DIM > 0:
+        dp = dot_rows(
+            v_tile, values, first_column, dout_tile, douts, first_row, C.TILE_K, C.TILE_Q, C.BLOCK_DV, C.V_HEAD_DIM
+        )  # fmt: skip
+    else:
+        dp = of_entropies(p, row_numbers(douts, across, queries.rows)[None, :])
     if head.seed is not None:
         dp = tl.where(keep, dp, 0.0)
     ds = score_gradient(p, dp, row_delta[None, :], scales)
@@ -203,7 +219,9 @@ def dkdv_kernel(
     keys = matrix(k, kv_head, kv_sizes, k_strides, seq.k, lo_offsets[1], STRIDE_MULTIPLES[1])
     values = matrix(v, kv_head, kv_sizes, v_strides, seq.k, lo_offsets[2], STRIDE_MULTIPLES[2])
     k_tile = load(keys, first_column, 0, C.TILE_K, C.BLOCK_D, C.HEAD_DIM, True)
-    v_tile = load(values, first_column, 0, C.TILE_K, C.BLOCK_DV, C.V_HEAD_DIM, True)
+    v_tile = k_tile
+    if C.V_HEAD_DIM > 0:
+        v_tile = load(values, first_column, 0, C.TILE_K, C.BLOCK_DV, C.V_HEAD_DIM, True)
     dk_tile = tl.zeros([C.TILE_K, C.BLOCK_D], tl.float32)
     dv_tile = tl.zeros([C.TILE_K, C.BLOCK_DV], tl.float32)
     q_rows = length_to_visit(cu_seqlens, first_column, seq.k, seq.q_len)
@@ -224,8 +242,11 @@ def dkdv_kernel(
             left + seq.shift, right + seq.shift, captured, seed, dropout_threshold,
         )  # fmt: skip
         queries = matrix(q, batch_head, q_sizes, q_strides, seq.q, lo_offsets[0], STRIDE_MULTIPLES[0])
-        douts = matrix(dout, batch_head, q_sizes, dout_strides, seq.q, lo_offsets[3], STRIDE_MULTIPLES[3])
+        if C.V_HEAD_DIM > 0:
+            douts = matrix(dout, batch_head, q_sizes, dout_strides, seq.q, lo_offsets[3], STRIDE_MULTIPLES[3])
         row_offset = tl.cast(batch_head, tl.int64) * q_len + seq.q.first
+        if C.V_HEAD_DIM == 0:
+            douts = dout + row_offset
         row_lse = lse + row_offset
         row_delta = delta + row_offset
         column_sums = zeros_for(C.TILE_K, TERMS)
@@ -249,7 +270,9 @@ def dkdv_kernel(
             tl.store(target, column_sums[number] * scales.ds, mask=columns < seq.k.length)
     if dk is not None:
         dk_target = matrix(dk, kv_head, kv_sizes, dk_strides, seq.k, (), STRIDE_MULTIPLES[4])
-        dv_target = matrix(dv, kv_head, kv_sizes, dv_strides, seq.k, (), STRIDE_MULTIPLES[5])
+        if C.V_HEAD_DIM > 0:
+            dv_target = matrix(dv, kv_head, kv_sizes, dv_strides, seq.k, (), STRIDE_MULTIPLES[5])
         d, dv_column = tl.program_id(1) * C.BLOCK_D, tl.program_id(1) * C.BLOCK_DV
         store(dk_target, dk_tile * scales.dk, first_column, d, C.TILE_K, C.BLOCK_D, C.HEAD_DIM)
-        store(dv_target, dv_tile * scales.dv, first_column, dv_column, C.TILE_K, C.BLOCK_DV, C.V_HEAD_DIM)
+        if C.V_HEAD_DIM > 0:
+            store(dv_target, dv_tile * scales.dv, first_column, dv_column, C.TILE_K, C.BLOCK_DV, C.V_HEAD_DIM)

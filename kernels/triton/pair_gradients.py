@@ -10,7 +10,7 @@ distance in all tiles: it sums the tiles, then their diagonals. `mod_gradients` 
 import triton
 import triton.language as tl
 
-from .lib.backward import load_lse, probabilities, score_gradient
+from .lib.backward import load_lse, of_entropies, probabilities, row_numbers, score_gradient
 from .lib.matmul import dot_rows, load
 from .lib.matrix import matrix
 from .lib.pairs import HeadInfo, keep_mask
@@ -33,15 +33,18 @@ def pair_step(
         q_tile, queries, first_row, k_tile, keys, first_column, C.TILE_Q, C.TILE_K, C.BLOCK_D, C.HEAD_DIM
     )  # fmt: skip
     row_lse = load_lse(lse, across, queries.rows)
-    row_delta = tl.load(delta + across, mask=across < queries.rows, other=0.0)
+    row_delta = row_numbers(delta, across, queries.rows)
     p, _, terms = probabilities(
         s, rows, columns, row_lse[:, None], scales, head, True, True, MASK, SCORE, SHIFT, C
     )  # fmt: skip
-    dout_tile = load(douts, first_row, 0, C.TILE_Q, C.BLOCK_DV, C.V_HEAD_DIM, True)
-    v_tile = load(values, first_column, 0, C.TILE_K, C.BLOCK_DV, C.V_HEAD_DIM, True)
-    dp = dot_rows(
-        dout_tile, douts, first_row, v_tile, values, first_column, C.TILE_Q, C.TILE_K, C.BLOCK_DV, C.V_HEAD_DIM
-    )  # fmt: skip
+    if C.V_HEAD_DIM > 0:
+        dout_tile = load(douts, first_row, 0, C.TILE_Q, C.BLOCK_DV, C.V_HEAD_DIM, True)
+        v_tile = load(values, first_column, 0, C.TILE_K, C.BLOCK_DV, C.V_HEAD_DIM, True)
+        dp = dot_rows(
+            dout_tile, douts, first_row, v_tile, values, first_column, C.TILE_Q, C.TILE_K, C.BLOCK_DV, C.V_HEAD_DIM
+        )  # fmt: skip
+    else:
+        dp = of_entropies(p, row_numbers(douts, across, queries.rows)[:, None])
     if head.seed is not None:
         dp = tl.where(keep_mask(first_row, first_column, head, C.TILE_Q, C.TILE_K, False), dp, 0.0)
     return total + score_gradient(p, dp, row_delta[:, None], scales) * terms[TERM] * scales.ds
@@ -144,8 +147,11 @@ def pair_gradient_kernel(
         keys = matrix(k, kv_head, kv_sizes, k_strides, here.k, lo_offsets[1], STRIDE_MULTIPLES[1])
         values = matrix(v, kv_head, kv_sizes, v_strides, here.k, lo_offsets[2], STRIDE_MULTIPLES[2])
         queries = matrix(q, batch_head, q_sizes, q_strides, here.q, lo_offsets[0], STRIDE_MULTIPLES[0])
-        douts = matrix(dout, batch_head, q_sizes, dout_strides, here.q, lo_offsets[3], STRIDE_MULTIPLES[3])
         row_offset = tl.cast(batch_head, tl.int64) * q_len + here.q.first
+        if C.V_HEAD_DIM > 0:
+            douts = matrix(dout, batch_head, q_sizes, dout_strides, here.q, lo_offsets[3], STRIDE_MULTIPLES[3])
+        else:
+            douts = dout + row_offset
         for along in range(0, reach, C.TILE_Q):
             total = pair_step(
                 total, queries, keys, values, douts, lse + row_offset, delta + row_offset, start_row + along,

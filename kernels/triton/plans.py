@@ -66,14 +66,18 @@ class ForwardPlan:
 
 
 class BackwardPlan:
-    """Computes the gradients of q, k and v, laid out like them, and those that are wanted besides."""
+    """Computes the gradients of q, k and v, laid out like them, and those that are wanted besides.
+
+    If v has no columns and dout has one, that is not the gradient of out, but in float32 that of each row's entropy,
+    which the scores then get; see `lib.backward.of_entropies`.
+    """
 
     def __init__(self, call: Call, dout: Tensor, has_dlse: bool, wanted: Wanted) -> None:
         self.problem = Problem(call, wanted)
         self._wanted = wanted
         self._new = [output_like(x, x.shape[-1]) for x in (call.q, call.k, call.v)]
         self._row_shape = one_a_row(call.q).shape
-        self._sees_nothing = call.is_empty or call.v_head_dim == 0
+        self._sees_nothing = call.is_empty or dout.shape[-1] == 0
         # Usually an expanded scalar: the kernels would read it element by element.
         self._copy_dout = dout.stride(-1) != 1
         tensors = [call.q, call.k, call.v, dout]

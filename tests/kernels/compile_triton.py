@@ -110,10 +110,11 @@ def launch_of(
     """A kernel and its launch on (2, 4, 512, d) tensors; ``rows``: new queries of a group, for decoding.
 
     SwiGLU's have d for their hidden width. "row_sums" and "column_sums" are dq's and dkdv's without these gradients.
+    With a ``dv`` of 0 the backward is that of statistics.
     """
     dtype = {"half": torch.bfloat16, "float16": torch.float16}.get(precision, torch.float32)
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    dv = dv or d
+    dv = d if dv is None else dv
     if kernel in ("decode", "decode_window", "merge"):
         return _decode(kernel, dtype, d, rows)
     if kernel.startswith("swiglu"):
@@ -134,7 +135,8 @@ def launch_of(
         lo_offset = (halves.stride(0),) if precision == "float32" else ()
         return Input(halves[0, ..., : x.shape[-1]], made(2 * HEADS, 2), lo_offset)
 
-    inputs, row = [read(x) for x in (q, q, v, v)], made(2, HEADS, LENGTH)
+    dout = v if dv else made(2, HEADS, LENGTH, 1)
+    inputs, row = [read(x) for x in (q, q, v, dout)], made(2, HEADS, LENGTH)
     if kernel == "forward":
         return forward.forward_kernel, launch.forward_launch(problem, inputs[:3], v, row, aux)
     if kernel == "statistics":

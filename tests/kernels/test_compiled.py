@@ -149,6 +149,15 @@ SLOW: dict[str, tuple[Any, ...]] = {
     "ampere_statistics": ("sm_80", statistics("half", 16, 64, 128, 256) + statistics("float32", 64, 128, 256)),
     "blackwell_statistics": ("sm_100", statistics("half", 16, 64, 128, 256) + statistics("float32", 64, 128, 256)),
     "graphics_statistics": ("sm_86", statistics("half", 256) + statistics("float32", 64, 256, feature="everything")),
+    "gradients_of_statistics": (
+        "sm_90",
+        [
+            {"kernel": kernel, "precision": "half", "d": d, "dv": 0, "feature": feature}
+            for d, feature in ((64, "causal"), (128, "packed_causal"), (256, "none"), (64, "bias"))
+            for kernel in ("dq", "dkdv", *["pairs"] * (feature == "bias"))
+        ],
+        True,
+    ),
     "decode": ("sm_90", decoding("half", 64, 128), True),
     "decode_more": ("sm_90", decoding("half", 16, 256, rows=32) + decoding("float32", 128, 256)),
     "graphics_decode": ("sm_86", decoding("half", 128, 256) + decoding("float32", 64, 128)),

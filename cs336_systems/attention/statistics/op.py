@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.call import Aux, AuxLayout, Call, Wanted, plan_caches
+from ...kernels.call import Aux, AuxLayout, Call, Gradients, Wanted, plan_caches
 from ...kernels.layouts import one_a_row, rows_like
 from .. import dispatch
 from ..derivatives import TWICE
@@ -42,7 +42,8 @@ BACKWARD = (
 KernelStatistics = Callable[[Tensor, Tensor, Aux], tuple[Tensor, Tensor, Tensor]]
 
 _plans: dict[Hashable, KernelStatistics] = {}
-plan_caches.append(_plans)
+_backward_plans: dict[Hashable, Callable[..., Gradients]] = {}
+plan_caches += _plans, _backward_plans
 
 
 def statistics(call: Call, backend: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,11 +72,35 @@ def _backward(
     *others, backend, want_sinks, want_score_aux = arguments
     wanted = Wanted(want_sinks, tuple(want_score_aux))
     call = call_of(q, k, k, others)
+    if backend != "tiled" and q.dtype != torch.float32:
+        return _by_kernels(call, lse, entropy, dlse, dentropy, wanted)
     if backend != "tiled":
         # Of scores in the millions, rounded otherwise, the probabilities exp(score - lse) would be wrong.
         lse, _, entropy = tiled.forward(q, k, call.options, call.aux)
     gradients = tiled.backward(q, k, lse, entropy, dlse, dentropy, call.options, call.aux, wanted)
     return gradients.q, gradients.k, [x for x in (gradients.sinks, *gradients.score_aux) if x is not None]
+
+
+def _by_kernels(
+    call: Call, lse: Tensor, entropy: Tensor, dlse: Tensor | None, dentropy: Tensor | None, wanted: Wanted
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """By those of the backward of `attention`, for 16-bit inputs."""
+    q, k, aux = call.q, call.k, call.aux
+    dlse, dentropy = (torch.zeros_like(lse) if x is None else x.contiguous() for x in (dlse, dentropy))
+    nothing, weights = k[..., :0], dentropy[..., None]
+    without_values = Call(q, k, nothing, call.options, aux)
+    key = without_values.key, wanted
+    plan = _backward_plans.get(key)
+    if plan is None:
+        module, of_kernels = dispatch.PORTABLE.module, wanted._replace(sinks=False)
+        made = module.plan_backward(without_values, q[..., :0], weights, True, of_kernels)
+        plan = remember(_backward_plans, key, made)
+    with torch.cuda.device_of(q):
+        gradients = plan(q, k, nothing, q[..., :0], lse, weights, dlse - dentropy * entropy, aux)
+    sinks = None
+    if aux.sinks is not None and wanted.sinks:
+        sinks = tiled.sink_gradient(aux.sinks, lse, entropy, dlse, dentropy)
+    return gradients.q, gradients.k, [x for x in (sinks, *gradients.score_aux) if x is not None]
 
 
 def _fake_forward(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

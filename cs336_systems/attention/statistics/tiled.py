@@ -115,12 +115,15 @@ def backward(
                 dscores = dscores * slope * options.scale
                 dk[..., columns, :] += einsum(dscores, q_tile, SUMS_OF_QUERIES)
                 dq[..., rows, :] += rearrange(einsum(dscores, k_tile, SUMS_OF_KEYS), UNGROUPED)
-        sinks = None
-        if aux.sinks is not None and wanted.sinks:
-            dsinks = score_gradient(aux.sinks.to(wide)[:, None].expand(lse.shape), *of_rows)
-            sinks = dsinks.sum(-1).sum_to_size(aux.sinks.shape).to(aux.sinks.dtype)
+        sinks = None if aux.sinks is None or not wanted.sinks else sink_gradient(aux.sinks, *of_rows)
         score_aux = [of_captured[n].to(x.dtype) if n in of_captured else None for n, x in enumerate(aux.score_aux)]
         return StatisticsGradients(dq.to(q.dtype), dk.to(k.dtype), sinks, tuple(score_aux))
+
+
+def sink_gradient(sinks: Tensor, lse: Tensor, entropy: Tensor, dlse: Tensor, dentropy: Tensor) -> Tensor:
+    """The gradient (heads,) of sinks, which are scores of every row."""
+    dsinks = score_gradient(sinks.to(lse.dtype)[:, None].expand(lse.shape), lse, entropy, dlse, dentropy)
+    return dsinks.sum(-1).sum_to_size(sinks.shape).to(sinks.dtype)
 
 
 def score_gradient(scores: Tensor, lse: Tensor, entropy: Tensor, dlse: Tensor, dentropy: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ...lib.softmax import LOG2_E
 from .pairs import clamped, visible_pairs
-from .softmax import recompute_p
+from .softmax import LN_2, recompute_p
 
 
 @triton.jit
@@ -29,6 +29,15 @@ def probabilities(
     if MASKED:
         p = tl.where(visible_pairs(rows, columns, head, C.LEFT, C.RIGHT, MASK), p, 0.0)
     return p, slope, terms
+
+
+@triton.jit
+def of_entropies(p, weights):
+    """What takes the place of dP where there are no values: -weights * log P.
+
+    With H = -sum P log P of a row and its gradient w, dS = P * (-w log P - w H), so delta is w H.
+    """
+    return tl.where(p > 0.0, tl.log2(p) * (-LN_2), 0.0) * weights
 
 
 @triton.jit
@@ -53,6 +62,12 @@ def zeros_for(SIZE: tl.constexpr, TERMS: tl.constexpr):
     for _ in tl.static_range(len(TERMS)):
         sums = sums + (tl.zeros([SIZE], tl.float32),)  # noqa: RUF005
     return sums
+
+
+@triton.jit
+def row_numbers(pointer, rows, q_len):
+    """A float32 number for each row; 0 for rows that do not exist."""
+    return tl.load(pointer + rows, mask=rows < q_len, other=0.0)
 
 
 @triton.jit

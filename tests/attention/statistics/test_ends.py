@@ -10,8 +10,8 @@ import torch
 from cs336_systems.attention import score_statistics
 from cs336_systems.testing import Shapes
 
-from ..helpers import FLOAT, FLOATS, each_dtype, each_implementation
-from .test_values import inputs_of
+from ..helpers import FLOAT, FLOATS, HALF, each_dtype, each_implementation
+from .test_values import check, inputs_of
 
 
 @each_implementation
@@ -48,11 +48,11 @@ def test_scores_of_ten_thousand(impl, dtype, device):
     assert dk.isfinite().all()
 
 
-@each_implementation
+@each_dtype(flash=FLOATS, tiled=(FLOAT,), naive=(FLOAT,))
 @pytest.mark.parametrize("scale", [1e3, 1e6])
-def test_a_probability_of_1_keeps_its_gradient_however_large_scores_are(impl, device, scale):
+def test_a_probability_of_1_keeps_its_gradient_however_large_scores_are(impl, dtype, device, scale):
     """The gradients of the log-sum-exp and of the entropy by a score are p and -p (log p + H), here 1 and 0."""
-    q, k = inputs_of(Shapes.of(2, q_len=40, k_len=50, d=64), FLOAT, device)
+    q, k = inputs_of(Shapes.of(2, q_len=40, k_len=50, d=64), dtype, device)
     bias = torch.zeros(2, 40, 50, device=device, requires_grad=True)
     found = score_statistics(q, k, bias=bias, scale=scale, impl=impl)
     certain = found.entropy == 0
@@ -100,12 +100,12 @@ def test_a_nan_is_seen_in_its_row_alone(impl, device):
         assert x[0, 0].isnan().tolist() == [False, True, False, False, False]
 
 
-@each_implementation
+@each_dtype(flash=FLOATS, tiled=(FLOAT,), naive=(FLOAT,))
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 0)])
-def test_no_queries_or_no_keys(impl, device, lengths):
+def test_no_queries_or_no_keys(impl, dtype, device, lengths):
     shapes = Shapes.of(2, q_len=lengths[0], k_len=lengths[1], d=8, q_heads=2, kv_heads=1)
     sinks = torch.randn(2, device=device, requires_grad=True)
-    leaves = [x.requires_grad_() for x in inputs_of(shapes, device=device)]
+    leaves = [x.requires_grad_() for x in inputs_of(shapes, dtype, device)]
     found = score_statistics(*leaves, sinks=sinks, impl=impl)
     assert torch.equal(found.lse, sinks[:, None].expand(2, 2, lengths[0]))
     assert torch.equal(found.max_scores, torch.full_like(found.lse, -math.inf))
@@ -124,3 +124,5 @@ def test_any_number_of_axes(impl, device, shape):
     scores = (q @ k.mT / 8**0.5).masked_fill(torch.ones(7, 7, device=device).triu(1).bool(), -math.inf)
     torch.testing.assert_close(found.max_scores, scores.amax(-1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.lse, scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    for dtype in (FLOAT, HALF):
+        check(impl, (q.to(dtype), k.to(dtype)), causal=True)

@@ -18,9 +18,21 @@ from cs336_systems.testing import Shapes
 from cs336_systems.testing.evaluation import leaves_of
 
 from ..features import Maker
-from ..helpers import COMPILES, DOUBLE, FLOAT, Record, detached, each_implementation, flat, one_graph, sizes_of, slow
+from ..helpers import (
+    COMPILES,
+    DOUBLE,
+    FLOAT,
+    HALF,
+    Record,
+    detached,
+    each_implementation,
+    flat,
+    one_graph,
+    sizes_of,
+    slow,
+)
 from ..test_features import GROUPED
-from .test_values import FEATURES, inputs_of, without_dropout
+from .test_values import FEATURES, check, inputs_of, without_dropout
 
 
 class TestGradients:
@@ -58,6 +70,10 @@ class TestGradients:
             alone = torch.autograd.grad(getattr(found, name).sum(), leaves, retain_graph=True)
             both = torch.autograd.grad((found.lse, found.entropy), leaves, pair, retain_graph=True)
             torch.testing.assert_close(alone, both)
+
+    def test_of_16_bits_by_the_kernels_of_attention(self, flash_device, monkeypatch):
+        monkeypatch.setattr(tiled_statistics, "backward", None)
+        check("flash", inputs_of(dtype=HALF, device=flash_device), causal=True)
 
     @pytest.mark.parametrize("impl", ["flash", "tiled"])
     def test_nothing_quadratic_is_saved(self, impl, device):

@@ -12,19 +12,20 @@ from cs336_systems.attention import attention_varlen, score_statistics, score_st
 from cs336_systems.attention.variants import document
 from cs336_systems.testing import make_packed
 
-from ..helpers import FLOAT, each_implementation, named, packed_arguments
+from ..helpers import FLOAT, HALF, each_dtype, each_implementation, named, packed_arguments
 from ..test_varlen import CASES, HEADS, LENGTHS, maker
 from .test_values import check
 
 
-@each_implementation
+@each_dtype(flash=(FLOAT, HALF), tiled=(FLOAT,), naive=(FLOAT,))
 @pytest.mark.parametrize("name", named(CASES, ["causal_window", "bias"]))
-def test_packed_sequences(impl, device, name):
+def test_packed_sequences(impl, dtype, device, name):
     causal, features = CASES[name]
-    q, k, *_ = make_packed(LENGTHS, heads=HEADS, d=8, beyond=3, device=device)
-    features = features(maker(LENGTHS, HEADS[0], FLOAT, device))
+    q, k, *_ = make_packed(LENGTHS, heads=HEADS, d=8, beyond=3, dtype=dtype, device=device)
+    features = features(maker(LENGTHS, HEADS[0], dtype, device))
     packed = packed_arguments(LENGTHS, device)
     results = check(impl, (q, k), features, function=partial(score_statistics_varlen, **packed), causal=causal)
+    q, k = q.to(FLOAT), k.to(FLOAT)
     _, lse = attention_varlen(q, k, k, **packed, **features, causal=causal, impl="naive", return_lse=True)
     torch.testing.assert_close(results["lse"], lse, rtol=1e-5, atol=1e-5)
 
