@@ -42,8 +42,8 @@ def trees(device):
     return variants.tree_layout(lengths, [[-1, 0, 1, 1, 0, 4], [-1, 0, -1]], device=device).ends
 
 
-def distances(device):
-    return variants.relative_bias(numbers(device, 2, 399))
+def distances(device, heads=2, length=399):
+    return variants.relative_bias(numbers(device, heads, length))
 
 
 def by_heads(b, h, q_idx, kv_idx):
@@ -169,6 +169,16 @@ CASES = {
         lambda on: {"sinks": torch.tensor([300.0, -300.0], device=on), "mask": mask_mod(lambda b, h, q, k: k < q - 9)},
     ),
     "late_and_large": (sizes(300), {}, lambda on: {"scores": score_mod(late_and_large)}),
+    **{
+        f"distances_in_whole_tiles_{d}_{dv}": (
+            sizes(256, d=d, dv=dv), {"causal": True},
+            lambda on: {
+                "scores": distances(on, length=511),
+                "mask": listed(variants.document(documents(on, 256)), 256, causal=True),
+            },
+        )
+        for d, dv in ((64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (256, 256), (512, 512))
+    },
     **{
         f"{name}_{d}": (sizes(q_len, 384, d=d, heads=(4, 2)), settings, features)
         for d in (64, 128)
