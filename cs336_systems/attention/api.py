@@ -90,7 +90,7 @@ def attention(
     return_lse: bool = False,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(q kᵀ · scale) v, by the fastest implementation that can compute it.
+    """softmax(q kᵀ · scale) v, by the implementation that ``impl`` names or "auto" chooses.
 
     >>> q = k = v = torch.randn(2, 8, 128, 64)
     >>> attention(q, k, v, causal=True).shape
@@ -125,8 +125,9 @@ def attention(
         deterministic: results must be bitwise the same on every run; None follows
             ``torch.are_deterministic_algorithms_enabled()``. Without it the Hopper kernels add up the gradient of q in
             any order; everything else of this library always repeats.
-        impl: "flash" (Triton), "sdpa" (torch's own), "compiled", "tiled", "naive", or "auto" to choose. A named one
-            never falls back to another.
+        impl: "flash" (Triton), "sdpa" (torch's own), "compiled", "tiled" or "naive", which never falls back to another;
+            "auto" takes the first of "flash", "sdpa", "tiled" and "naive" that can compute the call ("naive" before
+            "tiled" for small float32 and float64 calls on a CPU).
         return_lse: also return the log-sum-exp of each query's scores, its sink included. It is differentiable.
 
     q, k, v, alibi_slopes, bias, sinks and what ``scores`` captured may need gradients.
