@@ -26,8 +26,9 @@ except ImportError:  # Triton has no wheel for this platform: the functions run 
     triton = tl = None
 
 __all__ = [
-    "NUMBERS", "apart", "at", "bounded", "compared", "congruent", "difference", "far_float", "floor_divide", "in_torch",
-    "inside", "interpreting", "jit", "less", "near_float", "remainder", "sigmoid", "tanh", "tl", "written",
+    "NUMBERS", "apart", "at", "at_least", "at_most", "bounded", "compared", "congruent", "difference", "far_float",
+    "floor_divide", "in_torch", "inside", "interpreting", "jit", "less", "near_float", "remainder", "sigmoid", "tanh",
+    "tl", "written",
 ]  # fmt: skip
 
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
@@ -130,6 +131,18 @@ def less(x, y, number):
     Kernels for Hopper have `sm90.lib.mods.tile_less` in its place.
     """
     return x < y + number
+
+
+@jit
+def at_least(x, low):
+    """x, or ``low`` where it is smaller; NaN stays. On torch's tensors it is ``clamp``, with its derivative."""
+    return tl.where(x < low, low, x)
+
+
+@jit
+def at_most(x, high):
+    """x, or ``high`` where it is larger; the rest is as in `at_least`."""
+    return tl.where(x > high, high, x)
 
 
 @jit
@@ -260,6 +273,8 @@ def in_torch(function: Any, wide: torch.dtype) -> Callable[..., Any]:
             twins[name] = getattr(far_float, "fn", far_float)
         elif value is bounded:
             twins[name] = lambda number: number  # torch's positions have 64 bits
+        elif value is at_least or value is at_most:
+            twins[name] = torch.clamp_min if value is at_least else torch.clamp_max
         elif twin := next((twin for known, twin in _TWINS if known is value), None):
             twins[name] = _of_tensors(twin)
         elif hasattr(value, "fn"):

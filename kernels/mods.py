@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
+import re
 from ast import literal_eval
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +20,8 @@ import torch
 from .language import (
     apart,
     at,
+    at_least,
+    at_most,
     bounded,
     compared,
     congruent,
@@ -47,6 +51,8 @@ LANGUAGE = {
     "apart": apart,
     "as_float": near_float,
     "at": at,
+    "at_least": at_least,
+    "at_most": at_most,
     "bounded": bounded,
     "compared": compared,
     "congruent": congruent,
@@ -105,8 +111,17 @@ class ModSource(NamedTuple):
         lines = next((each.lines or () for each in self.gradients if each.slot == slot), (_ZERO,))
         return _ZERO not in lines and not any(f"at(c{slot}," in line for line in (*lines, *(self.derivative or ())))
 
+    @property
+    def is_singular(self) -> bool:
+        """Whether its functions may make NaN or infinity of a score of 0: they divide, but by a captured number, or
+        take roots or logarithms.
+        """
+        of_captured = itertools.chain.from_iterable(each.lines or () for each in self.gradients)
+        return any(map(_SINGULAR.search, (*self.function, *(self.derivative or ()), *of_captured)))
+
 
 _ZERO = "return 0.0"
+_SINGULAR = re.compile(r"/ (?!n\d+\b)|tl\.(?:r?sqrt|log)")
 
 
 def in_both(function: Any) -> InTorch:
@@ -130,7 +145,8 @@ class Gradient:
 class Code:
     """The `jit` functions of a rule, and the same on torch's tensors; see `ModSource`.
 
-    gradients, axes and origins are by the position of a captured tensor; affine: see `ModSource.is_affine_in`.
+    gradients, axes and origins are by the position of a captured tensor; affine: see `ModSource.is_affine_in`;
+    is_singular: see there too.
     """
 
     function: Any
@@ -140,6 +156,7 @@ class Code:
     axes: dict[int, tuple[str, ...]]
     origins: dict[int, int]
     affine: frozenset[int]
+    is_singular: bool
     in_torch: InTorch = field(init=False)
     derivative_in_torch: InTorch = field(init=False)
 
@@ -166,6 +183,7 @@ class Code:
             dict(source.axes),
             dict(source.origins),
             frozenset(slot for slot, _ in source.axes if source.is_affine_in(slot)),
+            source.is_singular,
         )
 
     def origin(self, slot: int, captured: tuple[Any, ...]) -> int:

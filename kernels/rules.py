@@ -116,7 +116,7 @@ class ScoreCode(NamedTuple):
     """Score rules, written out as functions of (score, batch, head, row, column, captured).
 
     apply: the score that the last rule makes. differentiate: that score, its derivative with respect to the first one,
-    and a tuple with d score / d element for each `Wanted`.
+    and a tuple with d score / d element for each `Wanted`. ``differentiate.fn.is_singular``: see `mods.ModSource`.
     """
 
     apply: Any
@@ -149,7 +149,9 @@ def score_code(scores: Scores, wanted: tuple[Wanted, ...], is_far: bool) -> Scor
             outer = f"slope_{number}"
     tuple_of_terms = "".join(f"{terms[want]}, " for want in wanted)
     lines.append(f"return score_{len(scores)}, {outer}, ({tuple_of_terms})")
-    return ScoreCode(apply, writer.function("score_rule_backward", parameters, lines))
+    differentiate = writer.function("score_rule_backward", parameters, lines)
+    differentiate.fn.is_singular = any(code.is_singular for code in codes)
+    return ScoreCode(apply, differentiate)
 
 
 def steepest(scores: Scores) -> float:

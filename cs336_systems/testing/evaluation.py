@@ -15,6 +15,7 @@ from typing_extensions import Unpack
 
 from ..attention import attention
 from ..attention.rules import Scores
+from ..attention.validation import Window
 from .inputs import Inputs
 
 Attend = Callable[..., "Tensor | tuple[Tensor, Tensor]"]
@@ -29,7 +30,9 @@ class Asked(TypedDict, total=False):
     """The arguments of a call besides its tensors; ``features`` are all but the others of `attention`."""
 
     causal: bool | str
+    window: Window | None
     scale: float | None
+    softcap: float | None
     features: Features | None
     return_lse: bool
 

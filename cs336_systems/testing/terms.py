@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -117,9 +118,8 @@ class _Call:
         """Compute it."""
         q, k, v, dout, dlse = inputs.to(torch.float64)
         features = in_dtype(asked.get("features") or {}, torch.float64)
-        return_lse = asked.get("return_lse", True)
-        arguments = Arguments(asked.get("causal", False), scale=asked.get("scale"), return_lse=return_lse)
-        record = make_call(q, k, v, arguments._replace(**features))
+        settings: dict[str, Any] = {"return_lse": True, **{name: x for name, x in asked.items() if name != "features"}}
+        record = make_call(q, k, v, Arguments(**settings, **features))
         options, aux = record.options, record.aux
         if q.ndim == 2:
             q, k, v, dout, dlse = (x[None] for x in (q, k, v, dout, dlse))
@@ -142,7 +142,7 @@ class _Call:
             sinks = aux.sinks.view(1 if record.q.ndim < 4 else kv, q.shape[-3], 1, 1)
         lse = torch.logsumexp(torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1), -1, keepdim=True)
         kept = 1.0 if aux.seed is None else kept_pairs(options, pairs, aux.seed) * options.keep_scale
-        slope, dlse = torch.as_tensor(slope), dlse if return_lse else torch.zeros_like(dlse)
+        slope, dlse = torch.as_tensor(slope), dlse if settings["return_lse"] else torch.zeros_like(dlse)
         score_terms = score_terms.masked_fill(scores == -math.inf, 0.0)
         made = (captured, of_captured, q, k, v, dout, dlse, scores, slope, score_terms, sinks, lse, kept)
         return cls(record, pairs, aux.score_aux, *made)

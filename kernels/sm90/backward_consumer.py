@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
+from ..lib.rules import is_singular
 from ..versions import async_store, reinterpret
 from .backward_mainloop import mainloop
 from .backward_products import (
@@ -78,6 +79,9 @@ def masked_probabilities(s, lse2, keys, first_row, seq, tile, head, scores, mods
     pairs = pairs_of(keys, first_row, seq, tile, head, layout, ROWS)
     changed, slope = mods.differentiate(s, pairs)
     p = probabilities(changed * scores.scale - lse2)
+    if is_singular(mods.SCORE):
+        # For rows that do not exist.
+        p = gl.where(lse2 == float("inf"), 0.0, p)
     if MASKED:
         seen = visible(keys, first_row, seq, layout, ROWS)
         if seq.RIGHT or mods.MASK is not None:
@@ -136,8 +140,7 @@ def finish_scores(
     if scores.SOFTCAP:
         # The derivative of tanh.
         p *= 1.0 - s * s
-    if mods.SCORE is not None:
-        p *= slope
+    p = mods.chained(p, slope)
     dp = mods.dropout.scale(mods.dropout.drop(warpgroup_mma_wait(0, [dp]), bits, True, EARLY))
     if not EARLY:
         delta = memory.delta.index(stage).load(layout)

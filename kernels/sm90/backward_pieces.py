@@ -106,8 +106,7 @@ def dk_step(
     p, slope = masked_probabilities(s, lse2, keys, first_row, seq, tile, head, scores, mods, MASKED)
     if scores.SOFTCAP:
         p *= 1.0 - s * s
-    if mods.SCORE is not None:
-        p *= slope
+    p = mods.chained(p, slope)
     ds_tile = memory.scores.index(0)
     # Until both have computed what they need the last dS for.
     named_barriers.sync(named_barriers.DS_WRITTEN, named_barriers.CONSUMERS)

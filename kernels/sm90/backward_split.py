@@ -63,8 +63,7 @@ def split_step(
     zeros = gl.zeros([WG_ROWS, WG_ROWS], gl.float32, layout)
     dp = warpgroup_mma(own_v, dout_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
     p = gl.convert_layout(sloped, layout).to(gl.float32)
-    if mods.SCORE is not None:
-        p *= slope
+    p = mods.chained(p, slope)
     if mods.dropout.DROPS:
         kept = mods.dropout.drop(gl.convert_layout(p_operand, layout).to(gl.float32), bits, True)
         p_operand = gl.convert_layout(kept.to(dtype), operand)

@@ -88,8 +88,7 @@ def wide_step(
     p_tile.slice(CONSUMER * ROWS, ROWS, dim=1).store(mods.dropout.drop(p, bits, True).to(dtype))
     if scores.SOFTCAP:
         p *= 1.0 - s * s
-    if mods.SCORE is not None:
-        p *= slope
+    p = mods.chained(p, slope)
     delta = memory.delta.index(stage).slice(CONSUMER * ROWS, ROWS, dim=1).load(layout)
     dp = mods.dropout.scale(mods.dropout.drop(warpgroup_mma_wait(0, [dp]), bits, True))
     ds_tile = memory.ds.index(n & 1)

@@ -120,7 +120,7 @@ def term(
     p = probabilities(changed * scores.scale - lse2[:, None])
     seen = visible(rows, first_column, seq, layout)
     # Before dP arrives, so that the derivatives need no registers then.
-    p = gl.where(seen, rules.hide(p, here, ZERO), 0.0) * terms[TERM]
+    p = rules.chained(gl.where(seen, rules.hide(p, here, ZERO), 0.0), terms[TERM])
     dp = mods.dropout.scale(mods.dropout.drop(warpgroup_mma_wait(0, [dp]), bits, False))
     memory.gradients.rows.release(n)
     return p * (dp - delta[:, None])

@@ -8,7 +8,16 @@ import triton
 import triton.language as tl
 
 from ..lib.softmax import lowered
-from .lib.backward import add_terms, load_lse, of_entropies, probabilities, row_numbers, score_gradient, zeros_for
+from .lib.backward import (
+    add_terms,
+    chained,
+    load_lse,
+    of_entropies,
+    probabilities,
+    row_numbers,
+    score_gradient,
+    zeros_for,
+)
 from .lib.masks import block_list, block_ranges, key_ranges, query_ranges, tile_of
 from .lib.matmul import dot, dot_rows, load, rowsum_product, split, store
 from .lib.matrix import matrix
@@ -44,9 +53,9 @@ def dq_step(
     if head.seed is not None:
         dp = tl.where(keep_mask(first_row, first_column, head, C.TILE_Q, C.TILE_K, False), dp, 0.0)
     ds = score_gradient(p, dp, delta[:, None], scales)
-    sums = add_terms(sums, ds, terms, TERMS)
+    sums = add_terms(sums, ds, terms, SCORE, TERMS)
     if WITH_DQ:
-        ds = ds * slope
+        ds = chained(ds, slope, SCORE)
         dq_tile = dot(split(ds, k_tile), k_tile, dq_tile)
     return dq_tile, sums
 
@@ -71,7 +80,9 @@ def prepare_rows(
     if dlse is not None:
         row_delta -= row_numbers(dlse + offset, rows, seq.length)
     tl.store(delta + offset + rows, row_delta, mask=rows < seq.length)
-    row_lse = lowered(load_lse(lse + offset, rows, seq.length))
+    row_lse = load_lse(lse + offset, rows, seq.length)
+    if C.V_HEAD_DIM > 0:
+        row_lse = lowered(row_lse)
     # The other passes read it as the forward writes it: -inf for rows that see nothing.
     low = tl.where(row_lse == float("inf"), float("-inf"), row_lse)
     tl.store(lowered_lse + offset + rows, low, mask=rows < seq.length)
@@ -187,9 +198,9 @@ def dkdv_step(
     if head.seed is not None:
         dp = tl.where(keep, dp, 0.0)
     ds = score_gradient(p, dp, row_delta[None, :], scales)
-    sums = add_terms(sums, ds, terms, TERMS)
+    sums = add_terms(sums, ds, terms, SCORE, TERMS)
     if WITH_DKDV:
-        ds = ds * slope
+        ds = chained(ds, slope, SCORE)
         dk_tile = dot(split(ds, q_tile), q_tile, dk_tile)
     return dk_tile, dv_tile, sums
 

@@ -10,7 +10,7 @@ distance in all tiles: it sums the tiles, then their diagonals. `mod_gradients` 
 import triton
 import triton.language as tl
 
-from .lib.backward import load_lse, of_entropies, probabilities, row_numbers, score_gradient
+from .lib.backward import chained, load_lse, of_entropies, probabilities, row_numbers, score_gradient
 from .lib.matmul import dot_rows, load
 from .lib.matrix import matrix
 from .lib.pairs import HeadInfo, keep_mask
@@ -47,7 +47,7 @@ def pair_step(
         dp = of_entropies(p, row_numbers(douts, across, queries.rows)[:, None])
     if head.seed is not None:
         dp = tl.where(keep_mask(first_row, first_column, head, C.TILE_Q, C.TILE_K, False), dp, 0.0)
-    return total + score_gradient(p, dp, row_delta[:, None], scales) * terms[TERM] * scales.ds
+    return total + chained(score_gradient(p, dp, row_delta[:, None], scales), terms[TERM], SCORE) * scales.ds
 
 
 @triton.jit

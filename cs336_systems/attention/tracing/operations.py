@@ -189,11 +189,9 @@ def _clamped(node: Node, name_of: Callable[[Any, bool], str]) -> str:
         least = ends[0] if ends else named.get("min")
         most = ends[1] if len(ends) > 1 else named.get("max")
     text = name_of(value, not node.is_integer)
-    # At an end torch's derivative is 1; that of a maximum of equal numbers is a half.
-    for sign, end in (("<", least), (">", most)):
+    for function, end in (("at_least", least), ("at_most", most)):
         if end is not None:
-            bound = name_of(end, not node.is_integer)
-            text = f"tl.where({text} {sign} {bound}, {bound}, {text})"
+            text = f"{function}({text}, {name_of(end, not node.is_integer)})"
     return text
 
 

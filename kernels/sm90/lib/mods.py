@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...language import apart, compared, congruent, difference, less, remainder
+from ...lib.rules import is_singular
 from .dropout import Dropout
 from .struct import struct
 
@@ -34,7 +35,9 @@ def _twin(python, whole_tiles):
             scope[name] = twin
         elif hasattr(value, "fn"):
             scope[name] = in_gluon(value, whole_tiles=whole_tiles)
-    return gluon.jit(types.FunctionType(python.__code__, scope, python.__name__))
+    twin = types.FunctionType(python.__code__, scope, python.__name__)
+    twin.__dict__.update(python.__dict__)
+    return gluon.jit(twin)
 
 
 def _twins(whole_tiles):
@@ -165,6 +168,15 @@ class Mods:
                 s * self.natural, pairs.batch, pairs.head, pairs.rows, pairs.columns, self.captured[1]
             )  # fmt: skip
         return s, slope
+
+    @gluon.jit
+    def chained(self, p, derivative):
+        """P times a derivative that SCORE returned, and 0 where P is: of pairs that do not exist it may be NaN."""
+        if is_singular(self.SCORE):
+            p = selected(p * derivative, p.to(gl.int32, bitcast=True), ZERO)
+        elif self.SCORE is not None:
+            p *= derivative
+        return p
 
     @gluon.jit
     def terms(self, s, pairs):

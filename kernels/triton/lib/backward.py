@@ -7,6 +7,7 @@ gradient of a captured tensor is dS times its term, summed over the pairs that r
 import triton
 import triton.language as tl
 
+from ...lib.rules import is_singular
 from ...lib.softmax import LOG2_E
 from .pairs import clamped, visible_pairs
 from .softmax import LN_2, recompute_p
@@ -24,6 +25,9 @@ def probabilities(
         row, column = clamped(rows, columns, head, CHECK_COLUMNS)
         scores, slope, terms = SCORE(s * scales.s, head.batch, head.head, row, column, head.captured[1])
         p = recompute_p(scores, LOG2_E, lse, SHIFT)
+        if is_singular(SCORE):
+            # For rows that do not exist.
+            p = tl.where(lse == float("inf"), 0.0, p)
     else:
         p = recompute_p(s, scales.s_log2, lse, SHIFT)
     if MASKED:
@@ -47,11 +51,21 @@ def score_gradient(p, dp, delta, scales):
 
 
 @triton.jit
-def add_terms(sums, ds, terms, TERMS: tl.constexpr):
+def chained(ds, derivative, SCORE: tl.constexpr):
+    """dS times a derivative that SCORE returned, and 0 where dS is: of pairs that do not exist it may be NaN."""
+    if is_singular(SCORE):
+        product = tl.where(ds == 0.0, 0.0, ds * derivative)
+    else:
+        product = ds * derivative
+    return product
+
+
+@triton.jit
+def add_terms(sums, ds, terms, SCORE: tl.constexpr, TERMS: tl.constexpr):
     """Add dS times each of the gradient terms TERMS, summed over the tile's second axis."""
     added = ()
     for number in tl.static_range(len(TERMS)):
-        added = added + (sums[number] + tl.sum(ds * terms[TERMS[number]], 1),)  # noqa: RUF005 Triton has no *
+        added = added + (sums[number] + tl.sum(chained(ds, terms[TERMS[number]], SCORE), 1),)  # noqa: RUF005 Triton has no *
     return added
 
 

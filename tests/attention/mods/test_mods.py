@@ -217,6 +217,35 @@ def test_grouped_heads_and_another_length(impl):
     torch.testing.assert_close(alone, shared[:, 0])
 
 
+@each_implementation
+@pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning")
+@pytest.mark.parametrize("mod", [lambda s: s.abs().sqrt(), lambda s: s / s.abs() + s, lambda s: s.abs().log()])
+def test_derivatives_that_are_not_finite_at_0(impl, mod):
+    """The score of pairs that fill tiles up, and do not exist, is 0."""
+    q, k, v = tensors()
+    factors = torch.rand(4, requires_grad=True)
+    results = [
+        attention(*inputs, scores=lambda s, b, h, q, k: mod(s) * factors[h], impl=name)
+        for inputs, name in (((q, k, v), impl), ((q.double(), k.double(), v.double()), "naive"))
+    ]
+    found, expected = (torch.autograd.grad(out.square().sum(), (q, k, v, factors)) for out in results)
+    for own, other in zip((results[0], *found), (results[1], *expected), strict=True):
+        assert (own - other).norm() <= 1e-3 * other.norm(), "near 0 a rounding of the score changes the derivative"
+
+
+def test_which_rules_may_make_nan_of_a_score_of_0():
+    def is_singular(mod):
+        return registry[score_mod(mod).expression[0][0]].is_singular
+
+    assert is_singular(lambda s, b, h, q, k: s.abs().sqrt())
+    assert is_singular(lambda s, b, h, q, k: s / s.abs())
+    assert is_singular(lambda s, b, h, q, k: s * s.rsqrt())
+    assert is_singular(lambda s, b, h, q, k: s + (q - k).abs().float().log())
+    assert is_singular(lambda s, b, h, q, k: s / SLOPES[h])
+    assert not is_singular(lambda s, b, h, q, k: s.tanh() / 3 + s.sigmoid() * SLOPES[h] - (q - k) / 7)
+    assert not any(map(is_singular, (SCORES["alibi"], SCORES["turned_bias"], SCORES["halved"])))
+
+
 def test_axes_are_seen_from_the_indices():
     def axes(mod):
         return registry[score_mod(mod).expression[0][0]].axes

@@ -46,6 +46,11 @@ def bent(score: torch.Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.
     return score.tanh() * (h + 1) - (q_idx - kv_idx).abs() * 0.1
 
 
+def rooted(score: torch.Tensor, *place: Any) -> torch.Tensor:
+    """A score_mod whose derivative is infinite at 0."""
+    return score.abs().sqrt()
+
+
 def spread(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.Tensor:
     """A mask_mod that compares, and combines bools, for each pair."""
     return (q_idx - kv_idx < 256) | ((q_idx - kv_idx) % 64 == 0)
@@ -77,6 +82,7 @@ def rules_of(name: str | None, length: int) -> tuple[dict[str, Any], dict[str, A
         "float32_bias": lambda: variants.bias(empty(1, 8, length, length)),
         "relative_bias": lambda: variants.relative_bias(empty(8, 2 * length - 1)),
         "bent": lambda: score_mod(bent),
+        "rooted": lambda: score_mod(rooted),
     }[name]()
     return {"scores": scores.expression}, {"score_aux": scores.tensors}
 

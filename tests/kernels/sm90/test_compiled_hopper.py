@@ -48,7 +48,7 @@ SPILLED_WITH_DROPOUT = {
     ("backward", 64): 200,
     ("backward", 96): 200,
     ("backward", 128): 200,
-    ("backward", 192): 700,
+    ("backward", 192): 2900,  # of latent attention's heads with Triton 3.8 and 3.9; else 700
     ("backward", 256): 200,
     ("backward_of_k", 512): 1200,
     ("backward_of_v", 512): 500,
@@ -60,6 +60,8 @@ MOST_GATHERED = 12
 """Bits that LLVM puts into integers in a kernel with a mask; of its comparisons it would be a hundred or more."""
 
 HARMLESS = r"\(C7519\)"
+SLOW_WITH_DROPOUT = r"\(C7512\)"
+"""ptxas lacks registers, and has products wait for one another: with dropout at 192, as above."""
 
 
 def problems(rows):
@@ -80,7 +82,9 @@ def problems(rows):
             yield f"{name} gathers {row['gathered_bits']} bits of comparisons in integers"
         if row["unset_reads"]:
             yield f"{name} reads registers that nothing has written: {row['unset_reads']}"
-        yield from (f"{name}: {warning}" for warning in row["warnings"] if not re.search(HARMLESS, warning))
+        is_slow = row["rules"] == "dropout" and name[:2] == ("backward", 192)
+        harmless = f"{HARMLESS}|{SLOW_WITH_DROPOUT}" if is_slow else HARMLESS
+        yield from (f"{name}: {warning}" for warning in row["warnings"] if not re.search(harmless, warning))
         # Two registers with a soft cap, and with Triton 3.9 for packed sequences with split head dimensions; three of
         # the backward at 128, which loads lse2 and delta early; of that at 192 six with Triton 3.8, and 14
         # with a soft cap.
@@ -143,6 +147,7 @@ def cases_of(name, dim):
     rules += [packed | {"rules": "document_listed"}] * (dim in (64, 128))
     more_rules = [unmasked | {"rules": "alibi"}]
     more_rules += [causal | {"rules": kind} for kind in ("relative_bias", "sinks") if name == "forward"]
+    more_rules += [causal | {"rules": "rooted"}] * (name == "backward" and dim <= 128)
     pairs = [causal | {"rules": kind} for kind in ("bias", "float32_bias")]
     walks = ("relative_bias", "alibi") if name == "pair_gradient" else ("dense_mask",)
     pairs += [causal | {"rules": kind} for kind in walks]
