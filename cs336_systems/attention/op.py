@@ -133,7 +133,7 @@ def register(implementation: str, plan_of: Callable[[str, Call], Any], keys: Seq
         call = call_of(q, k, v, others)
         gradients = plan_of(implementation, call).backward(q, k, v, out, lse, dout, dlse, call.aux, wanted)
         rest = [x for x in (gradients.sinks, *gradients.score_aux) if x is not None]
-        return gradients.q, gradients.k, gradients.v, [*map(_laid_out_like, rest, _wanted_tensors(call.aux, wanted))]
+        return gradients.q, gradients.k, gradients.v, [*map(laid_out_like, rest, wanted_tensors(call.aux, wanted))]
 
     for name, schema, function, fake in (
         (f"{implementation}_forward", FORWARD, forward, _fake_forward),
@@ -157,16 +157,16 @@ def _fake_backward(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     dq, dk, dv = (rows_like(x, x.shape[-1]).empty(x.dtype, x.device) for x in (q, k, v))
     aux, wanted = aux_of(arguments[:NUM_AUX]), Wanted(arguments[-2], tuple(arguments[-1]))
-    return dq, dk, dv, [*map(torch.empty_like, _wanted_tensors(aux, wanted))]
+    return dq, dk, dv, [*map(torch.empty_like, wanted_tensors(aux, wanted))]
 
 
-def _wanted_tensors(aux: Aux, wanted: Wanted) -> list[Tensor]:
+def wanted_tensors(aux: Aux, wanted: Wanted) -> list[Tensor]:
     """The sinks and what score changes captured: those that get gradients, in the order of `unflatten`."""
     tensors = itertools.compress((aux.sinks, *aux.score_aux), (wanted.sinks, *wanted.score_aux))
     return [x for x in tensors if x is not None]
 
 
-def _laid_out_like(x: Tensor, tensor: Tensor) -> Tensor:
+def laid_out_like(x: Tensor, tensor: Tensor) -> Tensor:
     """x with the strides of ``torch.empty_like(tensor)``, which compiled code takes it to have."""
     expected = torch.empty_like(tensor, device="meta").stride()
     is_alike = all(size == 1 or one == other for size, one, other in zip(x.shape, x.stride(), expected, strict=True))

@@ -223,14 +223,14 @@ def _packed_ids(mask_function: MaskFunction) -> Tensor | None:
     both = captured.get("mask_functions", ())
     if name != "and_masks" or len(both) != 2:
         return None
-    (first, one), (second, other) = map(_captured, both)
-    if (first, second) == ("packed_sequence_mask_function", "remap_positions_for_packed_sequence"):
-        ids, inner = one["packed_sequence_mask"], other["mask_function"]
-    elif second == "packed_sequence_mask_function":  # in older versions
-        ids, inner = other["packed_sequence_mask"], both[0]
-    else:
-        return None
-    return ids if _is_causal(inner) else None
+    # Versions differ in which comes first, and older ones do not remap positions.
+    for made, inner in zip(map(_captured, both), reversed(both), strict=True):
+        if made[0] == "packed_sequence_mask_function":
+            remapped = _captured(inner)
+            if remapped[0] == "remap_positions_for_packed_sequence":
+                inner = remapped[1]["mask_function"]
+            return made[1]["packed_sequence_mask"] if _is_causal(inner) else None
+    return None
 
 
 def _is_causal(mask_function: MaskFunction) -> bool:

@@ -29,8 +29,9 @@ from those of the other through a register that is never written (`machine_code`
 class RowTensors(NamedTuple):
     """What the backward's kernels read and write for each row, in contiguous float32.
 
-    dlse: gradient of the log-sum-exp or None. dlse_bound: the largest |dlse| of each group, None without dlse or for
-    16-bit inputs. lowered_lse, delta: stored by `dq_kernel` for the other passes.
+    dlse: gradient of the log-sum-exp or None. dlse_bound: the largest finite |dlse| of each group, None without dlse or
+    for 16-bit inputs; without values the largest |dlse| + |dout|, of all inputs. lowered_lse, delta: stored by
+    `dq_kernel` for the other passes.
     """
 
     dlse: Tensor | None

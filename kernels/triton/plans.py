@@ -82,7 +82,8 @@ class BackwardPlan:
         self._copy_dout = dout.stride(-1) != 1
         tensors = [call.q, call.k, call.v, dout]
         self._split = None if self.problem.precision == "half" else SplitPlan(tensors, self.problem)
-        self._bound_dlse = has_dlse and self._split is not None
+        self._of_entropies = call.v_head_dim == 0
+        self._bound_dlse = has_dlse and (self._split is not None or self._of_entropies)
         mods = self.problem.mods
         self._row_terms, self._column_terms = mods.computed_by("row"), mods.computed_by("column")
         self._dq, self._dkdv = Launcher(dq_kernel), Launcher(dkdv_kernel)
@@ -106,7 +107,7 @@ class BackwardPlan:
             inputs: tuple[Any, ...] = (q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr(), *NO_STATS)
         else:
             inputs, memory = self._split([q, k, v, dout])
-        bound = dlse.view(problem.kv_batch_heads, -1).abs().amax(1) if dlse is not None and self._bound_dlse else None
+        bound = self._bound_of(dlse, dout) if dlse is not None and self._bound_dlse else None
         rows = RowTensors(dlse, bound, lse, lowered_lse, delta)
         buffers = self._captured.new_buffers(aux) if problem.mods.terms else []
         by_rows = by_columns = NO_OPERANDS[1:]
@@ -147,6 +148,11 @@ class BackwardPlan:
         described = (q, k, v, dout), memory, rows
         yield dq_kernel, self._dq_launch(*described, dout, q, buffers, aux)
         yield dkdv_kernel, self._dkdv_launch(*described, k, v, buffers, aux)
+
+    def _bound_of(self, dlse: Tensor, dout: Tensor) -> Tensor:
+        """What `RowTensors.dlse_bound` is."""
+        sizes = dlse.abs() + dout[..., 0].abs() if self._of_entropies else dlse.abs()
+        return sizes.nan_to_num_(0.0, 0.0).view(self.problem.kv_batch_heads, -1).amax(1)
 
     def _sinks(self, lse: Tensor, delta: Tensor, aux: Aux) -> Tensor | None:
         return sink_gradient(aux.sinks, lse, delta) if self._wanted.sinks and aux.sinks is not None else None

@@ -90,7 +90,7 @@ def score_statistics(
     training that diverges (Zhai et al., "Stabilizing Transformer training by preventing attention entropy collapse",
     2023). The values are not needed. The cost is the product q kᵀ, 2 · d operations for each pair that is computed:
     half of a forward of `attention` whose v has the width of k. The backward computes two such products with "naive",
-    three with "tiled" and four with "flash".
+    three with "tiled", and four with "flash".
 
     Args:
         q: queries (*batch, q_heads, q_len, d), in float16, bfloat16, float32 or float64. Three dimensions mean no head
@@ -101,8 +101,8 @@ def score_statistics(
             on a GPU, and the first of the others elsewhere. "naive" has every score in memory.
 
     lse and entropy are differentiable in q, k, alibi_slopes, bias, sinks and what ``scores`` captured, with "naive" any
-    number of times. "flash" has no kernel for the backward: it takes the forward and the backward of "tiled",
-    PyTorch operations on tiles of 512 x 512 scores, in linear memory on the device of q.
+    number of times. "flash" takes 16-bit inputs to the Triton kernels of the backward of `attention`, and float32 ones
+    to the backward of "tiled", PyTorch operations on tiles of 512 x 512 scores. Both need linear memory.
 
     Returns:
         A `ScoreStatistics`. A query with a score of +inf or NaN has NaN for its entropy.

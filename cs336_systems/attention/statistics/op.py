@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...kernels.call import Aux, AuxLayout, Call, Gradients, Wanted, plan_caches
 from ...kernels.layouts import one_a_row, rows_like
+from ...kernels.lib.softmax import SLACK
 from .. import dispatch
 from ..derivatives import TWICE
 from ..op import (
@@ -25,9 +26,11 @@ from ..op import (
     aux_arguments,
     aux_of,
     call_of,
+    laid_out_like,
     library,
     option_arguments,
     unflatten,
+    wanted_tensors,
 )
 from ..plan import remember
 from . import tiled
@@ -87,6 +90,8 @@ def _by_kernels(
     """By those of the backward of `attention`, for 16-bit inputs."""
     q, k, aux = call.q, call.k, call.aux
     dlse, dentropy = (torch.zeros_like(lse) if x is None else x.contiguous() for x in (dlse, dentropy))
+    # As for attention, but where a single key has all of the probability alone: others keep a sum of 1.
+    exact = torch.where(entropy == 0, lse - lse.abs() * SLACK.value, lse)
     nothing, weights = k[..., :0], dentropy[..., None]
     without_values = Call(q, k, nothing, call.options, aux)
     key = without_values.key, wanted
@@ -96,11 +101,12 @@ def _by_kernels(
         made = module.plan_backward(without_values, q[..., :0], weights, True, of_kernels)
         plan = remember(_backward_plans, key, made)
     with torch.cuda.device_of(q):
-        gradients = plan(q, k, nothing, q[..., :0], lse, weights, dlse - dentropy * entropy, aux)
+        gradients = plan(q, k, nothing, q[..., :0], exact, weights, dlse - dentropy * entropy, aux)
     sinks = None
     if aux.sinks is not None and wanted.sinks:
         sinks = tiled.sink_gradient(aux.sinks, lse, entropy, dlse, dentropy)
-    return gradients.q, gradients.k, [x for x in (sinks, *gradients.score_aux) if x is not None]
+    rest = [x for x in (sinks, *gradients.score_aux) if x is not None]
+    return gradients.q, gradients.k, [*map(laid_out_like, rest, wanted_tensors(aux, wanted))]
 
 
 def _fake_forward(q: Tensor, k: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -50,6 +50,7 @@ def pow2_scale(stats, group):
 def ds_scale(v_stats, dout_stats, dlse_bound, group, max_slope):
     """What undoes a scale by which no dS overflows: |p (dp - delta)| <= 2 max|dout row| max|v row| + max|dlse|.
 
+    Without values ``dlse_bound`` alone bounds dS, also that of 16-bit inputs: its gradients have float32's range.
     ``max_slope`` is the largest factor by which score rules multiply dS, and dropout the first term.
     """
     scale = 1.0
@@ -63,6 +64,8 @@ def ds_scale(v_stats, dout_stats, dlse_bound, group, max_slope):
         if dlse_bound is not None:
             exponent = tl.maximum(exponent, exponent_of(tl.load(dlse_bound + group) * max_slope)) + 1
         scale = power_of_two(exponent - TOP)
+    elif dlse_bound is not None:
+        scale = power_of_two(exponent_of(tl.load(dlse_bound + group) * max_slope) + 1 - TOP)
     return scale
 
 

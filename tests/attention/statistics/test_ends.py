@@ -63,6 +63,16 @@ def test_a_probability_of_1_keeps_its_gradient_however_large_scores_are(impl, dt
         torch.testing.assert_close(largest, torch.full_like(largest, expected))
 
 
+@each_dtype(flash=FLOATS, tiled=(FLOAT,), naive=(FLOAT,))
+@pytest.mark.parametrize(("offset", "tolerance"), [(1e4, 1e-3), (-1e4, 1e-3), (1e5, 1e-2), (-1e5, 1e-2)])
+def test_probabilities_of_large_scores_add_up_to_1(impl, dtype, device, offset, tolerance):
+    q, k = inputs_of(Shapes.of(1, q_len=6, k_len=70, d=16), dtype, device)
+    bias = torch.full((6, 70), offset, device=device, requires_grad=True)
+    found = score_statistics(q, k, bias=bias, impl=impl)
+    (gradient,) = torch.autograd.grad(found.lse.sum(), bias)
+    torch.testing.assert_close(gradient.sum(-1), torch.ones(6, device=device), rtol=0, atol=tolerance)
+
+
 @each_implementation
 def test_the_ends_of_float32(impl, device):
     """Distances to the maximum overflow, and their exponentials are 0."""

@@ -25,6 +25,7 @@ from ..helpers import (
     HALF,
     Record,
     detached,
+    each_dtype,
     each_implementation,
     flat,
     one_graph,
@@ -75,6 +76,19 @@ class TestGradients:
         monkeypatch.setattr(tiled_statistics, "backward", None)
         check("flash", inputs_of(dtype=HALF, device=flash_device), causal=True)
 
+    @pytest.mark.parametrize(("factor", "size"), [(2.0**26, 2.0**-10), (2.0**-13, 1.0)])
+    def test_of_16_bits_have_the_range_of_float32(self, factor, size, flash_device):
+        """dS of float16 would overflow, or be 0, as loss scaling and means over many rows make it."""
+        inputs = inputs_of(Shapes.of(1, q_len=32, k_len=500, d=16, q_heads=2), HALF, flash_device)
+        results = []
+        for impl, dtype in (("flash", HALF), ("naive", DOUBLE)):
+            leaves = [((x / 8 + 1) * size).to(HALF).to(dtype).requires_grad_() for x in inputs]
+            found = score_statistics(*leaves, impl=impl)
+            results.append(torch.autograd.grad((found.lse + found.entropy).sum() * factor, leaves))
+        for actual, expected in zip(*results, strict=True):
+            error = (actual.double() - expected).norm() / expected.to(HALF).double().norm()
+            assert error < 2e-3 + float((expected.to(HALF) - expected).norm() / expected.norm())
+
     @pytest.mark.parametrize("impl", ["flash", "tiled"])
     def test_nothing_quadratic_is_saved(self, impl, device):
         q, k = inputs_of(Shapes.of(1, q_len=70, k_len=90, d=4), device=device)
@@ -121,10 +135,12 @@ class TestTraced:
             results.append([*found, *torch.autograd.grad((found.lse, found.entropy), leaves, gradients)])
         torch.testing.assert_close(*results)
 
-    @pytest.mark.parametrize("impl", ["tiled", pytest.param("flash", marks=slow)])
-    def test_operators(self, impl, device):
-        leaves = [x.requires_grad_() for x in inputs_of(device=device)]
+    @each_dtype(flash=(HALF, pytest.param(FLOAT, marks=slow)), tiled=(FLOAT,))
+    def test_operators(self, impl, dtype, device):
+        leaves = [x.requires_grad_() for x in inputs_of(dtype=dtype, device=device)]
         features = Maker(sizes_of(GROUPED), FLOAT, device).tensors("bias", "alibi_slopes", "sinks", "mask")
+        # Its gradient is laid out like it.
+        features["bias"] = features["bias"].detach().mT.contiguous().mT.requires_grad_()
         with Record() as record:
             found = score_statistics(*leaves, impl=impl, causal=True, softcap=2.0, **features)
             torch.autograd.grad((found.lse.sum(), found.entropy.sum()), (*leaves, features["bias"], features["sinks"]))

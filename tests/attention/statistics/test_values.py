@@ -36,8 +36,8 @@ def evaluated(function, tensors, features, gradients):
     given, further = leaves_of(features)
     with poisoned_memory():
         found = function(*leaves, **given)
+        grads = torch.autograd.grad((found.lse, found.entropy), (*leaves, *further.values()), gradients)
     assert not found.max_scores.requires_grad
-    grads = torch.autograd.grad((found.lse, found.entropy), (*leaves, *further.values()), gradients)
     return dict(zip((*NAMES, "dq", "dk", *further), (*found, *grads), strict=True))
 
 
