@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ...kernels.call import Aux, AuxLayout, Call, Gradients, Wanted, plan_caches
 from ...kernels.layouts import one_a_row, rows_like
-from ...kernels.lib.softmax import SLACK
 from .. import dispatch
 from ..derivatives import TWICE
 from ..op import (
@@ -88,10 +87,12 @@ def _by_kernels(
     call: Call, lse: Tensor, entropy: Tensor, dlse: Tensor | None, dentropy: Tensor | None, wanted: Wanted
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """By those of the backward of `attention`, for 16-bit inputs."""
+    from ...kernels.lib.softmax import SLACK  # with Triton, which not every platform has
+
     q, k, aux = call.q, call.k, call.aux
     dlse, dentropy = (torch.zeros_like(lse) if x is None else x.contiguous() for x in (dlse, dentropy))
-    # As for attention, but where a single key has all of the probability alone: others keep a sum of 1.
-    exact = torch.where(entropy == 0, lse - lse.abs() * SLACK.value, lse)
+    # Attention's kernels lower all that are large. Here only rows with a P of 1 need it; the others keep a sum of 1.
+    lowered = torch.where(entropy == 0, lse - lse.abs() * SLACK.value, lse)
     nothing, weights = k[..., :0], dentropy[..., None]
     without_values = Call(q, k, nothing, call.options, aux)
     key = without_values.key, wanted
@@ -101,7 +102,7 @@ def _by_kernels(
         made = module.plan_backward(without_values, q[..., :0], weights, True, of_kernels)
         plan = remember(_backward_plans, key, made)
     with torch.cuda.device_of(q):
-        gradients = plan(q, k, nothing, q[..., :0], exact, weights, dlse - dentropy * entropy, aux)
+        gradients = plan(q, k, nothing, q[..., :0], lowered, weights, dlse - dentropy * entropy, aux)
     sinks = None
     if aux.sinks is not None and wanted.sinks:
         sinks = tiled.sink_gradient(aux.sinks, lse, entropy, dlse, dentropy)
