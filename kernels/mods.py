@@ -119,6 +119,11 @@ class ModSource(NamedTuple):
         of_captured = itertools.chain.from_iterable(each.lines or () for each in self.gradients)
         return any(map(_SINGULAR.search, (*self.function, *(self.derivative or ()), *of_captured)))
 
+    @property
+    def is_curved(self) -> bool:
+        """Whether its derivative depends on the score."""
+        return any(SCORE in line for line in self.derivative or ())
+
 
 _ZERO = "return 0.0"
 _SINGULAR = re.compile(r"/ (?!n\d+\b)|tl\.(?:r?sqrt|log)")
@@ -145,8 +150,8 @@ class Gradient:
 class Code:
     """The `jit` functions of a rule, and the same on torch's tensors; see `ModSource`.
 
-    gradients, axes and origins are by the position of a captured tensor; affine: see `ModSource.is_affine_in`;
-    is_singular: see there too.
+    gradients, axes and origins are by the position of a captured tensor; affine: see `ModSource.is_affine_in`.
+    is_singular, is_curved: see there too.
     """
 
     function: Any
@@ -157,6 +162,7 @@ class Code:
     origins: dict[int, int]
     affine: frozenset[int]
     is_singular: bool
+    is_curved: bool
     in_torch: InTorch = field(init=False)
     derivative_in_torch: InTorch = field(init=False)
 
@@ -184,6 +190,7 @@ class Code:
             dict(source.origins),
             frozenset(slot for slot, _ in source.axes if source.is_affine_in(slot)),
             source.is_singular,
+            source.is_curved,
         )
 
     def origin(self, slot: int, captured: tuple[Any, ...]) -> int:

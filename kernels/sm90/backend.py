@@ -94,7 +94,7 @@ def unsupported_backward(call: Call) -> str | None:
     for name, is_given in (("packed sequences", call.is_packed), ("listed blocks", is_listed)):
         if is_given:
             return f"adds up dQ of {name} in no fixed order, which deterministic=True needs"
-    if not backward_config(call.head_dim, call.v_head_dim, pair_itemsize=0).has_turns:
+    if not backward_config(call.head_dim, call.v_head_dim).has_turns:
         # Consumer warp groups add dQ to global memory, in no order.
         return "adds up dQ of head dimensions of q and v above 128 in no fixed order, which deterministic=True needs"
     return None

@@ -16,6 +16,7 @@ from ..call import BLOCK, Band, Call, Options
 from ..launching import Launch
 from ..layouts import ALIGNMENT
 from ..lib.softmax import LOG2_E
+from ..mods import code_of
 from ..versions import default_ptx_options
 from .dq_reducer import DQ_ROW
 from .lib.mma import WG_ROWS
@@ -130,7 +131,8 @@ def backward_tiles(call: Call, *, of_v: bool = False) -> BackwardConfig:
     """The configuration of a backward, or with ``of_v`` of the launch that computes dV alone."""
     if of_v:
         return BACKWARD_OF_V
-    return backward_config(call.head_dim, call.v_head_dim, pair_itemsize=pair_itemsize(call))
+    is_curved = any(code_of(name).is_curved for name, _ in call.options.score_rules)
+    return backward_config(call.head_dim, call.v_head_dim, pair_itemsize=pair_itemsize(call), is_curved=is_curved)
 
 
 def pair_operand(call: Call, rows: int, columns: int) -> TensorDescriptor | None:

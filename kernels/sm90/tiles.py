@@ -182,6 +182,8 @@ BACKWARD_PAIRS = {
         128: BackwardConfig(128, 64, 64, 2, 240, 24, 168, pair_stages=1),
     },
 }
+BACKWARD_CURVED = BACKWARD[64]._replace(tile_q=64, dq_columns=32)
+"""At 64, where the derivative of a score change depends on the score: for 128 rows there are too few registers."""
 HEAD_DIMS = (64, 128, 256)
 """Columns that tiles have; for head dimensions between, TMA fills them up with zeros."""
 
@@ -223,9 +225,13 @@ def forward_config(
     return FORWARD_SPLIT[head_dim, k_tail, uneven_or_few] if k_tail else FORWARD[head_dim, uneven_or_few]
 
 
-def backward_config(head_dim: int, v_head_dim: int, *, pair_itemsize: int) -> BackwardConfig:
-    """The configuration of a backward call of these head dimensions."""
+def backward_config(
+    head_dim: int, v_head_dim: int, *, pair_itemsize: int = 0, is_curved: bool = False
+) -> BackwardConfig:
+    """The configuration of a backward call of these head dimensions. is_curved: see `BACKWARD_CURVED`."""
     columns = backward_head_dim(head_dim, v_head_dim)
+    if is_curved and columns == 64 and pair_itemsize == 0:
+        return BACKWARD_CURVED
     if columns == 192 and v_head_dim > 128:
         return BACKWARD_WIDE_SPLIT
     config = BACKWARD_PAIRS[pair_itemsize].get(columns, BACKWARD[columns])
