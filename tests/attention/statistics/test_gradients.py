@@ -135,7 +135,7 @@ class TestTraced:
             results.append([*found, *torch.autograd.grad((found.lse, found.entropy), leaves, gradients)])
         torch.testing.assert_close(*results)
 
-    @each_dtype(flash=(HALF, pytest.param(FLOAT, marks=slow)), tiled=(FLOAT,))
+    @each_dtype(flash=(HALF, FLOAT), tiled=(FLOAT,))
     def test_operators(self, impl, dtype, device):
         leaves = [x.requires_grad_() for x in inputs_of(dtype=dtype, device=device)]
         features = Maker(sizes_of(GROUPED), FLOAT, device).tensors("bias", "alibi_slopes", "sinks", "mask")
