@@ -274,6 +274,7 @@ def in_torch(function: Any, wide: torch.dtype) -> Callable[..., Any]:
         elif value is bounded:
             twins[name] = lambda number: number  # torch's positions have 64 bits
         elif value is at_least or value is at_most:
+            # Not by _of_tensors: at an end that is a tensor, clamp has another derivative than at a number.
             twins[name] = torch.clamp_min if value is at_least else torch.clamp_max
         elif twin := next((twin for known, twin in _TWINS if known is value), None):
             twins[name] = _of_tensors(twin)

@@ -5,7 +5,6 @@ Eager calls take them too: autograd, torch.compile, torch.export and dispatch mo
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -120,9 +119,8 @@ def _fake_backward(
     q: Tensor, k: Tensor, lse: Tensor, entropy: Tensor, dlse: Tensor | None, dentropy: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     dq, dk = (rows_like(x, x.shape[-1]).empty(x.dtype, x.device) for x in (q, k))
-    sinks, score_aux, (want_sinks, want_score_aux) = arguments[0], arguments[NUM_AUX - 1], arguments[-2:]
-    wanted = [sinks] * want_sinks + [*itertools.compress(score_aux, want_score_aux)]
-    return dq, dk, [torch.empty_like(tensor) for tensor in wanted]
+    aux, wanted = aux_of(arguments[:NUM_AUX]), Wanted(arguments[-2], tuple(arguments[-1]))
+    return dq, dk, [*map(torch.empty_like, wanted_tensors(aux, wanted))]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
